@@ -1,0 +1,54 @@
+# `make demo` and `make test` do their own set-up; `make gpu` is the one command for a machine
+# with a GPU, torch and no network. README.md tells more.
+.PHONY: demo test lint format build setup gpu clean
+
+SYSTEM_PYTHON ?= python3
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+# pip's own copies of cmake and ninja first
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+
+demo: build
+	$(PYTHON) -m examples.train_llama
+
+test: build
+	$(PYTHON) -m pytest -m "not gpu"
+
+lint: $(VENV)/ready
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+	clang-format --dry-run --Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.c')
+
+format: $(VENV)/ready
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+	clang-format -i $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.c')
+
+# Ninja knows what is stale, so this runs every time.
+build: $(VENV)/ready
+	$(PYTHON) setup.py --quiet build_ext --inplace
+
+setup: $(VENV)/ready
+
+# The pins are in pyproject.toml. The frontend comes without what its Python side would pull in.
+$(VENV)/ready: pyproject.toml
+	$(SYSTEM_PYTHON) -m venv $(VENV)
+	$(PYTHON) -c 'import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; print(*sum(extras.values(), []), sep="\n")' > $(VENV)/requirements.txt
+	$(PYTHON) -m pip install --quiet -r $(VENV)/requirements.txt
+	$(PYTHON) -m pip install --quiet --no-deps nvidia-cudnn-frontend==1.32.0
+	touch $@
+
+# Builds, tests and benchmarks with the Python that has torch. WHEELS names a folder with the
+# wheels that this Python lacks (the frontend's, usually); OUT is where the results go.
+WHEELS ?=
+OUT ?=
+SITE := build/site
+gpu: export PYTHONPATH := $(CURDIR)/$(SITE):$(PYTHONPATH)
+gpu:
+	@test -z "$(WHEELS)" || $(SYSTEM_PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target $(SITE) $(WHEELS)/*.whl
+	$(SYSTEM_PYTHON) setup.py --quiet build_ext --inplace
+	$(SYSTEM_PYTHON) -m benchmarks.gpu_suite $(if $(OUT),--out $(OUT))
+
+clean:
+	rm -rf build dist *.egg-info cudnn_ops/*.so cudnn_ops/stub demo_output

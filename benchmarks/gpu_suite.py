@@ -1,0 +1,158 @@
+"""The command behind `make gpu`: the GPU tests, then every benchmark, for a package already built.
+
+Each runs in a process of its own under a time limit, so one that crashes or hangs costs only
+itself. `gpu_tests.json` and each benchmark's `<name>.json` land in benchmarks/results/<gpu>/.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree
+
+import torch
+
+from benchmarks.harness import ROOT, aligned, environment
+
+BENCHMARKS = ROOT / "benchmarks"
+TESTS_LIMIT_S = 1800
+BENCHMARK_LIMIT_S = 600
+TIMED_OUT = 124
+
+
+@dataclass
+class Outcome:
+    """What pytest counted, and the names of the tests that failed or broke."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    errors: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        """Something was tested, and nothing went wrong."""
+        return self.passed > 0 and not self.failures
+
+    def __str__(self) -> str:
+        counts = ("passed", "failed", "skipped", "errors")
+        return ", ".join(f"{getattr(self, count)} {count}" for count in counts)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_suite")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: results/<gpu>, as h200")
+    parser.add_argument("--only", choices=("tests", "benchmarks"), help="leave the others out")
+    parser.add_argument(
+        "--pytest-args", default="", metavar="ARGS", help="one word: --pytest-args='-k sdpa -x'"
+    )
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("gpu_suite needs a CUDA GPU, and torch finds none")
+    out: Path = args.out or BENCHMARKS / "results" / gpu_slug(torch.cuda.get_device_name())
+    out = out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+
+    good = True
+    summary = [["", "seconds", "outcome"]]
+    if args.only != "benchmarks":
+        outcome, seconds = run_tests(shlex.split(args.pytest_args))
+        write_outcome(out / "gpu_tests.json", outcome, seconds)
+        good &= outcome.good
+        summary.append(["tests", f"{seconds:.0f}", str(outcome)])
+    if args.only != "tests":
+        for path in sorted(BENCHMARKS.glob("bench_*.py")):
+            name = path.stem.removeprefix("bench_")
+            command = ["-m", f"benchmarks.{path.stem}", "--out", str(out / f"{name}.json")]
+            status, seconds = run(command, BENCHMARK_LIMIT_S)
+            good &= status == 0
+            summary.append([name, f"{seconds:.0f}", describe(status)])
+    print(f"\n{aligned(summary)}\n{'all good' if good else 'NOT GOOD'}; results are in {out}")
+    return 0 if good else 1
+
+
+def run(arguments: Sequence[str], limit_s: float) -> tuple[int, float]:
+    """Run this Python with its output shown; its exit status and how many seconds it took."""
+    print(f"\n== python {shlex.join(arguments)}", flush=True)
+    # Unbuffered, so that what it printed before it was killed is seen.
+    env = os.environ | {"PYTHONUNBUFFERED": "1"}
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=ROOT, env=env, timeout=limit_s, check=False
+        )
+        status = done.returncode
+    except subprocess.TimeoutExpired:
+        status = TIMED_OUT
+    return status, time.monotonic() - start
+
+
+def describe(status: int) -> str:
+    """An exit status in words."""
+    if status == TIMED_OUT:
+        return "ran past its time limit"
+    return "done" if status == 0 else f"exit status {status}"
+
+
+def run_tests(pytest_args: Sequence[str]) -> tuple[Outcome, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "junit.xml"
+        options = ["-m", "gpu", "-q", f"--junit-xml={report}"]
+        status, seconds = run(["-m", "pytest", *options, "tests", *pytest_args], TESTS_LIMIT_S)
+        outcome = parse_junit(report) if report.exists() else Outcome()
+    if status != 0 and not outcome.failures:
+        # A crash leaves no report, and a bad option or an empty selection a clean one.
+        outcome.errors += 1
+        outcome.failures.append(f"pytest: {describe(status)}")
+    return outcome, seconds
+
+
+def parse_junit(report: Path) -> Outcome:
+    """The counts in pytest's JUnit report."""
+    outcome = Outcome()
+    for case in ElementTree.parse(report).iter("testcase"):
+        failed, broke = case.find("failure") is not None, case.find("error") is not None
+        if failed or broke:
+            outcome.failed += failed
+            outcome.errors += broke
+            outcome.failures.append(f"{case.get('classname')}::{case.get('name')}")
+        elif case.find("skipped") is not None:
+            outcome.skipped += 1
+        else:
+            outcome.passed += 1
+    return outcome
+
+
+def write_outcome(path: Path, outcome: Outcome, seconds: float) -> None:
+    env = environment()
+    where = {key: env[key] for key in ("commit", "gpu", "torch", "cudnn")}
+    found = asdict(outcome) | where | {"seconds": round(seconds, 1)}
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def gpu_slug(name: str) -> str:
+    """The folder of a GPU's results: "NVIDIA H100 80GB HBM3" is h100, "... RTX 4090" rtx_4090.
+
+    The model ends with the first word that has a digit; makers and brands are no part of it.
+    """
+    words = re.split(r"[\s-]+", name.lower())
+    model: list[str] = []
+    for word in words:
+        if word not in ("nvidia", "tesla", "quadro", "geforce"):
+            model.append(word)
+        if re.search(r"\d", word):
+            break
+    return "_".join(model)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

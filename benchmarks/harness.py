@@ -1,0 +1,256 @@
+"""What all benchmarks share: two clocks, the rows, the environment they name, the command line.
+
+Knowledge of one operator belongs in bench_<name>.py, knowledge of a competitor in peers.py.
+"""
+
+import argparse
+import gc
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS = "cudnn_ops"
+
+FULL_ROUNDS, QUICK_ROUNDS = 50, 5
+WARM_UP_CALLS = 10
+GPU_CALLS = 10  # a sample
+# The driver blocks a caller with 1024 launches pending: 50 calls of up to 10 kernels stay clear.
+HOST_CALLS = 50  # a sample
+SLEEP_CYCLES = 4_000_000  # about 2 ms
+SLEEP_DOUBLINGS = 8
+
+Functions = Mapping[str, Callable[[], object]]
+Around = Callable[[str], AbstractContextManager[object]]
+
+
+class Row(TypedDict):
+    case: str
+    impl: str
+    metric: str
+    value: float
+
+
+def gpu_ms(functions: Functions, *, rounds: int, around: Around | None = None) -> dict[str, float]:
+    """Median GPU time of one call of each function, in milliseconds, with no host time in it.
+
+    A sample is GPU_CALLS calls in a row over the same tensors; every function gives one sample a
+    round. `around(name)` is a context entered around a sample, outside the timed part.
+    """
+    return _medians(functions, _gpu_sample, rounds, around)
+
+
+def host_us(functions: Functions, *, rounds: int, around: Around | None = None) -> dict[str, float]:
+    """Median host time of one call of each function, in microseconds, without synchronization.
+
+    A sample is HOST_CALLS calls that start on an idle GPU. `around` is as for `gpu_ms`.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        return _medians(functions, _host_sample, rounds, around)
+    finally:
+        gc.enable()
+
+
+def peak_bytes(function: Callable[[], object]) -> int:
+    """Bytes that one call allocates on the GPU at its peak, beyond those allocated before it."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _medians(
+    functions: Functions,
+    sample: Callable[[Callable[[], object]], float],
+    rounds: int,
+    around: Around | None,
+) -> dict[str, float]:
+    enter = around or (lambda _: nullcontext())
+    for name, function in functions.items():
+        with enter(name):
+            for _ in range(WARM_UP_CALLS):
+                function()
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    for name in _interleaved(functions, rounds):
+        with enter(name):
+            samples[name].append(sample(functions[name]))
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def _interleaved(names: Iterable[str], rounds: int) -> Iterator[str]:
+    """Every name once a round, in a new order each round.
+
+    In a fixed order one function would always run on the GPU that the same other one has heated.
+    """
+    order, draw = list(names), random.Random(0)
+    for _ in range(rounds):
+        draw.shuffle(order)
+        yield from order
+
+
+def _gpu_sample(function: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for doubling in range(SLEEP_DOUBLINGS):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(SLEEP_CYCLES << doubling)
+        start.record()
+        for _ in range(GPU_CALLS):
+            function()
+        end.record()
+        # Had the sleep ended before the last launch, the GPU could have waited for the host.
+        all_queued = not start.query()
+        end.synchronize()
+        if all_queued:
+            elapsed: float = start.elapsed_time(end)
+            return elapsed / GPU_CALLS
+    raise RuntimeError("the function waits for the GPU, which hides its GPU time")
+
+
+def _host_sample(function: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter_ns()
+    for _ in range(HOST_CALLS):
+        function()
+    elapsed = time.perf_counter_ns() - start
+    torch.cuda.synchronize()
+    return elapsed / HOST_CALLS / 1e3
+
+
+class Rows:
+    """What a benchmark found: one value for each case, implementation and metric."""
+
+    def __init__(self, env: Mapping[str, str | int]) -> None:
+        self.env = env
+        self.rows: list[Row] = []
+
+    def add(self, case: str, impl: str, metric: str, value: float) -> None:
+        self.rows.append(Row(case=case, impl=impl, metric=metric, value=value))
+
+    def table(self) -> str:
+        """Plain text: for each metric, cases down, implementations across, each peer over ours."""
+        return "\n\n".join(self._metric_table(m) for m in unique(r["metric"] for r in self.rows))
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        found = {"env": self.env, "rows": self.rows}
+        path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
+
+    def _metric_table(self, metric: str) -> str:
+        cases = pivot(self.rows, metric)
+        impls = unique(impl for values in cases.values() for impl in values)
+        peers = [impl for impl in impls if impl != OURS] if OURS in impls else []
+        lines = [[metric, *impls, *(f"{peer}/ours" for peer in peers)]]
+        for case, values in cases.items():
+            cells = [short(values[impl]) if impl in values else "-" for impl in impls]
+            for peer in peers:
+                both = peer in values and OURS in values
+                cells.append(f"{values[peer] / values[OURS]:.2f}" if both else "-")
+            lines.append([case, *cells])
+        return aligned(lines)
+
+
+def pivot(rows: Iterable[Row], metric: str) -> dict[str, dict[str, float]]:
+    """The metric's values by case, then by implementation, both in the rows' order."""
+    cases: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row["metric"] == metric:
+            cases.setdefault(row["case"], {})[row["impl"]] = row["value"]
+    return cases
+
+
+def unique(names: Iterable[str]) -> list[str]:
+    """The names without repeats, in order of first appearance."""
+    return list(dict.fromkeys(names))
+
+
+def short(value: float) -> str:
+    """Three significant digits, or a whole number from 1000 up."""
+    return f"{value:#.3g}".rstrip(".") if abs(value) < 999.5 else f"{value:.0f}"
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Lines of cells as columns: the first flush left, the others flush right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )
+
+
+def environment() -> dict[str, str | int]:
+    """What the numbers were measured on and with."""
+    smi = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    try:
+        from cudnn_ops import __version__ as version
+    except (ImportError, OSError):  # not built, or its library does not load
+        version = "unavailable"
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "none",
+        "cudnn": torch.backends.cudnn.version() or 0,
+        "driver": smi.partition("\n")[0] or "unknown",
+        "cudnn_ops": version,
+        "python": platform.python_version(),
+        "commit": commit(),
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+
+
+def commit() -> str:
+    """The commit that is measured: $CUDNN_OPS_COMMIT where the tree came without git, else HEAD.
+
+    HEAD gets "-dirty" when the tree differs from it. Results are written while benchmarks run, so
+    they do not count.
+    """
+    if named := os.environ.get("CUDNN_OPS_COMMIT"):
+        return named
+    git = ("git", "-C", str(ROOT))
+    head = _output(*git, "rev-parse", "HEAD")
+    changes = _output(*git, "status", "--porcelain", "--", ".", ":!benchmarks/results")
+    return (f"{head}-dirty" if changes else head) if head else "unknown"
+
+
+def _output(*command: str) -> str:
+    """What the command prints, or nothing where it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.strip()
+
+
+def main(name: str, run: Callable[[Rows, int], None]) -> None:
+    """The command line of bench_<name>.py: `run(rows, rounds)` fills the rows."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.bench_{name}")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the rows there as JSON")
+    parser.add_argument(
+        "--quick", action="store_true", help="few samples: shows that it runs, not how fast"
+    )
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit(f"bench_{name} needs a CUDA GPU, and torch finds none")
+    rounds = QUICK_ROUNDS if args.quick else FULL_ROUNDS
+    rows = Rows({**environment(), "rounds": rounds})
+    run(rows, rounds)
+    print(rows.table())
+    if args.out:
+        rows.write(args.out)

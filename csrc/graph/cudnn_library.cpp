@@ -1,0 +1,108 @@
+#include "cudnn_library.h"
+
+#include "error.h"
+
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+
+#include <cstdlib>
+#include <mutex>
+
+// The frontend resolves cuDNN's functions through this handle (its dynamic-loading mode).
+namespace cudnn_frontend {
+void* cudnn_dlhandle = nullptr;
+}
+
+namespace cudnn_ops::graph {
+namespace {
+
+constexpr const char* kSoname = "libcudnn.so.9";
+
+std::mutex mutex;
+std::string fallback_path;
+
+void* open_library() {
+  // RTLD_NOLOAD first: whatever copy torch brought is the copy to use, wherever it lies.
+  if (void* loaded = dlopen(kSoname, RTLD_NOW | RTLD_NOLOAD)) return loaded;
+  if (void* found = dlopen(kSoname, RTLD_NOW)) return found;
+  const std::string loader_says = dlerror();
+  if (!fallback_path.empty()) {
+    if (void* found = dlopen(fallback_path.c_str(), RTLD_NOW | RTLD_GLOBAL)) return found;
+  }
+  throw CudnnError("no libcudnn could be found: " + loader_says +
+                   ". Install it with `pip install nvidia-cudnn-cu13`, or put its folder on "
+                   "LD_LIBRARY_PATH");
+}
+
+template <class Function>
+void resolve(void* handle, const char* name, Function& function) {
+  function = reinterpret_cast<Function>(dlsym(handle, name));
+  if (function == nullptr) {
+    throw CudnnError(std::string(kSoname) + " has no " + name + "; cuDNN 9.8 or newer is needed");
+  }
+}
+
+CudnnLibrary load() {
+  void* handle = open_library();
+  CudnnLibrary library{};
+  resolve(handle, "cudnnBackendCreateDescriptor", library.create_descriptor);
+  resolve(handle, "cudnnBackendDestroyDescriptor", library.destroy_descriptor);
+  resolve(handle, "cudnnBackendSetAttribute", library.set_attribute);
+  resolve(handle, "cudnnBackendFinalize", library.finalize);
+  resolve(handle, "cudnnBackendExecute", library.execute);
+  resolve(handle, "cudnnGetErrorString", library.error_string);
+  resolve(handle, "cudnnGetLastErrorString", library.last_error_string);
+  decltype(&cudnnGetVersion) version = nullptr;
+  resolve(handle, "cudnnGetVersion", version);
+  library.version = version();
+  Dl_info info{};
+  if (dladdr(reinterpret_cast<void*>(version), &info) != 0) library.path = info.dli_fname;
+  // The frontend looks for libcudart by name and, where several lie on the path, takes the
+  // oldest; the one of these headers is the one that torch runs with.
+  const std::string cudart = "libcudart.so." + std::to_string(CUDART_VERSION / 1000);
+  setenv("CUDNN_FRONTEND_CUDART_LIB_NAME", cudart.c_str(), /*overwrite=*/0);
+  cudnn_frontend::cudnn_dlhandle = handle;
+  return library;
+}
+
+}  // namespace
+
+const CudnnLibrary& cudnn() {
+  static const CudnnLibrary* library = nullptr;
+  static std::once_flag once;
+  // call_once runs again after an exception, so installing cuDNN's path later still works.
+  std::call_once(once, [] {
+    std::lock_guard<std::mutex> lock(mutex);
+    library = new CudnnLibrary(load());
+  });
+  return *library;
+}
+
+void set_fallback_path(const std::string& path) {
+  std::lock_guard<std::mutex> lock(mutex);
+  fallback_path = path;
+}
+
+void check(cudnnStatus_t status, const char* call) {
+  if (status == CUDNN_STATUS_SUCCESS) return;
+  char detail[1024] = {};
+  cudnn().last_error_string(detail, sizeof detail);
+  throw CudnnError(std::string(call) + " failed with " + cudnn().error_string(status) +
+                   (detail[0] != '\0' ? std::string(": ") + detail : std::string()));
+}
+
+std::string readable_reason(const std::string& report) {
+  // "[cudnn_frontend] ERROR: <reason> at <file>" and lists of engines that were asked in vain
+  // surround the reason; people need the reason.
+  std::string reason = report.substr(0, report.find("; python engines declined"));
+  for (const char* noise : {"[cudnn_frontend] ERROR: ", "[cudnn_frontend] Error: "}) {
+    if (reason.rfind(noise, 0) == 0) reason.erase(0, std::string(noise).size());
+  }
+  for (char& c : reason) {
+    if (c == '\n') c = ' ';
+  }
+  while (!reason.empty() && (reason.back() == ' ' || reason.back() == '.')) reason.pop_back();
+  return reason.empty() ? "no reason given" : reason;
+}
+
+}  // namespace cudnn_ops::graph

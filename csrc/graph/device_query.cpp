@@ -1,0 +1,34 @@
+#include "device_query.h"
+
+#include "cuda_call.h"
+#include "error.h"
+
+#include <c10/util/Exception.h>
+
+namespace cudnn_ops::graph {
+namespace {
+
+Target target_of(const std::string& device) {
+  if (device != "current") return Target::described(device);
+#ifdef CUDNN_OPS_WITH_CUDA
+  return live_target();
+#else
+  throw CudnnError("this build has no CUDA: describe a GPU instead, such as device=\"h200\"");
+#endif
+}
+
+}  // namespace
+
+Answer ask(const std::string& device,
+           c10::function_ref<std::shared_ptr<const Plan>(const Target&)> build_plan) {
+  try {
+    const auto plan = build_plan(target_of(device));
+    return {true, "", plan->engine(), plan->workspace_bytes()};
+  } catch (const NotSupported& refusal) {
+    return {false, refusal.what(), "", 0};
+  } catch (const CudnnError& error) {
+    TORCH_CHECK(false, "cudnn_ops: ", error.what());
+  }
+}
+
+}  // namespace cudnn_ops::graph

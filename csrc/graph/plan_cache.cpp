@@ -1,0 +1,100 @@
+#include "plan_cache.h"
+
+#include <stdexcept>
+
+namespace cudnn_ops::graph {
+
+PlanCache& PlanCache::global() {
+  static PlanCache* cache = new PlanCache();
+  return *cache;
+}
+
+PlanCache::PlanPtr PlanCache::get(const PlanKey& key, c10::function_ref<PlanPtr()> build) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (const auto found = index_.find(key); found != index_.end()) {
+      entries_.splice(entries_.begin(), entries_, found->second);
+      ++hits_;
+      return found->second->second;
+    }
+  }
+  return build_missing(key, build);
+}
+
+PlanCache::PlanPtr PlanCache::build_missing(const PlanKey& key,
+                                            c10::function_ref<PlanPtr()> build) {
+  std::promise<PlanPtr> promise;
+  int64_t generation = 0;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (const auto found = index_.find(key); found != index_.end()) {
+      ++hits_;
+      return found->second->second;
+    }
+    if (const auto pending = building_.find(key); pending != building_.end()) {
+      const std::shared_future<PlanPtr> future = pending->second;
+      ++hits_;
+      lock.unlock();
+      return future.get();
+    }
+    building_.emplace(key, promise.get_future().share());
+    generation = generation_;
+  }
+
+  PlanPtr plan;
+  try {
+    plan = build();
+  } catch (...) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    building_.erase(key);
+    promise.set_exception(std::current_exception());
+    throw;
+  }
+  Entries evicted;  // destroyed after the lock is released: unloading kernels takes a while
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    building_.erase(key);
+    if (generation == generation_) insert(key, plan, evicted);
+  }
+  promise.set_value(plan);
+  return plan;
+}
+
+void PlanCache::insert(const PlanKey& key, PlanPtr plan, Entries& evicted) {
+  entries_.emplace_front(key, std::move(plan));
+  index_.emplace(key, entries_.begin());
+  ++builds_;
+  shrink(evicted);
+}
+
+void PlanCache::shrink(Entries& evicted) {
+  while (static_cast<int64_t>(entries_.size()) > limit_) {
+    index_.erase(entries_.back().first);
+    evicted.splice(evicted.begin(), entries_, std::prev(entries_.end()));
+    ++evictions_;
+  }
+}
+
+CacheInfo PlanCache::info() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return {hits_, builds_, evictions_, static_cast<int64_t>(entries_.size()), limit_};
+}
+
+void PlanCache::clear() {
+  Entries dropped;
+  std::lock_guard<std::mutex> lock(mutex_);
+  dropped.swap(entries_);
+  index_.clear();
+  hits_ = builds_ = evictions_ = 0;
+  ++generation_;
+}
+
+void PlanCache::set_limit(int64_t limit) {
+  if (limit < 1) throw std::invalid_argument("the plan cache's limit must be at least 1");
+  Entries evicted;
+  std::lock_guard<std::mutex> lock(mutex_);
+  limit_ = limit;
+  shrink(evicted);
+}
+
+}  // namespace cudnn_ops::graph

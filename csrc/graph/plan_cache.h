@@ -1,0 +1,66 @@
+// The process-wide cache of built plans, bounded, least recently used out first.
+//
+// Any thread may call anything here at any time. A hit holds the lock for one look-up. A
+// build holds no lock: other keys go on, and threads that want the same key wait for it
+// instead of building it again.
+#pragma once
+
+#include "plan.h"
+#include "plan_key.h"
+
+#include <c10/util/FunctionRef.h>
+
+#include <cstdint>
+#include <future>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+
+namespace cudnn_ops::graph {
+
+struct CacheInfo {
+  int64_t hits;
+  int64_t builds;     // plans built, successfully
+  int64_t evictions;  // plans dropped because the limit was reached
+  int64_t size;       // plans held now
+  int64_t limit;
+};
+
+class PlanCache {
+ public:
+  using PlanPtr = std::shared_ptr<const Plan>;
+
+  // Never destroyed: at process exit the CUDA context may go before static destructors run.
+  static PlanCache& global();
+
+  // The plan of `key`, from `build` if it is not there yet. What `build` throws reaches every
+  // thread that waits for it, and the next call tries again.
+  PlanPtr get(const PlanKey& key, c10::function_ref<PlanPtr()> build);
+
+  CacheInfo info() const;
+  // Drops every plan and sets the counters to zero. Plans in use live on until released.
+  void clear();
+  // At least 1. Shrinks at once.
+  void set_limit(int64_t limit);
+
+ private:
+  using Entries = std::list<std::pair<PlanKey, PlanPtr>>;  // most recently used first
+
+  PlanPtr build_missing(const PlanKey& key, c10::function_ref<PlanPtr()> build);
+  void insert(const PlanKey& key, PlanPtr plan, Entries& evicted);
+  void shrink(Entries& evicted);
+
+  mutable std::mutex mutex_;
+  Entries entries_;
+  std::unordered_map<PlanKey, Entries::iterator, PlanKeyHash> index_;
+  std::unordered_map<PlanKey, std::shared_future<PlanPtr>, PlanKeyHash> building_;
+  int64_t generation_ = 0;  // counts clear()s: a build that began before one is not kept
+  int64_t hits_ = 0;
+  int64_t builds_ = 0;
+  int64_t evictions_ = 0;
+  int64_t limit_ = 512;
+};
+
+}  // namespace cudnn_ops::graph

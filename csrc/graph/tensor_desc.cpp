@@ -1,0 +1,57 @@
+#include "tensor_desc.h"
+
+#include <algorithm>
+#include <sstream>
+
+namespace cudnn_ops::graph {
+namespace {
+
+const char* short_name(c10::ScalarType dtype) {
+  switch (dtype) {
+    case c10::ScalarType::Half: return "fp16";
+    case c10::ScalarType::BFloat16: return "bf16";
+    case c10::ScalarType::Float: return "fp32";
+    case c10::ScalarType::Double: return "fp64";
+    default: return c10::toString(dtype);
+  }
+}
+
+}  // namespace
+
+TensorDesc::TensorDesc(c10::ScalarType dtype, c10::IntArrayRef sizes, c10::IntArrayRef strides)
+    : dtype(dtype), rank(static_cast<int>(sizes.size())) {
+  std::copy(sizes.begin(), sizes.end(), this->sizes.begin());
+  std::copy(strides.begin(), strides.end(), this->strides.begin());
+  // The stride of a dimension of size 1 addresses nothing, and callers leave anything in it.
+  // One fixed value (the extent of the rest) keeps such tensors on one plan.
+  int64_t extent = 1;
+  for (int i = 0; i < rank; ++i) {
+    if (sizes[i] > 1) extent = std::max(extent, sizes[i] * strides[i]);
+  }
+  for (int i = 0; i + 1 < rank; ++i) {
+    if (sizes[i] == 1) this->strides[i] = extent;
+  }
+}
+
+std::string TensorDesc::str() const {
+  std::ostringstream out;
+  out << short_name(dtype) << c10::IntArrayRef(sizes.data(), rank) << ":"
+      << c10::IntArrayRef(strides.data(), rank);
+  return out.str();
+}
+
+bool is_addressable(const at::Tensor& tensor) {
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  const int64_t element = static_cast<int64_t>(tensor.element_size());
+  const size_t last = sizes.size() - 1;
+  if (sizes[last] > 1 && strides[last] != 1) return false;
+  for (size_t i = 0; i < last; ++i) {
+    if (sizes[i] > 1 && (strides[i] == 0 || strides[i] * element % TensorDesc::kAlignment != 0)) {
+      return false;
+    }
+  }
+  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % TensorDesc::kAlignment == 0;
+}
+
+}  // namespace cudnn_ops::graph

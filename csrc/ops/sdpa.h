@@ -1,0 +1,99 @@
+// Scaled dot-product attention: what its files share. See cudnn_ops/ops/sdpa.py for the
+// meaning of the arguments and the formulas.
+#pragma once
+
+#include "../graph/plan.h"
+#include "../graph/plan_key.h"
+#include "../graph/target.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <array>
+#include <memory>
+#include <optional>
+#include <tuple>
+
+namespace cudnn_ops {
+
+// Everything that a forward plan bakes in. The scale is passed at run time; log-sum-exp is
+// always a dense [B, Hq, Sq], so its layout follows from the query's sizes.
+struct SdpaForwardParams {
+  static constexpr const char* kName = "sdpa";
+  int64_t target = 0;  // graph::Target::id()
+  graph::TensorDesc query, key, value, out;
+  bool is_causal = false;
+  bool with_lse = false;
+
+  template <class Visitor>
+  void fields(Visitor&& visit) const {
+    visit("target", target);
+    visit("query", query);
+    visit("key", key);
+    visit("value", value);
+    visit("out", out);
+    visit("is_causal", is_causal);
+    visit("with_lse", with_lse);
+  }
+};
+
+struct SdpaBackwardParams {
+  static constexpr const char* kName = "sdpa_backward";
+  int64_t target = 0;
+  graph::TensorDesc query, key, value, out, grad_out, grad_query, grad_key, grad_value;
+  bool is_causal = false;
+
+  template <class Visitor>
+  void fields(Visitor&& visit) const {
+    visit("target", target);
+    visit("query", query);
+    visit("key", key);
+    visit("value", value);
+    visit("out", out);
+    visit("grad_out", grad_out);
+    visit("grad_query", grad_query);
+    visit("grad_key", grad_key);
+    visit("grad_value", grad_value);
+    visit("is_causal", is_causal);
+  }
+};
+
+// Graph, heuristics, compilation (sdpa_graph.cpp). The plans take their addresses in the
+// order  query, key, value, scale, out[, lse]  and  query, key, value, scale, out, lse,
+// grad_out, grad_query, grad_key, grad_value. Both throw graph::NotSupported.
+std::shared_ptr<const graph::Plan> build_sdpa(const SdpaForwardParams& params,
+                                              const graph::Target& target);
+std::shared_ptr<const graph::Plan> build_sdpa(const SdpaBackwardParams& params,
+                                              const graph::Target& target);
+
+// Raises ValueError, TypeError or NotImplementedError with a sentence that names the argument.
+// Sizes may be symbolic: it serves the fake kernel as well as the real ones.
+void check_sdpa(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                const std::optional<at::Tensor>& attn_mask, double dropout_p,
+                std::optional<double> scale, bool enable_gqa);
+// The part of it that is about sizes, strides and devices.
+void check_sdpa_shapes(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                       bool enable_gqa);
+void check_sdpa_backward(const at::Tensor& grad_out, const at::Tensor& query, const at::Tensor& key,
+                         const at::Tensor& value, const at::Tensor& out, const at::Tensor& lse);
+
+// Strides of a dense tensor of `sizes` [B, H, S, D] whose first three dimensions lie in memory
+// in the order of those of `like`, and whose last is contiguous.
+std::array<int64_t, 4> dense_strides_like(c10::IntArrayRef sizes, const at::Tensor& like);
+
+using Sdpa = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                        const std::optional<at::Tensor>&, double, bool, std::optional<double>,
+                        bool);
+using SdpaWithLse = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&,
+                                                       const at::Tensor&,
+                                                       const std::optional<at::Tensor>&, double,
+                                                       bool, std::optional<double>, bool);
+using SdpaBackward = std::tuple<at::Tensor, at::Tensor, at::Tensor>(
+    const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+    const at::Tensor&, bool, std::optional<double>);
+
+const c10::TypedOperatorHandle<Sdpa>& sdpa_op();
+const c10::TypedOperatorHandle<SdpaWithLse>& sdpa_with_lse_op();
+const c10::TypedOperatorHandle<SdpaBackward>& sdpa_backward_op();
+
+}  // namespace cudnn_ops

@@ -1,0 +1,160 @@
+// Scaled dot-product attention on CUDA: allocate, make the key, run the plan.
+
+#include "sdpa.h"
+
+#include "../graph/cuda_call.h"
+
+#include <ATen/cuda/EmptyTensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <limits>
+
+namespace cudnn_ops {
+namespace {
+
+using graph::TensorDesc;
+
+constexpr const char* kForwardAdvice =
+    "`python -m cudnn_ops explain sdpa` shows what cuDNN takes on a GPU; "
+    "torch.nn.functional.scaled_dot_product_attention has kernels for the rest";
+constexpr const char* kBackwardAdvice =
+    "`python -m cudnn_ops explain sdpa_backward` shows what cuDNN takes on a GPU; call the "
+    "forward under torch.no_grad(), or use torch.nn.functional.scaled_dot_product_attention";
+
+at::Tensor empty_like_order(c10::IntArrayRef sizes, const at::Tensor& like) {
+  return at::detail::empty_strided_cuda(sizes, dense_strides_like(sizes, like), like.scalar_type(),
+                                        like.device());
+}
+
+// The tensor itself when cuDNN can address it, else a dense copy in the same memory order.
+at::Tensor addressable(const at::Tensor& tensor, const at::Tensor& like) {
+  if (graph::is_addressable(tensor)) return tensor;
+  return empty_like_order(tensor.sizes(), like).copy_(tensor);
+}
+
+// cuDNN takes the maximum of the scores before it scales them, so a scale that is not positive
+// overflows or gives NaN. Such a scale is folded into the query: scale * q == scale' * (sign * q)
+// with scale' > 0 and sign -1 or 0, both of which are exact.
+struct Scale {
+  float value;
+  double query_sign;  // 1: leave the query alone
+
+  Scale(std::optional<double> scale, const at::Tensor& query) {
+    const double given = scale.value_or(1.0 / std::sqrt(static_cast<double>(query.size(3))));
+    query_sign = given > 0 ? 1 : given < 0 ? -1 : 0;
+    value = static_cast<float>(given == 0 ? 1.0 : std::abs(given));
+  }
+  at::Tensor applied_to(const at::Tensor& query) const {
+    return query_sign == 1 ? query : query.mul(query_sign);
+  }
+};
+
+void* address(const at::Tensor& tensor) {
+  return tensor.mutable_data_ptr();
+}
+
+std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& query_, const at::Tensor& key_,
+                                           const at::Tensor& value_, bool is_causal,
+                                           std::optional<double> scale_, bool with_lse) {
+  const c10::cuda::CUDAGuard device_guard(query_.device());
+  graph::require_sm80("cudnn_ops.sdpa", query_.get_device());
+  const int64_t batch = query_.size(0), heads = query_.size(1), length = query_.size(2);
+  at::Tensor out = empty_like_order({batch, heads, length, value_.size(3)}, query_);
+  at::Tensor lse;
+  if (with_lse) {
+    lse = at::detail::empty_cuda({batch, heads, length}, at::kFloat, query_.device(), std::nullopt);
+  }
+  if (out.numel() == 0) return {out, lse};
+  if (key_.size(2) == 0) {  // nothing to attend to
+    out.zero_();
+    if (with_lse) lse.fill_(-std::numeric_limits<double>::infinity());
+    return {out, lse};
+  }
+
+  Scale scale(scale_, query_);
+  const at::Tensor query = addressable(scale.applied_to(query_), query_);
+  const at::Tensor key = addressable(key_, key_);
+  const at::Tensor value = addressable(value_, value_);
+  const SdpaForwardParams params{query.get_device(),     TensorDesc::of(query),
+                                 TensorDesc::of(key),    TensorDesc::of(value),
+                                 TensorDesc::of(out),    is_causal,
+                                 with_lse};
+  std::array<void*, 6> pointers{address(query), address(key),
+                                address(value), &scale.value,
+                                address(out),   with_lse ? address(lse) : nullptr};
+  graph::run_plan(
+      "cudnn_ops.sdpa", graph::PlanKey::of(params),
+      [&](const graph::Target& target) { return build_sdpa(params, target); },
+      {pointers.data(), with_lse ? size_t{6} : size_t{5}}, kForwardAdvice);
+  return {out, lse};
+}
+
+at::Tensor sdpa_cuda(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                     const std::optional<at::Tensor>& attn_mask, double dropout_p, bool is_causal,
+                     std::optional<double> scale, bool enable_gqa) {
+  check_sdpa(query, key, value, attn_mask, dropout_p, scale, enable_gqa);
+  return std::get<0>(forward(query, key, value, is_causal, scale, /*with_lse=*/false));
+}
+
+std::tuple<at::Tensor, at::Tensor> sdpa_with_lse_cuda(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+    const std::optional<at::Tensor>& attn_mask, double dropout_p, bool is_causal,
+    std::optional<double> scale, bool enable_gqa) {
+  check_sdpa(query, key, value, attn_mask, dropout_p, scale, enable_gqa);
+  return forward(query, key, value, is_causal, scale, /*with_lse=*/true);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_backward_cuda(
+    const at::Tensor& grad_out_, const at::Tensor& query_, const at::Tensor& key_,
+    const at::Tensor& value_, const at::Tensor& out_, const at::Tensor& lse_, bool is_causal,
+    std::optional<double> scale_) {
+  check_sdpa_backward(grad_out_, query_, key_, value_, out_, lse_);
+  const c10::cuda::CUDAGuard device_guard(query_.device());
+  at::Tensor grad_query = empty_like_order(query_.sizes(), query_);
+  at::Tensor grad_key = empty_like_order(key_.sizes(), key_);
+  at::Tensor grad_value = empty_like_order(value_.sizes(), value_);
+  if (out_.numel() == 0 || key_.size(2) == 0) {
+    return {grad_query.zero_(), grad_key.zero_(), grad_value.zero_()};
+  }
+  if (key_.size(2) == 1) {
+    // One key has the whole weight whatever its score. cuDNN refuses a length of 1 on both sides.
+    const auto grouped = grad_out_.unflatten(1, {key_.size(1), -1});
+    grad_value.copy_(grouped.sum(std::array<int64_t, 2>{2, 3}, false, at::kFloat).unsqueeze(2));
+    return {grad_query.zero_(), grad_key.zero_(), grad_value};
+  }
+
+  Scale scale(scale_, query_);
+  const at::Tensor query = addressable(scale.applied_to(query_), query_);
+  const at::Tensor key = addressable(key_, key_);
+  const at::Tensor value = addressable(value_, value_);
+  const at::Tensor out = addressable(out_, out_);
+  const at::Tensor grad_out = addressable(grad_out_, out_);
+  const at::Tensor lse = lse_.contiguous();
+  const SdpaBackwardParams params{query.get_device(),         TensorDesc::of(query),
+                                  TensorDesc::of(key),        TensorDesc::of(value),
+                                  TensorDesc::of(out),        TensorDesc::of(grad_out),
+                                  TensorDesc::of(grad_query), TensorDesc::of(grad_key),
+                                  TensorDesc::of(grad_value), is_causal};
+  std::array<void*, 10> pointers{address(query),     address(key),        address(value),
+                                 &scale.value,       address(out),        address(lse),
+                                 address(grad_out),  address(grad_query), address(grad_key),
+                                 address(grad_value)};
+  graph::run_plan(
+      "cudnn_ops.sdpa backward", graph::PlanKey::of(params),
+      [&](const graph::Target& target) { return build_sdpa(params, target); }, pointers,
+      kBackwardAdvice);
+  if (scale.query_sign != 1) grad_query.mul_(scale.query_sign);
+  return {grad_query, grad_key, grad_value};
+}
+
+}  // namespace
+}  // namespace cudnn_ops
+
+TORCH_LIBRARY_IMPL(cudnn_ops, CUDA, m) {
+  m.impl("sdpa", cudnn_ops::sdpa_cuda);
+  m.impl("sdpa_with_lse", cudnn_ops::sdpa_with_lse_cuda);
+  m.impl("_sdpa_backward", cudnn_ops::sdpa_backward_cuda);
+}

@@ -1,0 +1,52 @@
+// "Would cuDNN take this attention on that GPU?": builds the very plan that a call would
+// build, for the live or a described GPU, and reports on it. The plan goes to the cache.
+
+#include "sdpa.h"
+
+#include "../graph/device_query.h"
+#include "../graph/plan_cache.h"
+
+#include <torch/library.h>
+
+namespace cudnn_ops {
+namespace {
+
+using graph::TensorDesc;
+
+TensorDesc dense_desc(c10::IntArrayRef sizes, const at::Tensor& like) {
+  return {like.scalar_type(), sizes, dense_strides_like(sizes, like)};
+}
+
+template <class Params>
+std::shared_ptr<const graph::Plan> plan_of(const Params& params, const graph::Target& target) {
+  return graph::PlanCache::global().get(graph::PlanKey::of(params),
+                                        [&] { return build_sdpa(params, target); });
+}
+
+graph::Answer explain(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                      bool is_causal, bool with_lse, bool backward, const std::string& device) {
+  check_sdpa_shapes(query, key, value, /*enable_gqa=*/true);
+  const auto out = dense_desc({query.size(0), query.size(1), query.size(2), value.size(3)}, query);
+  const auto q = TensorDesc::of(query), k = TensorDesc::of(key), v = TensorDesc::of(value);
+  return graph::ask(device, [&](const graph::Target& target) {
+    if (backward) {
+      return plan_of(SdpaBackwardParams{target.id(), q, k, v, out, /*grad_out=*/out,
+                                        dense_desc(query.sizes(), query),
+                                        dense_desc(key.sizes(), key),
+                                        dense_desc(value.sizes(), value), is_causal},
+                     target);
+    }
+    return plan_of(SdpaForwardParams{target.id(), q, k, v, out, is_causal, with_lse}, target);
+  });
+}
+
+}  // namespace
+}  // namespace cudnn_ops
+
+TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
+  // Tensors on the meta device: only their sizes, strides and dtypes are read.
+  m.def(
+      "_sdpa_explain(Tensor query, Tensor key, Tensor value, bool is_causal, bool with_lse, "
+      "bool backward, str device) -> (bool supported, str reason, str engine, int workspace)",
+      cudnn_ops::explain);
+}

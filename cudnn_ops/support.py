@@ -1,0 +1,185 @@
+"""What cuDNN takes, on the GPU that is there or on one that is described by a file.
+
+``explain`` builds the very plan that a call would build, with the real libcudnn, on any
+machine: where there is no GPU driver, a stub of one that comes with the package lets cuDNN
+compile its kernels all the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn_ops import _C
+
+#: What describes a tensor: a tensor (its data are not read), or its shape and dtype, or its
+#: shape, dtype and strides. Without strides it is contiguous.
+TensorSpec = (
+    Tensor
+    | tuple[Sequence[int], torch.dtype]
+    | tuple[Sequence[int], torch.dtype, Sequence[int]]
+)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """cuDNN's answer for one operator, one set of shapes and one GPU."""
+
+    op: str
+    supported: bool
+    reason: str
+    """cuDNN's own reason where it is not supported, else empty."""
+    engine: str
+    """cuDNN's name of the engine that it chose and of its knobs."""
+    workspace_bytes: int
+    """Scratch memory of a call, in bytes."""
+    device: str
+    """The GPU's name."""
+    cudnn_version: str
+
+    def __str__(self) -> str:
+        where = f"{self.op} on {self.device}, cuDNN {self.cudnn_version}"
+        if not self.supported:
+            return f"{where}: not supported\n  reason: {self.reason}"
+        return (
+            f"{where}: supported\n  engine: {self.engine}\n"
+            f"  workspace: {self.workspace_bytes:,} bytes"
+        )
+
+
+def devices() -> list[str]:
+    """Names of the GPUs whose descriptions come with the package."""
+    folder = resources.files("cudnn_ops") / "devices"
+    return sorted(file.name.removesuffix(".json") for file in folder.iterdir())
+
+
+def explain(
+    op: str,
+    q: TensorSpec,
+    k: TensorSpec | None = None,
+    v: TensorSpec | None = None,
+    *,
+    is_causal: bool = False,
+    with_lse: bool = False,
+    device: str | Path = "current",
+) -> Explanation:
+    """Asks cuDNN whether it takes a call, by building its plan. Takes about half a second.
+
+    Args:
+        op: ``"sdpa"``, or ``"sdpa_backward"`` for its derivative.
+        q: the query: a tensor, ``(shape, dtype)`` or ``(shape, dtype, strides)``, with shape
+            [batch, heads, length, head size] and strides in elements.
+        k: the key; None stands for one like the query.
+        v: the value; None stands for one like the key.
+        is_causal: as in :func:`cudnn_ops.scaled_dot_product_attention`.
+        with_lse: whether the forward also stores the log-sum-exp, as it does in training.
+        device: ``"current"`` for the live GPU, a name of :func:`devices`, or the path of a
+            file that :func:`describe_device` wrote.
+
+    Raises:
+        ValueError: an unknown op or device; shapes that do not fit each other.
+        RuntimeError: no libcudnn can be loaded, or no GPU is there for ``"current"``.
+    """
+    if op not in ("sdpa", "sdpa_backward"):
+        raise ValueError(f'op is "sdpa" or "sdpa_backward", got {op!r}')
+    description = _description(device)
+    query = _meta_tensor(q, "q")
+    key = query if k is None else _meta_tensor(k, "k")
+    value = key if v is None else _meta_tensor(v, "v")
+    _prepare(needs_driver=description == "current")
+    supported, reason, engine, workspace = torch.ops.cudnn_ops._sdpa_explain(
+        query, key, value, is_causal, with_lse, op == "sdpa_backward", description
+    )
+    if description == "current":
+        name = torch.cuda.get_device_name()
+    else:
+        name = json.loads(description).get("deviceName", str(device))
+    return Explanation(
+        op, supported, reason, engine, workspace, name, format_cudnn_version(_C.cudnn_version())
+    )
+
+
+def describe_device(index: int = 0) -> str:
+    """The description of live GPU ``index``: JSON text, for ``explain(device=...)`` anywhere."""
+    _prepare(needs_driver=True)
+    return _C.describe_device(index)
+
+
+def format_cudnn_version(version: int) -> str:
+    """``91900`` as ``"9.19.0"``."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def _description(device: str | Path) -> str:
+    if device == "current":
+        return "current"
+    known = resources.files("cudnn_ops") / "devices" / f"{device}.json"
+    if known.is_file():
+        return known.read_text()
+    path = Path(device)
+    if path.is_file():
+        return path.read_text()
+    raise ValueError(
+        f'device {str(device)!r} is not "current", not one of {", ".join(devices())}, and not a '
+        "file; `python -m cudnn_ops describe-device` writes one on a machine with a GPU"
+    )
+
+
+def _meta_tensor(spec: TensorSpec, name: str) -> Tensor:
+    if isinstance(spec, Tensor):
+        return torch.empty_strided(spec.shape, spec.stride(), dtype=spec.dtype, device="meta")
+    if not isinstance(spec, tuple) or len(spec) not in (2, 3):
+        raise ValueError(
+            f"{name} must be a tensor, (shape, dtype) or (shape, dtype, strides), got {spec!r}"
+        )
+    shape, dtype = spec[:2]
+    if len(spec) == 3:
+        return torch.empty_strided(shape, spec[2], dtype=dtype, device="meta")
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _prepare(needs_driver: bool) -> None:
+    """Makes sure that cuDNN finds a driver, real or not, and the compiler that it needs."""
+    if needs_driver:
+        if not torch.cuda.is_available():
+            raise RuntimeError(
+                'device="current" asks for a GPU, and torch sees none; describe one instead, '
+                f"such as device={devices()[0]!r}"
+            )
+        return
+    _load_driver_stub()
+    _offer_wheels()
+
+
+@functools.cache
+def _load_driver_stub() -> None:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        # Global, so that cuDNN's own look-up by this name finds it; it stays for good.
+        stub = Path(__file__).parent / "stub" / "libcuda.so.1"
+        ctypes.CDLL(str(stub), mode=ctypes.RTLD_GLOBAL)
+
+
+@functools.cache
+def _offer_wheels() -> None:
+    """Where torch has no CUDA, cuDNN and its compiler come from their own wheels, if there."""
+    if torch.version.cuda is not None:
+        return
+    spec = importlib.util.find_spec("nvidia")
+    for root in (spec.submodule_search_locations or []) if spec else []:
+        for nvrtc in Path(root).glob("cu1*/lib/libnvrtc.so.1?"):
+            ctypes.CDLL(str(nvrtc), mode=ctypes.RTLD_GLOBAL)
+        cudnn = Path(root) / "cudnn" / "lib" / "libcudnn.so.9"
+        if cudnn.is_file():
+            _C.set_cudnn_fallback_path(str(cudnn))

@@ -1,0 +1,1 @@
+"""One module an operator: sample inputs, float64 reference, tolerances, for every test."""

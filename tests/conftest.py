@@ -1,0 +1,41 @@
+"""What all tests share: the devices, fresh plan caches, poisoned memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cudnn_ops
+
+# Small tensors: two threads that spin on them are slower than one.
+torch.set_num_threads(1)
+
+#: Parametrize with this: the CPU everywhere, the GPU with ``-m gpu``. Asking for the GPU where
+#: there is none is an error of the run, not a skip.
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture()
+def fresh_cache():
+    """An empty plan cache with its counters at zero; the limit is put back afterwards."""
+    limit = cudnn_ops.cache_info().limit
+    cudnn_ops.cache_clear()
+    yield
+    cudnn_ops.set_cache_limit(limit)
+    cudnn_ops.cache_clear()
+
+
+@pytest.fixture()
+def poisoned(monkeypatch):
+    """Fresh memory is full of NaN: what a kernel leaves unwritten shows."""
+    # On the CPU torch fills what torch.empty gives under deterministic algorithms.
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    if torch.cuda.is_available():
+        # Blocks that the allocator hands out again: more than any case takes, all NaN.
+        torch.cuda.empty_cache()
+        blocks = [torch.full((n,), torch.nan, device="cuda") for n in (128, 1 << 14, 1 << 18) * 48]
+        blocks.append(torch.full((1 << 26,), torch.nan, device="cuda"))
+        del blocks
+    yield
+    torch.use_deterministic_algorithms(was)

@@ -1,0 +1,399 @@
+"""The benchmarks' pure parts, tested without a GPU: clocks, rows, checks, reports, tables."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks import bench_host_overhead, bench_sdpa, gpu_suite, harness, peers, tables
+from benchmarks.harness import Rows
+
+SHAPE = bench_sdpa.Shape(2, 4, 2, 48, 16, causal=True)
+ENV: dict[str, str | int] = {
+    "gpu": "NVIDIA H200",
+    "commit": "0123456789abcdef0123456789abcdef01234567-dirty",
+    "date": "2026-11-21",
+    "torch": "2.11.0",
+    "cudnn": 91900,
+    "rounds": 50,
+}
+
+
+class Gpu:
+    """Stands in for torch.cuda: logs what it is asked, and its events pass after a long sleep."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.sleeps: list[int] = []
+        self.sleep_needed = 0
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.log.append("synchronize"))
+        monkeypatch.setattr(torch.cuda, "_sleep", self.sleeps.append)
+        monkeypatch.setattr(torch.cuda, "Event", self.event)
+
+    def event(self, **_: bool) -> SimpleNamespace:
+        return SimpleNamespace(
+            record=lambda: None,
+            synchronize=lambda: None,
+            query=lambda: self.sleeps[-1] < self.sleep_needed,
+            elapsed_time=lambda _: float(len(self.sleeps)),
+        )
+
+    @contextmanager
+    def around(self, name: str) -> Iterator[None]:
+        self.log.append(f"enter {name}")
+        yield
+        self.log.append(f"leave {name}")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    return Gpu(monkeypatch)
+
+
+def test_host_time_leaves_synchronization_and_settings_out(gpu: Gpu) -> None:
+    times = harness.host_us({"ours": lambda: gpu.log.append("call")}, rounds=1, around=gpu.around)
+    warm_up = ["enter ours", *["call"] * harness.WARM_UP_CALLS, "leave ours"]
+    batch = ["synchronize", *["call"] * harness.HOST_CALLS, "synchronize"]
+    assert gpu.log == [*warm_up, "enter ours", *batch, "leave ours"]
+    assert 0 < times["ours"] < 1000
+
+
+def test_gpu_time_is_taken_only_once_every_call_was_queued(gpu: Gpu) -> None:
+    gpu.sleep_needed = 4 * harness.SLEEP_CYCLES
+    times = harness.gpu_ms({"ours": lambda: None}, rounds=1)
+    assert gpu.sleeps == [harness.SLEEP_CYCLES << doubling for doubling in range(3)]
+    assert times == {"ours": 3 / harness.GPU_CALLS}
+
+
+def test_gpu_time_of_a_function_that_waits_is_refused(gpu: Gpu) -> None:
+    gpu.sleep_needed = 1 << 62
+    with pytest.raises(RuntimeError, match="waits for the GPU"):
+        harness.gpu_ms({"ours": lambda: None}, rounds=1)
+
+
+def test_rounds_hold_every_function_in_changing_order(gpu: Gpu) -> None:
+    harness.gpu_ms(dict.fromkeys("abc", lambda: None), rounds=20, around=gpu.around)
+    entered = [entry[-1] for entry in gpu.log if entry.startswith("enter")]
+    rounds = ["".join(entered[i : i + 3]) for i in range(3, len(entered), 3)]
+    assert len(rounds) == 20
+    assert {"".join(sorted(names)) for names in rounds} == {"abc"}
+    assert len(set(rounds)) > 3
+
+
+def test_rows_are_written_as_json(tmp_path: Path) -> None:
+    rows = Rows(ENV)
+    rows.add("small", "cudnn_ops", "gpu_ms", 0.25)
+    rows.write(tmp_path / "new" / "out.json")
+    rows.add("large", "cudnn_ops", "gpu_ms", float("nan"))
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        rows.write(tmp_path / "nan.json")
+    assert json.loads((tmp_path / "new" / "out.json").read_text()) == {
+        "env": ENV,
+        "rows": [{"case": "small", "impl": "cudnn_ops", "metric": "gpu_ms", "value": 0.25}],
+    }
+
+
+def test_table_has_a_ratio_for_each_peer() -> None:
+    rows = Rows(ENV)
+    rows.add("small", "cudnn_ops", "gpu_ms", 0.26)
+    rows.add("small", "torch_flash", "gpu_ms", 0.39)
+    rows.add("large", "cudnn_ops", "gpu_ms", 12.0)
+    rows.add("small", "torch_flash", "peak_mib", 1024.0)
+    assert rows.table().splitlines() == [
+        "gpu_ms  cudnn_ops  torch_flash  torch_flash/ours",
+        "small       0.260        0.390              1.50",
+        "large        12.0            -                 -",
+        "",
+        "peak_mib  torch_flash",
+        "small            1024",
+    ]
+
+
+def test_short_numbers() -> None:
+    values = (0.0856, 0.5, 100.0, 999.6, 12345.6)
+    assert [harness.short(v) for v in values] == ["0.0856", "0.500", "100", "1000", "12346"]
+
+
+def test_commit_is_dirty_when_the_code_differs_but_not_when_results_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*arguments: str) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@example.com")
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True)
+
+    monkeypatch.delenv("CUDNN_OPS_COMMIT", raising=False)
+    monkeypatch.setattr(harness, "ROOT", tmp_path)
+    git("init", "-q")
+    assert harness.commit() == "unknown"
+    git("commit", "-q", "--allow-empty", "-m", "first")
+    assert len(head := harness.commit()) == 40
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    (results / "sdpa.json").touch()
+    assert harness.commit() == head
+    (tmp_path / "code.py").touch()
+    assert harness.commit() == f"{head}-dirty"
+    monkeypatch.setenv("CUDNN_OPS_COMMIT", "told")
+    assert harness.commit() == "told"
+
+
+def test_a_torch_backend_is_selected_alone_and_only_inside_its_context() -> None:
+    def enabled() -> tuple[bool, bool]:
+        cuda = torch.backends.cuda
+        return cuda.flash_sdp_enabled(), cuda.cudnn_sdp_enabled()
+
+    before = enabled()
+    for name, expected in (
+        ("torch_flash", (True, False)),
+        ("torch_cudnn", (False, True)),
+        ("torch_default", before),
+        ("cudnn_ops", before),
+    ):
+        with peers.backend(name):
+            assert enabled() == expected
+        assert enabled() == before
+
+
+def test_only_third_parties_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.setitem(sys.modules, "cudnn_ops", None)
+    assert list(peers.sdpa("torch_flash", "flash_attn_4")) == ["torch_flash"]
+    with pytest.raises(ImportError):
+        peers.sdpa("cudnn_ops")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_sdpa_results_are_verified(causal: bool) -> None:
+    shape = SHAPE._replace(causal=causal)
+    q, k, v, grad_out = bench_sdpa.tensors(shape, "cpu")
+    expected = bench_sdpa.reference(shape, q, k, v, grad_out)
+
+    def results(is_causal: bool) -> list[torch.Tensor]:
+        out = scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+        return [out, *torch.autograd.grad(out, (q, k, v), grad_out)]
+
+    good = results(causal)
+    bench_sdpa.verify("right", shape, good, expected)
+    with pytest.raises(RuntimeError, match="wrong mask: out is"):
+        bench_sdpa.verify("wrong mask", shape, results(not causal), expected)
+    for place, name in enumerate(("out", "dq", "dk", "dv")):
+        broken = list(good)
+        broken[place] = broken[place] * torch.nan
+        with pytest.raises(RuntimeError, match=f"{name} is nan"):
+            bench_sdpa.verify("broken", shape, broken, expected)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a benchmark run here: each function is called once and is said to take 2."""
+
+    def clock(functions: harness.Functions, **_: object) -> dict[str, float]:
+        for function in functions.values():
+            function()
+        return dict.fromkeys(functions, 2.0)
+
+    tensors, randn = bench_sdpa.tensors, torch.randn
+    monkeypatch.setattr(bench_sdpa, "tensors", lambda shape, _: tensors(shape, "cpu"))
+    monkeypatch.setattr(bench_sdpa, "SHAPES", (SHAPE,))
+    monkeypatch.setattr(bench_sdpa, "gpu_ms", clock)
+    monkeypatch.setattr(bench_sdpa, "peak_bytes", lambda function: len(function()) * 2**20)
+    monkeypatch.setattr(bench_host_overhead, "host_us", clock)
+    monkeypatch.setattr(torch, "randn", lambda *a, **k: randn(*a, **{**k, "device": "cpu"}))
+    monkeypatch.setattr(peers, "backend", lambda _: nullcontext())
+    monkeypatch.setattr(peers, "sdpa", lambda *n: dict.fromkeys(n, scaled_dot_product_attention))
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_bench_sdpa_rows_make_its_table() -> None:
+    rows = Rows(ENV)
+    bench_sdpa.run(rows, rounds=1)
+    tflops = {case: v["cudnn_ops"] for case, v in harness.pivot(rows.rows, "tflops").items()}
+    case, forward = "2,4,2,48,16 causal", 2 * 2 * 4 * 48 * 48 * 16 / 2e-3 / 1e12
+    assert tflops == pytest.approx({f"{case} fwd": forward, f"{case} bwd": 2.5 * forward})
+    peaks = {f"{case} fwd + bwd": {"cudnn_ops": 3.0, "torch_cudnn": 3.0}}
+    assert harness.pivot(rows.rows, "peak_mib") == peaks
+    peer_names = ["torch_cudnn", "torch_flash", "flash_attn_4"]
+    assert tables.sdpa(rows.rows) == [
+        ["B, Hq, Hkv, S, D", "cudnn_ops", *peer_names, *(f"vs {peer}" for peer in peer_names)],
+        ["2, 4, 2, 48, 16 causal", *["2.00 / 2.00"] * 4, *["1.00x / 1.00x"] * 3],
+    ]
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_bench_host_overhead_rows_make_its_table() -> None:
+    rows = Rows(ENV)
+    bench_host_overhead.run(rows, rounds=1)
+    passes = ("forward, no grad", "forward, grad", "forward + backward")
+    cases = [f"{layout} {which}" for layout in ("BSHD", "BHSD") for which in passes]
+    assert tables.host_overhead(rows.rows) == [
+        ["", "cudnn_ops", "cudnn_ops_function", "torch_cudnn", "torch_flash"],
+        *([case, *["2.00"] * 4] for case in cases),
+    ]
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_host_overhead_tensors_have_the_layout_they_are_named_for() -> None:
+    for layout, strides in (("BSHD", (64, 512)), ("BHSD", (64 * 64, 64))):
+        tensor = bench_host_overhead.tensor(layout)
+        assert tensor.shape == (1, 8, 64, 64)
+        assert tensor.stride()[1:] == (*strides, 1)
+
+
+def test_training_step_leaves_the_gradients_of_one_call() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    for _ in range(2):
+        bench_host_overhead.training_step(lambda: leaf * 2, [leaf], torch.ones(3))
+    torch.testing.assert_close(leaf.grad, torch.full((3,), 2.0))
+
+
+def test_results_folder_is_named_after_the_gpu() -> None:
+    slugs = {
+        "NVIDIA H200": "h200",
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA A100-SXM4-80GB": "a100",
+        "NVIDIA GeForce RTX 4090": "rtx_4090",
+        "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "rtx_pro_6000",
+    }
+    assert {name: gpu_suite.gpu_slug(name) for name in slugs} == slugs
+
+
+TESTS_OF_EVERY_KIND = """
+import pytest
+@pytest.fixture
+def broken(): raise OSError
+@pytest.mark.parametrize("n", range(3))
+def test_good(n): pass
+def test_bad(): assert False
+def test_skipped(): pytest.skip("no reason")
+@pytest.mark.xfail
+def test_known(): assert False
+def test_broken(broken): pass
+"""
+
+
+def test_junit_report_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(TESTS_OF_EVERY_KIND)
+    command = [sys.executable, "-m", "pytest", "-q", "--junit-xml=junit.xml", "test_some.py"]
+    subprocess.run(command, cwd=tmp_path, check=False, capture_output=True)
+    failures = ["test_some::test_bad", "test_some::test_broken"]
+    expected = gpu_suite.Outcome(passed=3, failed=1, skipped=2, errors=1, failures=failures)
+    assert gpu_suite.parse_junit(tmp_path / "junit.xml") == expected
+
+
+def test_a_crash_of_pytest_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_suite, "run", lambda *_: (-11, 1.0))
+    outcome, _ = gpu_suite.run_tests([])
+    assert outcome == gpu_suite.Outcome(errors=1, failures=["pytest: exit status -11"])
+
+
+def test_a_process_is_stopped_at_its_limit() -> None:
+    assert gpu_suite.run(["-c", "raise SystemExit(3)"], limit_s=60)[0] == 3
+    sleep = ["-c", "import time; time.sleep(60)"]
+    assert gpu_suite.run(sleep, limit_s=0.2)[0] == gpu_suite.TIMED_OUT
+
+
+ALL = ["gpu_tests", "one", "two"]
+GOOD = gpu_suite.Outcome(passed=2, skipped=1)
+EMPTY = gpu_suite.Outcome(skipped=3)
+BAD = gpu_suite.Outcome(passed=2, errors=1, failures=["a::b"])
+
+
+@pytest.mark.parametrize(
+    ("options", "outcome", "status", "expected"),
+    [
+        ([], GOOD, 0, (0, ALL)),
+        ([], EMPTY, 0, (1, ALL)),
+        ([], BAD, 0, (1, ALL)),
+        ([], GOOD, 9, (1, ALL)),
+        (["--only=tests"], GOOD, 9, (0, ["gpu_tests"])),
+        (["--only=benchmarks"], BAD, 0, (0, ["one", "two"])),
+    ],
+)
+def test_suite_runs_what_is_asked_and_fails_with_any_of_it(
+    options: list[str],
+    outcome: gpu_suite.Outcome,
+    status: int,
+    expected: tuple[int, list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(arguments: list[str], _: float) -> tuple[int, float]:
+        assert arguments[:2] == ["-m", f"benchmarks.bench_{Path(arguments[3]).stem}"]
+        Path(arguments[3]).touch()
+        return status, 1.0
+
+    for name in ("bench_one.py", "bench_two.py", "harness.py"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(gpu_suite, "BENCHMARKS", tmp_path)
+    monkeypatch.setattr(gpu_suite, "run", run)
+    monkeypatch.setattr(gpu_suite, "run_tests", lambda _: (outcome, 1.23))
+    monkeypatch.setattr(gpu_suite, "environment", lambda: ENV)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(sys, "argv", ["gpu_suite", *options])
+    exit_status = gpu_suite.main()
+    written = sorted((tmp_path / "results" / "h200").iterdir())
+    assert (exit_status, [path.stem for path in written]) == expected
+    if "gpu_tests" in expected[1]:
+        where = {key: ENV[key] for key in ("commit", "gpu", "torch", "cudnn")}
+        assert json.loads(written[0].read_text()) == vars(outcome) | where | {"seconds": 1.2}
+
+
+@pytest.fixture
+def readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A README with one stale table, and the results for it."""
+    rows = Rows(ENV)
+    for impl, us in (("cudnn_ops", 10.2), ("torch_cudnn", 12.1)):
+        rows.add("BSHD forward, no grad", impl, "host_us", us)
+    rows.write(tmp_path / "h200" / "host_overhead.json")
+    path = tmp_path / "README.md"
+    table = "<!-- table:host_overhead -->\nold\n<!-- /table:host_overhead -->"
+    path.write_text(f"above\n{table}\nbelow\n")
+    monkeypatch.setattr(tables, "README", path)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    return path
+
+
+def test_readme_tables_are_checked_and_rewritten(
+    readme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def main(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["tables", *arguments])
+        return tables.main()
+
+    stale = readme.read_text()
+    assert main("--check") == 1
+    assert readme.read_text() == stale
+    assert main() == 0
+    assert readme.read_text().splitlines() == [
+        "above",
+        "<!-- table:host_overhead -->",
+        "|  | cudnn_ops | torch_cudnn |",
+        "| --- | ---: | ---: |",
+        "| BSHD forward, no grad | 10.2 | 12.1 |",
+        "",
+        "Host time of one call in µs, [1, 8, 64, 64] bf16, causal. Median of 50 samples. "
+        "NVIDIA H200, commit 0123456789ab-dirty, 2026-11-21, torch 2.11.0, cuDNN 9.19.0.",
+        "<!-- /table:host_overhead -->",
+        "below",
+    ]
+    assert main("--check") == 0
+
+
+def test_an_unmeasured_table_says_so(tmp_path: Path) -> None:
+    text = "<!-- table:sdpa -->\n{}<!-- /table:sdpa -->"
+    assert tables.render(text.format(""), tmp_path) == text.format("Not measured yet.\n")
+
+
+def test_wrong_markers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no table is named 'spda'"):
+        tables.render("<!-- table:spda -->\n<!-- /table:spda -->", tmp_path)
+    with pytest.raises(SystemExit, match="no closing marker"):
+        tables.render("<!-- table:sdpa -->\n", tmp_path)

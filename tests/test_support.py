@@ -1,0 +1,156 @@
+"""explain, the descriptions of GPUs, the command line, collect_env."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import resources
+
+import pytest
+import torch
+
+import cudnn_ops
+from cudnn_ops import __main__ as command_line
+from cudnn_ops import collect_env, support
+from cudnn_ops.support import explain
+
+SHAPE = (2, 8, 128, 64)
+SPEC = (SHAPE, torch.bfloat16)
+
+
+def test_an_answer_says_everything():
+    answer = explain("sdpa", SPEC, device="h200")
+    assert answer.supported
+    assert answer.reason == ""
+    assert answer.device == "NVIDIA H200"
+    assert answer.cudnn_version.startswith("9.")
+    assert "supported" in str(answer)
+    assert answer.engine in str(answer)
+
+
+def test_a_refusal_has_cudnns_reason():
+    answer = explain("sdpa_backward", ((2, 8, 128, 512), torch.bfloat16), device="h200")
+    assert not answer.supported
+    assert "hidden_dim" in answer.reason
+    assert "\n" not in answer.reason
+    assert answer.engine == ""
+    assert answer.reason in str(answer)
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (((2, 8, 128, 77), torch.bfloat16), "hidden_dim should be multiple of 8"),
+        (((2, 8, 128, 64), torch.float32), "data type|dtype|HALF|type"),
+    ],
+)
+def test_what_no_gpu_takes(spec, reason):
+    answer = explain("sdpa", spec, device="b200")
+    assert not answer.supported
+    assert answer.reason
+    assert torch.tensor(0) is not None
+    import re
+
+    assert re.search(reason, answer.reason), answer.reason
+
+
+def test_a_gpu_that_is_too_old(tmp_path):
+    """The description of an H200 that says it is a V100."""
+    description = json.loads((resources.files("cudnn_ops") / "devices/h200.json").read_text())
+    description |= {"deviceVer": 700, "deviceName": "an old one"}
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(description))
+    answer = explain("sdpa", SPEC, device=path)
+    assert not answer.supported
+    assert "SM80" in answer.reason
+    assert answer.device == "an old one"
+
+
+def test_strides_and_tensors_are_taken_as_they_are():
+    """All three ways to say the same tensor give the same plan, which is built once."""
+    tensor = torch.empty(2, 128, 8, 64, dtype=torch.bfloat16).transpose(1, 2)
+    cudnn_ops.cache_clear()
+    first = explain("sdpa", tensor, device="h200")
+    second = explain("sdpa", (tensor.shape, tensor.dtype, tensor.stride()), device="h200")
+    assert first == second
+    assert cudnn_ops.cache_info().builds == 1
+    explain("sdpa", SPEC, device="h200")  # contiguous: another layout, another plan
+    assert cudnn_ops.cache_info().builds == 2
+
+
+@pytest.mark.parametrize("name", support.devices())
+def test_every_description_serves(name):
+    assert explain("sdpa", SPEC, device=name).supported
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"op": "conv9d"}, 'op is "sdpa"'),
+        ({"device": "h2000"}, r"not one of a100, .* and not a file"),
+        ({"q": (SHAPE,)}, r"q must be a tensor, \(shape, dtype\)"),
+        ({"q": SHAPE}, "q must be a tensor"),
+        ({"q": ((8, 128, 64), torch.bfloat16)}, "query must have 4 dimensions"),
+        ({"k": ((2, 3, 128, 64), torch.bfloat16)}, "must be a multiple"),
+        ({"v": ((2, 8, 64, 64), torch.bfloat16)}, "key has length 128 and value 64"),
+        ({"q": (SHAPE, torch.bfloat16, (1, 1, 1, 2))}, "last stride of 1"),
+    ],
+)
+def test_mistakes(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        explain(**({"op": "sdpa", "q": SPEC, "device": "h200"} | kwargs))
+
+
+def test_a_description_that_is_none(tmp_path):
+    path = tmp_path / "broken.json"
+    for text in ("", "{}", "not json", '{"deviceVer": "old"}'):
+        path.write_text(text)
+        with pytest.raises((ValueError, RuntimeError)):
+            explain("sdpa", SPEC, device=path)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu_for_current():
+    with pytest.raises(RuntimeError, match="torch sees none; describe one"):
+        explain("sdpa", SPEC, device="current")
+    with pytest.raises(RuntimeError, match="torch sees none"):
+        support.describe_device()
+
+
+def test_the_stub_leaves_torch_alone():
+    explain("sdpa", SPEC, device="a100")
+    assert torch.cuda.is_available() == (torch.cuda.device_count() > 0)
+
+
+@pytest.mark.gpu
+def test_the_live_gpu_answers_as_its_description_does(tmp_path):
+    live = explain("sdpa", SPEC, device="current")
+    path = tmp_path / "here.json"
+    path.write_text(support.describe_device())
+    described = explain("sdpa", SPEC, device=path)
+    assert live.supported
+    assert (live.engine, live.workspace_bytes) == (described.engine, described.workspace_bytes)
+    assert live.device == described.device == torch.cuda.get_device_name()
+
+
+def test_the_command_line(capsys):
+    assert command_line.main(["explain", "sdpa", "--device", "h200", "--causal"]) == 0
+    assert "supported" in capsys.readouterr().out
+    refused = ["explain", "sdpa_backward", "--device", "a100", "-q", "1,2,64,256"]
+    assert command_line.main(refused) == 1
+    assert "reason: " in capsys.readouterr().out
+    assert command_line.main(["explain", "sdpa", "--device", "nothing"]) == 2
+    assert "not a file" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command_line.main(["explain", "sdpa", "-q", "1,2,3"])
+    assert "batch,heads,length,head_size" in capsys.readouterr().err
+
+
+def test_collect_env():
+    done = subprocess.run(
+        [sys.executable, "-m", "cudnn_ops.collect_env"], capture_output=True, text=True, check=True
+    )
+    for name in ("torch", "GPU", "cuDNN loaded", "libcudnn mapped", "NVRTC"):
+        assert f"{name}:" in done.stdout
+    assert collect_env.collect_env()["torch"] == torch.__version__
