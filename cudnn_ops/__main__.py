@@ -25,17 +25,15 @@ def _parse_shape(text: str) -> tuple[int, ...]:
     return shape
 
 
-def _tensor(shape: tuple[int, ...], dtype: str, layout: str) -> torch.Tensor:
-    order = _LAYOUTS[layout]  # outermost dimension in memory first; both are their own inverse
-    memory = [shape[dim] for dim in order]
-    return torch.empty(memory, dtype=_DTYPES[dtype], device="meta").permute(order)
-
-
 def _explain(args: argparse.Namespace) -> int:
-    q, k, v = (
-        None if shape is None else _tensor(shape, args.dtype, args.layout)
-        for shape in (args.q, args.k, args.v)
-    )
+    def tensor(shape: tuple[int, ...]) -> torch.Tensor:
+        order = _LAYOUTS[args.layout]  # outermost in memory first; both are their own inverse
+        memory = [shape[dim] for dim in order]
+        return torch.empty(memory, dtype=_DTYPES[args.dtype], device="meta").permute(order)
+
+    q = tensor(args.q)
+    k = tensor(args.k) if args.k else None
+    v = tensor(args.v) if args.v else None
     explanation = support.explain(
         args.op, q, k, v, is_causal=args.causal, with_lse=args.lse, device=args.device
     )
@@ -72,8 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "--device",
         default="current",
-        help=f"current, {', '.join(support.devices())}, or a description's path "
-        "(default: current)",
+        help=f"current, {', '.join(support.devices())}, or a description's path (default: current)",
     )
     explain.set_defaults(run=_explain)
 

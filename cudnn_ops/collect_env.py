@@ -23,7 +23,7 @@ def mapped_libraries(name: str) -> list[str]:
 
 
 def _nvrtc() -> str:
-    """cuDNN compiles attention and norm kernels with NVRTC; without it they are refused."""
+    """CuDNN compiles attention and norm kernels with NVRTC; without it they are refused."""
     major = (torch.version.cuda or "13").split(".")[0]
     soname = f"libnvrtc.so.{major}"
     try:

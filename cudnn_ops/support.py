@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +24,7 @@ from cudnn_ops import _C
 #: What describes a tensor: a tensor (its data are not read), or its shape and dtype, or its
 #: shape, dtype and strides. Without strides it is contiguous.
 TensorSpec = (
-    Tensor
-    | tuple[Sequence[int], torch.dtype]
-    | tuple[Sequence[int], torch.dtype, Sequence[int]]
+    Tensor | tuple[Sequence[int], torch.dtype] | tuple[Sequence[int], torch.dtype, Sequence[int]]
 )
 
 

@@ -15,7 +15,7 @@ torch.set_num_threads(1)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-@pytest.fixture()
+@pytest.fixture
 def fresh_cache():
     """An empty plan cache with its counters at zero; the limit is put back afterwards."""
     limit = cudnn_ops.cache_info().limit
@@ -25,7 +25,7 @@ def fresh_cache():
     cudnn_ops.cache_clear()
 
 
-@pytest.fixture()
+@pytest.fixture
 def poisoned(monkeypatch):
     """Fresh memory is full of NaN: what a kernel leaves unwritten shows."""
     # On the CPU torch fills what torch.empty gives under deterministic algorithms.

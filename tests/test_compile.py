@@ -37,9 +37,7 @@ def _block(case: Case):
     """Attention between things that a compiler fuses."""
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = cudnn_ops.scaled_dot_product_attention(
-            query * 1.5, key.sin(), value, **case.kwargs()
-        )
+        out = cudnn_ops.scaled_dot_product_attention(query * 1.5, key.sin(), value, **case.kwargs())
         return out.transpose(1, 2).flatten(2).relu()
 
     return run

@@ -85,7 +85,8 @@ def test_results_lie_in_memory_as_their_inputs(layout, device):
     out, lse = torch.ops.cudnn_ops.sdpa_with_lse(query, key, value)
 
     def order(tensor: Tensor) -> list[int]:
-        return sorted(range(4), key=lambda dim: -tensor.stride(dim))
+        strides = tensor.stride()
+        return sorted(range(4), key=lambda dim: -strides[dim])
 
     assert order(out) == order(query)
     assert out.permute(order(out)).is_contiguous()
@@ -188,7 +189,9 @@ def test_autocast(device, with_lse):
 @pytest.mark.parametrize("device", DEVICES)
 def test_func_grad_checkpoint_and_hooks_work(device):
     inputs = cases.make_inputs(GQA, torch.bfloat16, device)
-    grad_out = torch.ones(GQA.batch, GQA.heads, GQA.length, GQA.value_size, device=device).bfloat16()
+    grad_out = torch.ones(
+        GQA.batch, GQA.heads, GQA.length, GQA.value_size, device=device
+    ).bfloat16()
     expected = run(GQA, inputs, grad_out)
 
     def loss(query, key, value):

@@ -42,17 +42,13 @@ def test_a_refusal_has_cudnns_reason():
     ("spec", "reason"),
     [
         (((2, 8, 128, 77), torch.bfloat16), "hidden_dim should be multiple of 8"),
-        (((2, 8, 128, 64), torch.float32), "data type|dtype|HALF|type"),
+        (((2, 8, 128, 64), torch.float32), "float16 and bfloat16"),
     ],
 )
 def test_what_no_gpu_takes(spec, reason):
     answer = explain("sdpa", spec, device="b200")
     assert not answer.supported
-    assert answer.reason
-    assert torch.tensor(0) is not None
-    import re
-
-    assert re.search(reason, answer.reason), answer.reason
+    assert reason in answer.reason
 
 
 def test_a_gpu_that_is_too_old(tmp_path):
@@ -106,7 +102,7 @@ def test_a_description_that_is_none(tmp_path):
     path = tmp_path / "broken.json"
     for text in ("", "{}", "not json", '{"deviceVer": "old"}'):
         path.write_text(text)
-        with pytest.raises((ValueError, RuntimeError)):
+        with pytest.raises(ValueError, match="not the description of a GPU"):
             explain("sdpa", SPEC, device=path)
 
 

@@ -45,12 +45,12 @@ void run_plan(const char* op, const PlanKey& key,
       return build_plan(live_target());
     });
     const int64_t bytes = plan->workspace_bytes();
-    const auto workspace = bytes == 0 ? c10::DataPtr()
-                                      : c10::cuda::CUDACachingAllocator::get()->allocate(bytes);
+    const auto workspace =
+        bytes == 0 ? c10::DataPtr() : c10::cuda::CUDACachingAllocator::get()->allocate(bytes);
     plan->execute(at::native::getCudnnHandle(), pointers, workspace.get(), capturing);
   } catch (const NotSupported& refusal) {
-    TORCH_CHECK_NOT_IMPLEMENTED(false, op, ": cuDNN ", cudnn().version, " does not take this: ",
-                                refusal.what(), ". ", advice);
+    TORCH_CHECK_NOT_IMPLEMENTED(false, op, ": cuDNN ", cudnn().version,
+                                " does not take this: ", refusal.what(), ". ", advice);
   } catch (const CudnnError& error) {
     TORCH_CHECK(false, op, ": ", error.what());
   }

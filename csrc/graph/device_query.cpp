@@ -1,6 +1,7 @@
 #include "device_query.h"
 
 #include "cuda_call.h"
+#include "cudnn_library.h"
 #include "error.h"
 
 #include <c10/util/Exception.h>
@@ -9,7 +10,14 @@ namespace cudnn_ops::graph {
 namespace {
 
 Target target_of(const std::string& device) {
-  if (device != "current") return Target::described(device);
+  if (device != "current") {
+    try {
+      return Target::described(device);
+    } catch (const NotSupported& error) {
+      TORCH_CHECK_VALUE(false, "cudnn_ops: this is not the description of a GPU that cuDNN ",
+                        cudnn().version, " can read: ", error.what());
+    }
+  }
 #ifdef CUDNN_OPS_WITH_CUDA
   return live_target();
 #else
@@ -22,7 +30,8 @@ Target target_of(const std::string& device) {
 Answer ask(const std::string& device,
            c10::function_ref<std::shared_ptr<const Plan>(const Target&)> build_plan) {
   try {
-    const auto plan = build_plan(target_of(device));
+    const Target target = target_of(device);
+    const auto plan = build_plan(target);
     return {true, "", plan->engine(), plan->workspace_bytes()};
   } catch (const NotSupported& refusal) {
     return {false, refusal.what(), "", 0};

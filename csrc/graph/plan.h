@@ -22,7 +22,8 @@ class Target;
 class Plan {
  public:
   // Builds the best plan that cuDNN's heuristics offer for `graph`, a graph made for `target`,
-  // compiling kernels as needed (0.4 s). Throws NotSupported with cuDNN's reason. Defined in plan_build.cpp.
+  // compiling kernels as needed (0.4 s). Throws NotSupported with cuDNN's reason. Defined in
+  // plan_build.cpp.
   static std::shared_ptr<const Plan> build(std::shared_ptr<FrontendGraph> graph,
                                            const Target& target);
 
@@ -53,11 +54,11 @@ class Plan {
   bool needs_frontend_ = false;  // the frontend has kernels of its own to run before cuDNN's
   std::string engine_;
   int64_t workspace_bytes_ = 0;
-  int64_t frontend_workspace_ = 0;                           // leading part that the frontend uses
-  std::vector<int64_t> uids_;                                // every tensor, internal ones too
-  std::vector<void*> pointers_;                              // constants filled in, the rest null
-  std::vector<int> user_slots_;                              // where execute()'s pointers go
-  std::vector<std::pair<int, int64_t>> workspace_slots_;     // slot, offset into the workspace
+  int64_t frontend_workspace_ = 0;                        // leading part that the frontend uses
+  std::vector<int64_t> uids_;                             // every tensor, internal ones too
+  std::vector<void*> pointers_;                           // constants filled in, the rest null
+  std::vector<int> user_slots_;                           // where execute()'s pointers go
+  std::vector<std::pair<int, int64_t>> workspace_slots_;  // slot, offset into the workspace
 };
 
 }  // namespace cudnn_ops::graph

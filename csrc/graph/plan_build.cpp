@@ -20,8 +20,7 @@ int sm_version_of(const std::string& json) {
   try {
     return nlohmann::json::parse(json).at("deviceVer").get<int>() / 10;
   } catch (const nlohmann::json::exception& error) {
-    throw NotSupported(std::string("the device description is not what cuDNN writes: ") +
-                       error.what());
+    throw NotSupported(error.what());
   }
 }
 

@@ -64,8 +64,8 @@ struct SdpaBackwardNode : public torch::autograd::Node {
                         const at::Tensor& l, at::Tensor& grad_query, at::Tensor& grad_key) const {
     const at::Tensor mean_key =
         sdpa_op().call(q, k, k, std::nullopt, 0.0, is_causal, scale, /*enable_gqa=*/true);
-    const double factor =
-        scale.value_or(1.0 / std::sqrt(static_cast<double>(q.sym_size(3).guard_int(__FILE__, __LINE__))));
+    const double factor = scale.value_or(
+        1.0 / std::sqrt(static_cast<double>(q.sym_size(3).guard_int(__FILE__, __LINE__))));
     const at::Tensor weight = grad_lse.mul(factor).unsqueeze(-1);
     const at::Tensor query_part = weight.mul(mean_key).to(q.scalar_type());
     const at::Tensor weighted_query = weight.mul(q).to(q.scalar_type());
@@ -94,15 +94,15 @@ std::tuple<at::Tensor, at::Tensor> forward_with_node(
     c10::DispatchKeySet keys, const at::Tensor& query, const at::Tensor& key,
     const at::Tensor& value, const std::optional<at::Tensor>& attn_mask, double dropout_p,
     bool is_causal, std::optional<double> scale, bool enable_gqa, bool returns_lse) {
-  auto node = std::shared_ptr<SdpaBackwardNode>(new SdpaBackwardNode(),
-                                                torch::autograd::deleteNode);
+  auto node =
+      std::shared_ptr<SdpaBackwardNode>(new SdpaBackwardNode(), torch::autograd::deleteNode);
   node->set_next_edges(torch::autograd::collect_next_edges(query, key, value));
   at::Tensor out, lse;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
     std::tie(out, lse) =
-        sdpa_with_lse_op().redispatch(below_autograd(keys), query, key, value, attn_mask,
-                                      dropout_p, is_causal, scale, enable_gqa);
+        sdpa_with_lse_op().redispatch(below_autograd(keys), query, key, value, attn_mask, dropout_p,
+                                      is_causal, scale, enable_gqa);
   }
   torch::autograd::set_history(out, node);
   if (returns_lse) torch::autograd::set_history(lse, node);
@@ -171,15 +171,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_backward_autograd(
 
 // The rule that torch has for its own attention: what is float32 becomes the lower precision.
 template <c10::DeviceType device, class Result>
-Result sdpa_autocast(const c10::TypedOperatorHandle<Result(
-                         const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                         const std::optional<at::Tensor>&, double, bool, std::optional<double>,
-                         bool)>& op,
-                     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                     const std::optional<at::Tensor>& attn_mask, double dropout_p, bool is_causal,
-                     std::optional<double> scale, bool enable_gqa) {
-  constexpr auto key_of_device = device == at::kCUDA ? c10::DispatchKey::AutocastCUDA
-                                                     : c10::DispatchKey::AutocastCPU;
+Result sdpa_autocast(
+    const c10::TypedOperatorHandle<Result(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                          const std::optional<at::Tensor>&, double, bool,
+                                          std::optional<double>, bool)>& op,
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+    const std::optional<at::Tensor>& attn_mask, double dropout_p, bool is_causal,
+    std::optional<double> scale, bool enable_gqa) {
+  constexpr auto key_of_device =
+      device == at::kCUDA ? c10::DispatchKey::AutocastCUDA : c10::DispatchKey::AutocastCPU;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_of_device);
   const auto cast = [dtype = at::autocast::get_autocast_dtype(device)](const at::Tensor& tensor) {
     return at::autocast::cached_cast(dtype, tensor, device);
@@ -200,8 +200,8 @@ void register_autocast(torch::Library& m) {
          [](const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
             const std::optional<at::Tensor>& attn_mask, double dropout_p, bool is_causal,
             std::optional<double> scale, bool enable_gqa) {
-           return sdpa_autocast<device>(sdpa_with_lse_op(), query, key, value, attn_mask,
-                                        dropout_p, is_causal, scale, enable_gqa);
+           return sdpa_autocast<device>(sdpa_with_lse_op(), query, key, value, attn_mask, dropout_p,
+                                        is_causal, scale, enable_gqa);
          });
 }
 

@@ -78,13 +78,15 @@ std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& query_, const at::T
   const at::Tensor query = addressable(scale.applied_to(query_), query_);
   const at::Tensor key = addressable(key_, key_);
   const at::Tensor value = addressable(value_, value_);
-  const SdpaForwardParams params{query.get_device(),     TensorDesc::of(query),
-                                 TensorDesc::of(key),    TensorDesc::of(value),
-                                 TensorDesc::of(out),    is_causal,
+  const SdpaForwardParams params{query.get_device(),
+                                 TensorDesc::of(query),
+                                 TensorDesc::of(key),
+                                 TensorDesc::of(value),
+                                 TensorDesc::of(out),
+                                 is_causal,
                                  with_lse};
-  std::array<void*, 6> pointers{address(query), address(key),
-                                address(value), &scale.value,
-                                address(out),   with_lse ? address(lse) : nullptr};
+  std::array<void*, 6> pointers{address(query), address(key), address(value),
+                                &scale.value,   address(out), with_lse ? address(lse) : nullptr};
   graph::run_plan(
       "cudnn_ops.sdpa", graph::PlanKey::of(params),
       [&](const graph::Target& target) { return build_sdpa(params, target); },

@@ -26,15 +26,18 @@ std::shared_ptr<const graph::Plan> plan_of(const Params& params, const graph::Ta
 graph::Answer explain(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                       bool is_causal, bool with_lse, bool backward, const std::string& device) {
   check_sdpa_shapes(query, key, value, /*enable_gqa=*/true);
+  if (query.scalar_type() != at::kHalf && query.scalar_type() != at::kBFloat16) {
+    return {false, "cudnn_ops.sdpa runs float16 and bfloat16 on a GPU", "", 0};
+  }
   const auto out = dense_desc({query.size(0), query.size(1), query.size(2), value.size(3)}, query);
   const auto q = TensorDesc::of(query), k = TensorDesc::of(key), v = TensorDesc::of(value);
   return graph::ask(device, [&](const graph::Target& target) {
     if (backward) {
-      return plan_of(SdpaBackwardParams{target.id(), q, k, v, out, /*grad_out=*/out,
-                                        dense_desc(query.sizes(), query),
-                                        dense_desc(key.sizes(), key),
-                                        dense_desc(value.sizes(), value), is_causal},
-                     target);
+      return plan_of(
+          SdpaBackwardParams{target.id(), q, k, v, out, /*grad_out=*/out,
+                             dense_desc(query.sizes(), query), dense_desc(key.sizes(), key),
+                             dense_desc(value.sizes(), value), is_causal},
+          target);
     }
     return plan_of(SdpaForwardParams{target.id(), q, k, v, out, is_causal, with_lse}, target);
   });

@@ -14,18 +14,18 @@ int cuDriverGetVersion(int* version) {
   return kSuccess;
 }
 
-#define LOADS(name)            \
-  int name(void** handle) {    \
-    *handle = &dummy;          \
-    return kSuccess;           \
+#define LOADS(name)         \
+  int name(void** handle) { \
+    *handle = &dummy;       \
+    return kSuccess;        \
   }
-#define SUCCEEDS(name)    \
-  int name(void) {        \
-    return kSuccess;      \
+#define SUCCEEDS(name) \
+  int name(void) {     \
+    return kSuccess;   \
   }
-#define STUB(name)        \
-  int name(void) {        \
-    return kNoDevice;     \
+#define STUB(name)    \
+  int name(void) {    \
+    return kNoDevice; \
   }
 
 // The result is the first argument of each of these, whatever follows it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ class Case:
     def is_empty(self) -> bool:
         return 0 in (self.batch, self.length, self.length_kv)
 
-    def kwargs(self) -> dict[str, object]:
+    def kwargs(self) -> dict[str, Any]:
         return {
             "is_causal": self.is_causal,
             "scale": self.scale,
@@ -206,20 +207,16 @@ def reference(
     grad_lse: Tensor | None = None,
 ) -> Results:
     """The formula and its gradients, computed in ``dtype``."""
-    leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in inputs]
-    out, lse = attention(*leaves, is_causal=case.is_causal, scale=case.scale)
+    query, key, value = leaves = [t.detach().to(dtype).requires_grad_() for t in inputs]
+    out, lse = attention(query, key, value, case.is_causal, case.scale)
     loss = (out * grad_out.to(dtype)).sum()
     if grad_lse is not None:
         loss = loss + (lse * grad_lse.to(dtype)).sum()
     if loss.requires_grad:
-        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
-    else:
-        grads = (None, None, None)
-    filled = [
-        torch.zeros_like(leaf) if grad is None else grad
-        for leaf, grad in zip(leaves, grads, strict=True)
-    ]
-    return Results(out.detach(), lse.detach(), *filled)
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    else:  # nothing to attend to
+        grads = tuple(torch.zeros_like(leaf) for leaf in leaves)
+    return Results(out.detach(), lse.detach(), *grads)
 
 
 def check(actual: Tensor, exact: Tensor, low_precision: Tensor, name: str) -> None:
@@ -244,8 +241,13 @@ def check(actual: Tensor, exact: Tensor, low_precision: Tensor, name: str) -> No
     assert error <= bound, f"{name}: error {error:.3g} exceeds {bound:.3g}"  # NaN fails too
 
 
-def check_results(case: Case, actual: Results, inputs: tuple[Tensor, Tensor, Tensor],
-                  grad_out: Tensor, grad_lse: Tensor | None = None) -> None:
+def check_results(
+    case: Case,
+    actual: Results,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    grad_out: Tensor,
+    grad_lse: Tensor | None = None,
+) -> None:
     """Holds a call's output, log-sum-exp and gradients against the float64 reference."""
     exact = reference(case, inputs, grad_out, torch.float64, grad_lse)
     low = reference(case, inputs, grad_out, inputs[0].dtype, grad_lse)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,7 +59,12 @@ def _strided(tensor: Tensor) -> Tensor:
 MISTAKES: list[Mistake] = [
     # rank
     *(
-        Mistake(f"{name}-3d", ValueError, f"{name} must have 4 dimensions", **{name: (4, 16, 64)})
+        Mistake(
+            f"{name}-3d",
+            ValueError,
+            f"{name} must have 4 dimensions",
+            change=_every(name, lambda t: t[0]),
+        )
         for name in ("query", "key", "value")
     ),
     Mistake("query-5d", ValueError, "query must have 4 dimensions", query=(1, 2, 4, 16, 64)),
@@ -70,7 +76,7 @@ MISTAKES: list[Mistake] = [
             f"all-{str(dtype)[6:]}",
             TypeError,
             "query has dtype .* it takes float16 and bfloat16",
-            change=_every("all", lambda t, dtype=dtype: t.to(dtype)),
+            change=_every("all", partial(Tensor.to, dtype=dtype)),
         )
         for dtype in (torch.int32, torch.int8, torch.bool, torch.complex64)
     ),
@@ -98,15 +104,23 @@ MISTAKES: list[Mistake] = [
         for name in ("key", "value")
     ),
     Mistake(
-        "query-half", TypeError, "query has dtype .*; cast them", change=_every("query", Tensor.half)
+        "query-half",
+        TypeError,
+        "query has dtype .*; cast them",
+        change=_every("query", Tensor.half),
     ),
     Mistake(
-        "key-float32", TypeError, "key .*; cast them to one dtype", change=_every("key", Tensor.float)
+        "key-float32",
+        TypeError,
+        "key .*; cast them to one dtype",
+        change=_every("key", Tensor.float),
     ),
     # batch, heads, lengths, head sizes
     Mistake("batch-key", ValueError, "batch size 2 and key 3", key=(3, 4, 16, 64)),
     Mistake("batch-value", ValueError, "batch size 2 and value 1", value=(1, 4, 16, 64)),
-    Mistake("heads-unlike", ValueError, "pass enable_gqa=True", key=(2, 2, 16, 64), value=(2, 2, 16, 64)),
+    Mistake(
+        "heads-unlike", ValueError, "pass enable_gqa=True", key=(2, 2, 16, 64), value=(2, 2, 16, 64)
+    ),
     Mistake("heads-key-value", ValueError, "key has 4 heads and value 2", value=(2, 2, 16, 64)),
     Mistake(
         "heads-not-a-multiple",
@@ -177,7 +191,9 @@ MISTAKES: list[Mistake] = [
         for value in (float("nan"), float("inf"), float("-inf"))
     ),
     *(
-        Mistake(f"dropout-{p}", NotImplementedError, "dropout_p must be 0.0", kwargs={"dropout_p": p})
+        Mistake(
+            f"dropout-{p}", NotImplementedError, "dropout_p must be 0.0", kwargs={"dropout_p": p}
+        )
         for p in (0.1, 1.0, -1.0)
     ),
     # what is no tensor, or no such argument: torch's own words

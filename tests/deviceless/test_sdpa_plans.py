@@ -58,10 +58,16 @@ def test_backward(sizes, device):
 @pytest.mark.parametrize("op", ["sdpa", "sdpa_backward"])
 @pytest.mark.parametrize(
     ("length", "length_kv", "heads_kv"),
-    [(1, 129, 4), (129, 1, 4), (77, 577, 4), (577, 77, 2), (63, 63, 1), (65, 65, 2), (4096, 4096, 1)],
+    [
+        (1, 129, 4),
+        (129, 1, 4),
+        (77, 577, 4),
+        (577, 77, 2),
+        (63, 63, 1),
+        (65, 65, 2),
+        (4096, 4096, 1),
+    ],
 )
 def test_lengths_and_groups(length, length_kv, heads_kv, op, device):
-    answer = ask(
-        op, (64, 64), torch.bfloat16, "bshd", True, device, heads_kv, length, length_kv
-    )
+    answer = ask(op, (64, 64), torch.bfloat16, "bshd", True, device, heads_kv, length, length_kv)
     assert answer.supported, answer.reason
