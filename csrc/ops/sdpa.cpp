@@ -105,8 +105,8 @@ void check_sdpa(const at::Tensor& query, const at::Tensor& key, const at::Tensor
                               "torch.nn.functional.scaled_dot_product_attention");
   TORCH_CHECK_NOT_IMPLEMENTED(dropout_p == 0.0, "cudnn_ops.sdpa: dropout_p must be 0.0, got ",
                               dropout_p, "; dropout inside attention is not supported");
-  TORCH_CHECK_VALUE(!scale.has_value() || std::isfinite(*scale),
-                    "cudnn_ops.sdpa: scale must be finite, got ", scale.value_or(0.0),
+  TORCH_CHECK_VALUE(!scale.has_value() || std::isfinite(static_cast<float>(*scale)),
+                    "cudnn_ops.sdpa: scale must be a finite float32, got ", scale.value_or(0.0),
                     "; None stands for 1/sqrt(head size)");
   check_sdpa_shapes(query, key, value, enable_gqa);
   check_supported(query, "query");

@@ -1,5 +1,6 @@
 // Scaled dot-product attention: its derivative and its autocast rule.
 
+#include "autograd_node.h"
 #include "sdpa.h"
 
 #include <ATen/autocast_mode.h>
@@ -38,7 +39,7 @@ struct SdpaBackwardNode : public torch::autograd::Node {
     std::lock_guard<std::mutex> lock(mutex_);
     const at::Tensor grad_out = grads[0];
     const at::Tensor grad_lse = grads.size() > 1 ? grads[1] : at::Tensor();
-    const auto self = shared_from_this();
+    const auto self = owner_of(*this);
     const at::Tensor q = query.unpack(), k = key.unpack(), v = value.unpack();
     const at::Tensor o = out.unpack(self), l = lse.unpack(self);
 
@@ -94,8 +95,7 @@ std::tuple<at::Tensor, at::Tensor> forward_with_node(
     c10::DispatchKeySet keys, const at::Tensor& query, const at::Tensor& key,
     const at::Tensor& value, const std::optional<at::Tensor>& attn_mask, double dropout_p,
     bool is_causal, std::optional<double> scale, bool enable_gqa, bool returns_lse) {
-  auto node =
-      std::shared_ptr<SdpaBackwardNode>(new SdpaBackwardNode(), torch::autograd::deleteNode);
+  auto node = make_node<SdpaBackwardNode>();
   node->set_next_edges(torch::autograd::collect_next_edges(query, key, value));
   at::Tensor out, lse;
   {
@@ -157,13 +157,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_backward_autograd(
                                           lse, is_causal, scale);
   }
   if (torch::autograd::compute_requires_grad(grad_out, query, key, value, out, lse)) {
-    auto node = std::shared_ptr<torch::autograd::Error>(
-        new torch::autograd::Error(
-            "cudnn_ops.sdpa: double backward is not available, cuDNN has no second derivative of "
-            "attention; compute that part with torch.nn.functional.scaled_dot_product_attention "
-            "under torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)",
-            torch::autograd::collect_next_edges(grad_out, query, key, value, out, lse)),
-        torch::autograd::deleteNode);
+    auto node = make_node<torch::autograd::Error>(
+        "cudnn_ops.sdpa: double backward is not available, cuDNN has no second derivative of "
+        "attention; compute that part with torch.nn.functional.scaled_dot_product_attention "
+        "under torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)",
+        torch::autograd::collect_next_edges(grad_out, query, key, value, out, lse));
     std::apply([&](auto&... grad) { (torch::autograd::set_history(grad, node), ...); }, grads);
   }
   return grads;

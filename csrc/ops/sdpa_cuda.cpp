@@ -43,9 +43,11 @@ struct Scale {
   double query_sign;  // 1: leave the query alone
 
   Scale(std::optional<double> scale, const at::Tensor& query) {
-    const double given = scale.value_or(1.0 / std::sqrt(static_cast<double>(query.size(3))));
-    query_sign = given > 0 ? 1 : given < 0 ? -1 : 0;
-    value = static_cast<float>(given == 0 ? 1.0 : std::abs(given));
+    value = static_cast<float>(scale.value_or(1.0 / std::sqrt(static_cast<double>(query.size(3)))));
+    // The GPU takes what is smaller than the smallest normal number for zero.
+    const bool is_zero = std::abs(value) < std::numeric_limits<float>::min();
+    query_sign = is_zero ? 0 : value > 0 ? 1 : -1;
+    value = is_zero ? 1.0F : std::abs(value);
   }
   at::Tensor applied_to(const at::Tensor& query) const {
     return query_sign == 1 ? query : query.mul(query_sign);

@@ -84,6 +84,7 @@ CASES: list[Case] = [
     replace(_BASE, scale=1.0),
     replace(_BASE, scale=0.0, is_causal=True),
     replace(_BASE, scale=-0.125),
+    replace(_BASE, scale=1e-310, is_causal=True),
     # memory
     *(
         replace(_BASE, layout=layout, heads_kv=2, is_causal=True, length=40, length_kv=56)

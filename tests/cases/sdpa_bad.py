@@ -187,8 +187,8 @@ MISTAKES: list[Mistake] = [
     ),
     # options
     *(
-        Mistake(f"scale-{value}", ValueError, "scale must be finite", kwargs={"scale": value})
-        for value in (float("nan"), float("inf"), float("-inf"))
+        Mistake(f"scale-{value}", ValueError, "scale must be a finite", kwargs={"scale": value})
+        for value in (float("nan"), float("inf"), float("-inf"), 1e300)
     ),
     *(
         Mistake(
