@@ -50,7 +50,7 @@ def _gpus() -> str:
 
 def collect_env() -> dict[str, str]:
     """Names and values, in the order in which they are printed."""
-    support._offer_wheels()
+    support.offer_wheels()
     versions = _C.versions()
     frontend = versions["frontend_headers"]
     return {

@@ -155,7 +155,7 @@ def _prepare(needs_driver: bool) -> None:
             )
         return
     _load_driver_stub()
-    _offer_wheels()
+    offer_wheels()
 
 
 @functools.cache
@@ -169,14 +169,15 @@ def _load_driver_stub() -> None:
 
 
 @functools.cache
-def _offer_wheels() -> None:
+def offer_wheels() -> None:
     """Where torch has no CUDA, cuDNN and its compiler come from their own wheels, if there."""
     if torch.version.cuda is not None:
         return
     spec = importlib.util.find_spec("nvidia")
     for root in (spec.submodule_search_locations or []) if spec else []:
-        for nvrtc in Path(root).glob("cu1*/lib/libnvrtc.so.1?"):
-            ctypes.CDLL(str(nvrtc), mode=ctypes.RTLD_GLOBAL)
+        for name in ("libnvrtc-builtins.so.*", "libnvrtc.so.*"):
+            for library in sorted(Path(root).glob(f"cu1*/lib/{name}")):
+                ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         cudnn = Path(root) / "cudnn" / "lib" / "libcudnn.so.9"
         if cudnn.is_file():
             _C.set_cudnn_fallback_path(str(cudnn))

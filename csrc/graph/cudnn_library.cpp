@@ -95,6 +95,7 @@ std::string readable_reason(const std::string& report) {
   // "[cudnn_frontend] ERROR: <reason> at <file>" and lists of engines that were asked in vain
   // surround the reason; people need the reason.
   std::string reason = report.substr(0, report.find("; python engines declined"));
+  reason = reason.substr(0, reason.find("Plan at index 1"));  // the others say the same
   for (const char* noise : {"[cudnn_frontend] ERROR: ", "[cudnn_frontend] Error: "}) {
     if (reason.rfind(noise, 0) == 0) reason.erase(0, std::string(noise).size());
   }
