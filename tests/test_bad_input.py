@@ -38,8 +38,9 @@ def test_real(mistake, device, op):
     works(device)
 
 
+# A torch without CUDA cannot make views of fake CUDA tensors.
 @pytest.mark.parametrize("mistake", MISTAKES, ids=str)
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"] if torch.version.cuda else ["cpu"])
 def test_fake(mistake, device):
     with FakeTensorMode():
         raises(mistake, torch.ops.cudnn_ops.sdpa, device)

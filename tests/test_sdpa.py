@@ -139,6 +139,16 @@ def test_the_public_function_takes_torchs_arguments(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_inference_mode_and_inference_tensors(device):
+    inputs = cases.make_inputs(GQA, torch.bfloat16, device)
+    expected = torch.ops.cudnn_ops.sdpa(*inputs, **GQA.kwargs())
+    with torch.inference_mode():
+        out = torch.ops.cudnn_ops.sdpa(*(t.clone() for t in inputs), **GQA.kwargs())
+    assert out.is_inference()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_double_backward_is_refused(device):
     leaves = [t.requires_grad_() for t in cases.make_inputs(GQA, torch.bfloat16, device)]
     out = torch.ops.cudnn_ops.sdpa(*leaves, **GQA.kwargs())

@@ -75,6 +75,13 @@ def test_strides_and_tensors_are_taken_as_they_are():
     assert cudnn_ops.cache_info().builds == 2
 
 
+def test_memory_that_cudnn_cannot_address_is_copied_as_the_kernel_does():
+    odd = ((2, 8, 128, 64), torch.bfloat16, (8 * 128 * 65, 128 * 65, 65, 1))
+    shared = ((2, 8, 128, 64), torch.bfloat16, (128 * 64, 0, 64, 1))
+    for spec in (odd, shared):
+        assert explain("sdpa", spec, device="h200").supported
+
+
 @pytest.mark.parametrize("name", support.devices())
 def test_every_description_serves(name):
     assert explain("sdpa", SPEC, device=name).supported

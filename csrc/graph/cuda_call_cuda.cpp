@@ -49,7 +49,7 @@ void run_plan(const char* op, const PlanKey& key,
         bytes == 0 ? c10::DataPtr() : c10::cuda::CUDACachingAllocator::get()->allocate(bytes);
     plan->execute(at::native::getCudnnHandle(), pointers, workspace.get(), capturing);
   } catch (const NotSupported& refusal) {
-    TORCH_CHECK_NOT_IMPLEMENTED(false, op, ": cuDNN ", cudnn().version,
+    TORCH_CHECK_NOT_IMPLEMENTED(false, op, ": cuDNN ", version_name(cudnn().version),
                                 " does not take this: ", refusal.what(), ". ", advice);
   } catch (const CudnnError& error) {
     TORCH_CHECK(false, op, ": ", error.what());

@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <mutex>
 
@@ -68,14 +69,17 @@ CudnnLibrary load() {
 }  // namespace
 
 const CudnnLibrary& cudnn() {
-  static const CudnnLibrary* library = nullptr;
-  static std::once_flag once;
-  // call_once runs again after an exception, so installing cuDNN's path later still works.
-  std::call_once(once, [] {
-    std::lock_guard<std::mutex> lock(mutex);
-    library = new CudnnLibrary(load());
-  });
-  return *library;
+  static std::atomic<const CudnnLibrary*> loaded{nullptr};
+  const CudnnLibrary* library = loaded.load(std::memory_order_acquire);
+  if (library != nullptr) return *library;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (loaded.load() == nullptr) loaded = new CudnnLibrary(load());
+  return *loaded;
+}
+
+std::string version_name(size_t version) {
+  return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
+         std::to_string(version % 100);
 }
 
 void set_fallback_path(const std::string& path) {

@@ -27,6 +27,9 @@ struct CudnnLibrary {
 // the next call tries again.
 const CudnnLibrary& cudnn();
 
+// 91900 as "9.19.0".
+std::string version_name(size_t version);
+
 // A file to try when the process has no libcudnn and the dynamic loader finds none.
 // Only before the first successful cudnn().
 void set_fallback_path(const std::string& path);

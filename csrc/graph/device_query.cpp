@@ -15,7 +15,7 @@ Target target_of(const std::string& device) {
       return Target::described(device);
     } catch (const NotSupported& error) {
       TORCH_CHECK_VALUE(false, "cudnn_ops: this is not the description of a GPU that cuDNN ",
-                        cudnn().version, " can read: ", error.what());
+                        version_name(cudnn().version), " can read: ", error.what());
     }
   }
 #ifdef CUDNN_OPS_WITH_CUDA

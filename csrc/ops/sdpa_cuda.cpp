@@ -5,7 +5,6 @@
 #include "../graph/cuda_call.h"
 
 #include <ATen/cuda/EmptyTensor.h>
-#include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
@@ -54,7 +53,12 @@ struct Scale {
   }
 };
 
-void* address(const at::Tensor& tensor) {
+// A plan takes plain addresses of what it reads and of what it writes.
+void* read(const at::Tensor& tensor) {
+  return const_cast<void*>(tensor.const_data_ptr());
+}
+
+void* write(const at::Tensor& tensor) {
   return tensor.mutable_data_ptr();
 }
 
@@ -87,8 +91,8 @@ std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& query_, const at::T
                                  TensorDesc::of(out),
                                  is_causal,
                                  with_lse};
-  std::array<void*, 6> pointers{address(query), address(key), address(value),
-                                &scale.value,   address(out), with_lse ? address(lse) : nullptr};
+  std::array<void*, 6> pointers{read(query),  read(key),  read(value),
+                                &scale.value, write(out), with_lse ? write(lse) : nullptr};
   graph::run_plan(
       "cudnn_ops.sdpa", graph::PlanKey::of(params),
       [&](const graph::Target& target) { return build_sdpa(params, target); },
@@ -142,10 +146,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_backward_cuda(
                                   TensorDesc::of(out),        TensorDesc::of(grad_out),
                                   TensorDesc::of(grad_query), TensorDesc::of(grad_key),
                                   TensorDesc::of(grad_value), is_causal};
-  std::array<void*, 10> pointers{address(query),     address(key),        address(value),
-                                 &scale.value,       address(out),        address(lse),
-                                 address(grad_out),  address(grad_query), address(grad_key),
-                                 address(grad_value)};
+  std::array<void*, 10> pointers{
+      read(query), read(key),      read(value),       &scale.value,    read(out),
+      read(lse),   read(grad_out), write(grad_query), write(grad_key), write(grad_value)};
   graph::run_plan(
       "cudnn_ops.sdpa backward", graph::PlanKey::of(params),
       [&](const graph::Target& target) { return build_sdpa(params, target); }, pointers,

@@ -17,6 +17,12 @@ TensorDesc dense_desc(c10::IntArrayRef sizes, const at::Tensor& like) {
   return {like.scalar_type(), sizes, dense_strides_like(sizes, like)};
 }
 
+// What the kernel would hand to cuDNN: the tensor as it lies, or a dense copy of it.
+TensorDesc desc_of(const at::Tensor& tensor) {
+  return graph::is_addressable(tensor) ? TensorDesc::of(tensor)
+                                       : dense_desc(tensor.sizes(), tensor);
+}
+
 template <class Params>
 std::shared_ptr<const graph::Plan> plan_of(const Params& params, const graph::Target& target) {
   return graph::PlanCache::global().get(graph::PlanKey::of(params),
@@ -30,7 +36,7 @@ graph::Answer explain(const at::Tensor& query, const at::Tensor& key, const at::
     return {false, "cudnn_ops.sdpa runs float16 and bfloat16 on a GPU", "", 0};
   }
   const auto out = dense_desc({query.size(0), query.size(1), query.size(2), value.size(3)}, query);
-  const auto q = TensorDesc::of(query), k = TensorDesc::of(key), v = TensorDesc::of(value);
+  const auto q = desc_of(query), k = desc_of(key), v = desc_of(value);
   return graph::ask(device, [&](const graph::Target& target) {
     if (backward) {
       return plan_of(
