@@ -133,6 +133,18 @@ def test_unbacked_lengths(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_vmap(device):
+    tensor = torch.randn(3, 2, 4, 16, 32, device=device, dtype=_dtype(device))
+
+    def loss(query: Tensor) -> Tensor:
+        return torch.ops.cudnn_ops.sdpa(query, query, query).square().sum()
+
+    batched = torch.vmap(torch.func.grad(loss))(tensor)
+    for one, expected in zip(batched, tensor, strict=True):
+        torch.testing.assert_close(one, torch.func.grad(loss)(expected), rtol=4e-2, atol=4e-2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_export(device):
     case = CASES[0]
     inputs = cases.make_inputs(case, _dtype(device), device)
