@@ -14,12 +14,12 @@ from cudnn_ops import _C, support
 
 
 def mapped_libraries(name: str) -> list[str]:
-    """Paths of the libraries called ``name`` that are mapped into this process."""
+    """Paths of the libraries whose names begin with ``name`` that this process has mapped."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return []
     paths = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "/" in line}
-    return sorted(path for path in paths if re.match(rf"{name}\.so", Path(path).name))
+    return sorted(path for path in paths if re.match(rf"{name}\w*\.so", Path(path).name))
 
 
 def _nvrtc() -> str:

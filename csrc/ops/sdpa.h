@@ -42,6 +42,7 @@ struct SdpaBackwardParams {
   int64_t target = 0;
   graph::TensorDesc query, key, value, out, grad_out, grad_query, grad_key, grad_value;
   bool is_causal = false;
+  bool is_deterministic = false;
 
   template <class Visitor>
   void fields(Visitor&& visit) const {
@@ -55,6 +56,7 @@ struct SdpaBackwardParams {
     visit("grad_key", grad_key);
     visit("grad_value", grad_value);
     visit("is_causal", is_causal);
+    visit("is_deterministic", is_deterministic);
   }
 };
 

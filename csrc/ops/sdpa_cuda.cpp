@@ -4,6 +4,7 @@
 
 #include "../graph/cuda_call.h"
 
+#include <ATen/Context.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
@@ -141,11 +142,17 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_backward_cuda(
   const at::Tensor out = addressable(out_, out_);
   const at::Tensor grad_out = addressable(grad_out_, out_);
   const at::Tensor lse = lse_.contiguous();
-  const SdpaBackwardParams params{query.get_device(),         TensorDesc::of(query),
-                                  TensorDesc::of(key),        TensorDesc::of(value),
-                                  TensorDesc::of(out),        TensorDesc::of(grad_out),
-                                  TensorDesc::of(grad_query), TensorDesc::of(grad_key),
-                                  TensorDesc::of(grad_value), is_causal};
+  const SdpaBackwardParams params{query.get_device(),
+                                  TensorDesc::of(query),
+                                  TensorDesc::of(key),
+                                  TensorDesc::of(value),
+                                  TensorDesc::of(out),
+                                  TensorDesc::of(grad_out),
+                                  TensorDesc::of(grad_query),
+                                  TensorDesc::of(grad_key),
+                                  TensorDesc::of(grad_value),
+                                  is_causal,
+                                  at::globalContext().deterministicAlgorithms()};
   std::array<void*, 10> pointers{
       read(query), read(key),      read(value),       &scale.value,    read(out),
       read(lse),   read(grad_out), write(grad_query), write(grad_key), write(grad_value)};

@@ -6,6 +6,7 @@
 #include "../graph/device_query.h"
 #include "../graph/plan_cache.h"
 
+#include <ATen/Context.h>
 #include <torch/library.h>
 
 namespace cudnn_ops {
@@ -42,7 +43,8 @@ graph::Answer explain(const at::Tensor& query, const at::Tensor& key, const at::
       return plan_of(
           SdpaBackwardParams{target.id(), q, k, v, out, /*grad_out=*/out,
                              dense_desc(query.sizes(), query), dense_desc(key.sizes(), key),
-                             dense_desc(value.sizes(), value), is_causal},
+                             dense_desc(value.sizes(), value), is_causal,
+                             at::globalContext().deterministicAlgorithms()},
           target);
     }
     return plan_of(SdpaForwardParams{target.id(), q, k, v, out, is_causal, with_lse}, target);

@@ -71,6 +71,7 @@ std::shared_ptr<const graph::Plan> build_sdpa(const SdpaBackwardParams& params,
   const auto grad_out = graph::input(*graph, "grad_out", kGradOut, params.grad_out);
   auto attributes = fe::graph::SDPA_backward_attributes()
                         .set_name("sdpa_backward")
+                        .set_deterministic_algorithm(params.is_deterministic)
                         .set_attn_scale(graph::host_scalar(*graph, "scale", kScale));
   if (params.is_causal) set_causal(attributes);
 
