@@ -26,16 +26,17 @@ def fresh_cache():
 
 
 @pytest.fixture
-def poisoned(monkeypatch):
+def poisoned(request):
     """Fresh memory is full of NaN: what a kernel leaves unwritten shows."""
-    # On the CPU torch fills what torch.empty gives under deterministic algorithms.
-    was = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    if torch.cuda.is_available():
-        # Blocks that the allocator hands out again: more than any case takes, all NaN.
-        torch.cuda.empty_cache()
-        blocks = [torch.full((n,), torch.nan, device="cuda") for n in (128, 1 << 14, 1 << 18) * 48]
-        blocks.append(torch.full((1 << 26,), torch.nan, device="cuda"))
-        del blocks
+    if request.node.callspec.params["device"] == "cpu":
+        # torch fills what torch.empty gives under deterministic algorithms.
+        torch.use_deterministic_algorithms(True)
+        yield
+        torch.use_deterministic_algorithms(False)
+        return
+    # Blocks that the allocator hands out again: more than any case takes, all NaN.
+    torch.cuda.empty_cache()
+    blocks = [torch.full((n,), torch.nan, device="cuda") for n in (128, 1 << 14, 1 << 18) * 48]
+    blocks.append(torch.full((1 << 26,), torch.nan, device="cuda"))
+    del blocks
     yield
-    torch.use_deterministic_algorithms(was)

@@ -139,6 +139,22 @@ def test_the_public_function_takes_torchs_arguments(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_deterministic_algorithms_are_obeyed(device):
+    case = Case(2, 8, 2, 700, 700, 64, 64, is_causal=True)
+    inputs = cases.make_inputs(case, torch.bfloat16, device)
+    grad_out = cases.make_grad_out(case, torch.bfloat16, device)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, *others = (run(case, inputs, grad_out) for _ in range(5))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    cases.check_results(case, first, inputs, grad_out)
+    for other in others:
+        for (name, expected), (_, tensor) in zip(first.items(), other.items(), strict=True):
+            assert torch.equal(tensor, expected), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_inference_mode_and_inference_tensors(device):
     inputs = cases.make_inputs(GQA, torch.bfloat16, device)
     expected = torch.ops.cudnn_ops.sdpa(*inputs, **GQA.kwargs())

@@ -37,7 +37,7 @@ def geometries(draw: st.DrawFn) -> Case:
 @pytest.mark.parametrize("device", DEVICES)
 @given(case=geometries(), seed=st.integers(0, 2**31), bf16=st.booleans())
 @settings(
-    max_examples=150,
+    max_examples=250,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

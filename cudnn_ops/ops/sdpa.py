@@ -36,7 +36,8 @@ def scaled_dot_product_attention(
     .. math:: \mathrm{out} = \mathrm{softmax}(\mathrm{scale} \cdot Q K^T + M)\, V
 
     with :math:`M_{ij} = -\infty` where ``is_causal`` and :math:`j > i`, else 0 (Vaswani et al.,
-    "Attention is all you need", equation 1). Differentiable once.
+    "Attention is all you need", equation 1). Differentiable once; the gradients are the same bits
+    at every run under ``torch.use_deterministic_algorithms(True)``.
 
     Args:
         query: [batch, heads, length, head size]. Any strides with a last one of 1; memory in
