@@ -18,6 +18,7 @@ lint: $(VENV)/ready
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+	$(PYTHON) -m benchmarks.tables --check
 	clang-format --dry-run --Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.c')
 
 format: $(VENV)/ready
