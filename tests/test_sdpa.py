@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -245,6 +246,48 @@ def test_flops_are_counted_as_torch_counts_its_own(device, grouped):
     # 2 products forward; backward: the scores again, grad of probabilities, and one each for
     # query, key and value
     assert ours.get_total_flops() == 2 * matmul + 5 * matmul
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("case", "entries"),
+    [
+        pytest.param(Case(1040, 128, 8, 128, 128, 128, 128, True), [0, 519, 520, 1039], id="batch"),
+        pytest.param(Case(1, 16640, 1040, 128, 1024, 128, 128), [0], id="heads"),
+        pytest.param(Case(130, 8, 8, 128, 16384, 128, 128), [0, 129], id="keys"),
+    ],
+)
+def test_more_than_2_31_elements(case, entries):
+    """Where cuDNN 9.19's own backward, and so torch's, is wrong without a word."""
+    torch.manual_seed(0)
+
+    def random(heads: int, length: int, size: int) -> Tensor:
+        shape = (case.batch, length, heads, size)
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+
+    inputs = (
+        random(case.heads, case.length, case.head_size),
+        random(case.heads_kv, case.length_kv, case.head_size),
+        random(case.heads_kv, case.length_kv, case.value_size),
+    )
+    grad_out = random(case.heads, case.length, case.value_size)
+    assert max(t.numel() for t in inputs) > 2**31
+    results = run(case, inputs, grad_out)
+    group = case.heads // case.heads_kv
+    for entry in entries:
+        for head in (0, case.heads_kv // 2, case.heads_kv - 1):  # of the keys
+
+            def part(t: Tensor, entry=entry, head=head) -> Tensor:
+                unit = t.shape[1] // case.heads_kv
+                return t[entry : entry + 1, head * unit : (head + 1) * unit]
+
+            one = replace(case, batch=1, heads=group, heads_kv=1)
+            cases.check_results(
+                one,
+                cases.Results(*(part(tensor) for _, tensor in results.items())),
+                tuple(part(tensor) for tensor in inputs),
+                part(grad_out),
+            )
 
 
 def test_empty_results_are_counted_and_typed():

@@ -9,6 +9,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -29,9 +30,22 @@ at::Tensor empty_like_order(c10::IntArrayRef sizes, const at::Tensor& like) {
                                         like.device());
 }
 
+// cuDNN 9.19 computes the gradients of query and key wrongly, and says nothing, for what lies
+// beyond 2^31 elements (measured on an H200, where torch's own cuDNN backend gives the same
+// wrong numbers; the forward is right). Larger problems are computed in parts.
+constexpr int64_t kMaxBackwardElements = int64_t{1} << 31;
+
+// One more than the largest offset, in elements, from the first element of a nonempty tensor.
+int64_t extent(const at::Tensor& tensor) {
+  int64_t last = 0;
+  for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+  return last + 1;
+}
+
 // The tensor itself when cuDNN can address it, else a dense copy in the same memory order.
-at::Tensor addressable(const at::Tensor& tensor, const at::Tensor& like) {
-  if (graph::is_addressable(tensor)) return tensor;
+at::Tensor addressable(const at::Tensor& tensor, const at::Tensor& like,
+                       int64_t max_extent = std::numeric_limits<int64_t>::max()) {
+  if (graph::is_addressable(tensor) && extent(tensor) <= max_extent) return tensor;
   return empty_like_order(tensor.sizes(), like).copy_(tensor);
 }
 
@@ -116,10 +130,43 @@ std::tuple<at::Tensor, at::Tensor> sdpa_with_lse_cuda(
   return forward(query, key, value, is_causal, scale, /*with_lse=*/true);
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_backward_cuda(
-    const at::Tensor& grad_out_, const at::Tensor& query_, const at::Tensor& key_,
-    const at::Tensor& value_, const at::Tensor& out_, const at::Tensor& lse_, bool is_causal,
-    std::optional<double> scale_) {
+using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+Gradients sdpa_backward_cuda(const at::Tensor& grad_out, const at::Tensor& query,
+                             const at::Tensor& key, const at::Tensor& value, const at::Tensor& out,
+                             const at::Tensor& lse, bool is_causal, std::optional<double> scale);
+
+// The gradients part by part, of the batch or, in a batch of one, of the groups of heads that
+// share a key head: parts small enough for kMaxBackwardElements.
+Gradients backward_in_parts(int64_t parts, const Gradients& grads, const at::Tensor& grad_out,
+                            const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                            const at::Tensor& out, const at::Tensor& lse, bool is_causal,
+                            std::optional<double> scale) {
+  const int64_t dim = query.size(0) > 1 ? 0 : 1;
+  const int64_t units = key.size(dim);
+  TORCH_CHECK_NOT_IMPLEMENTED(units > 1, "cudnn_ops.sdpa backward: one head of ", query.size(2),
+                              " queries and ", key.size(2),
+                              " keys has more than 2^31 elements, which cuDNN cannot address");
+  const int64_t step = (units + parts - 1) / parts;
+  for (int64_t start = 0; start < units; start += step) {
+    const auto part = [&](const at::Tensor& tensor) {
+      const int64_t unit = tensor.size(dim) / units;  // a batch entry, or a group's heads
+      return tensor.narrow(dim, start * unit, std::min(step, units - start) * unit);
+    };
+    const auto [grad_query, grad_key, grad_value] =
+        sdpa_backward_cuda(part(grad_out), part(query), part(key), part(value), part(out),
+                           part(lse), is_causal, scale);
+    part(std::get<0>(grads)).copy_(grad_query);
+    part(std::get<1>(grads)).copy_(grad_key);
+    part(std::get<2>(grads)).copy_(grad_value);
+  }
+  return grads;
+}
+
+Gradients sdpa_backward_cuda(const at::Tensor& grad_out_, const at::Tensor& query_,
+                             const at::Tensor& key_, const at::Tensor& value_,
+                             const at::Tensor& out_, const at::Tensor& lse_, bool is_causal,
+                             std::optional<double> scale_) {
   check_sdpa_backward(grad_out_, query_, key_, value_, out_, lse_);
   const c10::cuda::CUDAGuard device_guard(query_.device());
   at::Tensor grad_query = empty_like_order(query_.sizes(), query_);
@@ -135,12 +182,22 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_backward_cuda(
     return {grad_query.zero_(), grad_key.zero_(), grad_value};
   }
 
+  const int64_t largest = std::max({query_.numel(), key_.numel(), value_.numel(), out_.numel()});
+  if (largest > kMaxBackwardElements) {
+    const int64_t parts = (largest + kMaxBackwardElements - 1) / kMaxBackwardElements;
+    return backward_in_parts(parts, {grad_query, grad_key, grad_value}, grad_out_, query_, key_,
+                             value_, out_, lse_, is_causal, scale_);
+  }
+
   Scale scale(scale_, query_);
-  const at::Tensor query = addressable(scale.applied_to(query_), query_);
-  const at::Tensor key = addressable(key_, key_);
-  const at::Tensor value = addressable(value_, value_);
-  const at::Tensor out = addressable(out_, out_);
-  const at::Tensor grad_out = addressable(grad_out_, out_);
+  const auto usable = [](const at::Tensor& tensor, const at::Tensor& like) {
+    return addressable(tensor, like, kMaxBackwardElements);
+  };
+  const at::Tensor query = usable(scale.applied_to(query_), query_);
+  const at::Tensor key = usable(key_, key_);
+  const at::Tensor value = usable(value_, value_);
+  const at::Tensor out = usable(out_, out_);
+  const at::Tensor grad_out = usable(grad_out_, out_);
   const at::Tensor lse = lse_.contiguous();
   const SdpaBackwardParams params{query.get_device(),
                                   TensorDesc::of(query),
