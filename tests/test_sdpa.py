@@ -253,12 +253,14 @@ def test_flops_are_counted_as_torch_counts_its_own(device, grouped):
     ("case", "entries"),
     [
         pytest.param(Case(1040, 128, 8, 128, 128, 128, 128, True), [0, 519, 520, 1039], id="batch"),
-        pytest.param(Case(1, 16640, 1040, 128, 1024, 128, 128), [0], id="heads"),
+        pytest.param(Case(1, 16640, 1040, 1024, 128, 128, 128), [0], id="heads"),
         pytest.param(Case(130, 8, 8, 128, 16384, 128, 128), [0, 129], id="keys"),
+        pytest.param(Case(70000, 2, 1, 16, 24, 64, 64, True), [0, 65535, 69999], id="batches"),
+        pytest.param(Case(2, 66000, 33000, 16, 16, 64, 64), [0, 1], id="many-heads"),
     ],
 )
-def test_more_than_2_31_elements(case, entries):
-    """Where cuDNN 9.19's own backward, and so torch's, is wrong without a word."""
+def test_more_than_cudnn_takes_at_once(case, entries):
+    """Beyond 2^31 elements cuDNN 9.19's own backward, and so torch's, is wrong without a word."""
     torch.manual_seed(0)
 
     def random(heads: int, length: int, size: int) -> Tensor:
@@ -271,7 +273,7 @@ def test_more_than_2_31_elements(case, entries):
         random(case.heads_kv, case.length_kv, case.value_size),
     )
     grad_out = random(case.heads, case.length, case.value_size)
-    assert max(t.numel() for t in inputs) > 2**31
+    assert max(t.numel() for t in inputs) > 2**31 or max(case.batch, case.heads) > 65535
     results = run(case, inputs, grad_out)
     group = case.heads // case.heads_kv
     for entry in entries:

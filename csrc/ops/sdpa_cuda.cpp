@@ -34,6 +34,9 @@ at::Tensor empty_like_order(c10::IntArrayRef sizes, const at::Tensor& like) {
 // beyond 2^31 elements (measured on an H200, where torch's own cuDNN backend gives the same
 // wrong numbers; the forward is right). Larger problems are computed in parts.
 constexpr int64_t kMaxBackwardElements = int64_t{1} << 31;
+// Its backward also launches a row of blocks for each batch entry and for each head, and CUDA
+// takes no more rows than this.
+constexpr int64_t kMaxBackwardRows = 65535;
 
 // One more than the largest offset, in elements, from the first element of a nonempty tensor.
 int64_t extent(const at::Tensor& tensor) {
@@ -136,22 +139,39 @@ Gradients sdpa_backward_cuda(const at::Tensor& grad_out, const at::Tensor& query
                              const at::Tensor& key, const at::Tensor& value, const at::Tensor& out,
                              const at::Tensor& lse, bool is_causal, std::optional<double> scale);
 
-// The gradients part by part, of the batch or, in a batch of one, of the groups of heads that
-// share a key head: parts small enough for kMaxBackwardElements.
-Gradients backward_in_parts(int64_t parts, const Gradients& grads, const at::Tensor& grad_out,
+// How to cut a problem that cuDNN's backward cannot take whole: into `count` parts along
+// dimension `dim`, 0 the batch, 1 the heads.
+struct Cut {
+  int64_t dim = 0;
+  int64_t count = 1;
+};
+
+Cut cut_for_backward(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                     const at::Tensor& out) {
+  const auto parts = [](int64_t size, int64_t limit) { return (size + limit - 1) / limit; };
+  const int64_t batch = query.size(0), heads = query.size(1);
+  if (batch > kMaxBackwardRows) return {0, parts(batch, kMaxBackwardRows)};
+  if (heads > kMaxBackwardRows) return {1, parts(heads, kMaxBackwardRows)};
+  const int64_t largest = std::max({query.numel(), key.numel(), value.numel(), out.numel()});
+  return {batch > 1 ? 0 : 1, parts(largest, kMaxBackwardElements)};
+}
+
+// The gradients part by part; a part that is still too large is cut again.
+Gradients backward_in_parts(const Cut& cut, const Gradients& grads, const at::Tensor& grad_out,
                             const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                             const at::Tensor& out, const at::Tensor& lse, bool is_causal,
                             std::optional<double> scale) {
-  const int64_t dim = query.size(0) > 1 ? 0 : 1;
-  const int64_t units = key.size(dim);
-  TORCH_CHECK_NOT_IMPLEMENTED(units > 1, "cudnn_ops.sdpa backward: one head of ", query.size(2),
-                              " queries and ", key.size(2),
-                              " keys has more than 2^31 elements, which cuDNN cannot address");
-  const int64_t step = (units + parts - 1) / parts;
+  // Heads stay together with the others that share their key head.
+  const int64_t units = key.size(cut.dim);
+  TORCH_CHECK_NOT_IMPLEMENTED(units > 1, "cudnn_ops.sdpa backward: one key head with its queries, ",
+                              query.sizes(), " and ", key.sizes(),
+                              ", is more than cuDNN takes: 2^31 elements and ", kMaxBackwardRows,
+                              " query heads");
+  const int64_t step = (units + cut.count - 1) / cut.count;
   for (int64_t start = 0; start < units; start += step) {
     const auto part = [&](const at::Tensor& tensor) {
-      const int64_t unit = tensor.size(dim) / units;  // a batch entry, or a group's heads
-      return tensor.narrow(dim, start * unit, std::min(step, units - start) * unit);
+      const int64_t unit = tensor.size(cut.dim) / units;
+      return tensor.narrow(cut.dim, start * unit, std::min(step, units - start) * unit);
     };
     const auto [grad_query, grad_key, grad_value] =
         sdpa_backward_cuda(part(grad_out), part(query), part(key), part(value), part(out),
@@ -182,10 +202,8 @@ Gradients sdpa_backward_cuda(const at::Tensor& grad_out_, const at::Tensor& quer
     return {grad_query.zero_(), grad_key.zero_(), grad_value};
   }
 
-  const int64_t largest = std::max({query_.numel(), key_.numel(), value_.numel(), out_.numel()});
-  if (largest > kMaxBackwardElements) {
-    const int64_t parts = (largest + kMaxBackwardElements - 1) / kMaxBackwardElements;
-    return backward_in_parts(parts, {grad_query, grad_key, grad_value}, grad_out_, query_, key_,
+  if (const Cut cut = cut_for_backward(query_, key_, value_, out_); cut.count > 1) {
+    return backward_in_parts(cut, {grad_query, grad_key, grad_value}, grad_out_, query_, key_,
                              value_, out_, lse_, is_causal, scale_);
   }
 
