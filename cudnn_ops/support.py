@@ -73,7 +73,8 @@ def explain(
     """Asks cuDNN whether it takes a call, by building its plan. Takes about half a second.
 
     Args:
-        op: ``"sdpa"``, or ``"sdpa_backward"`` for its derivative.
+        op: ``"sdpa"``, or ``"sdpa_backward"`` for its derivative (the deterministic one under
+            ``torch.use_deterministic_algorithms(True)``).
         q: the query: a tensor, ``(shape, dtype)`` or ``(shape, dtype, strides)``, with shape
             [batch, heads, length, head size] and strides in elements.
         k: the key; None stands for one like the query.

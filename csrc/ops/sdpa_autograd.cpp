@@ -17,7 +17,6 @@
 namespace cudnn_ops {
 namespace {
 
-using torch::autograd::edge_list;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
