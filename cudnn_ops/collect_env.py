@@ -23,7 +23,7 @@ def mapped_libraries(name: str) -> list[str]:
 
 
 def _nvrtc() -> str:
-    """CuDNN compiles attention and norm kernels with NVRTC; without it they are refused."""
+    """Where NVRTC is, which compiles cuDNN's attention and norm kernels; without it none run."""
     major = (torch.version.cuda or "13").split(".")[0]
     soname = f"libnvrtc.so.{major}"
     try:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -13,6 +16,16 @@ torch.set_num_threads(1)
 #: Parametrize with this: the CPU everywhere, the GPU with ``-m gpu``. Asking for the GPU where
 #: there is none is an error of the run, not a skip.
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Inside it torch uses deterministic algorithms."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
@@ -30,9 +43,8 @@ def poisoned(request):
     """Fresh memory is full of NaN: what a kernel leaves unwritten shows."""
     if request.node.callspec.params["device"] == "cpu":
         # torch fills what torch.empty gives under deterministic algorithms.
-        torch.use_deterministic_algorithms(True)
-        yield
-        torch.use_deterministic_algorithms(False)
+        with deterministic():
+            yield
         return
     # Blocks that the allocator hands out again: more than any case takes, all NaN.
     torch.cuda.empty_cache()

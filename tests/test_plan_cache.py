@@ -11,6 +11,7 @@ import cudnn_ops
 from cudnn_ops.support import explain
 from tests.cases import sdpa as cases
 from tests.cases.sdpa import Case
+from tests.conftest import deterministic
 
 pytestmark = pytest.mark.usefixtures("fresh_cache")
 
@@ -41,9 +42,8 @@ def test_whatever_changes_the_graph_changes_the_key():
     plan(64, is_causal=True)
     plan(64, with_lse=True)
     explain("sdpa_backward", ((1, 2, 64, 64), torch.bfloat16), device="h200")
-    torch.use_deterministic_algorithms(True)
-    explain("sdpa_backward", ((1, 2, 64, 64), torch.bfloat16), device="h200")
-    torch.use_deterministic_algorithms(False)
+    with deterministic():
+        explain("sdpa_backward", ((1, 2, 64, 64), torch.bfloat16), device="h200")
     explain("sdpa", ((1, 2, 64, 64), torch.float16), device="h200")
     explain("sdpa", ((1, 2, 64, 64), torch.bfloat16), device="a100")
     explain("sdpa", ((1, 2, 64, 64), torch.bfloat16, (8192, 64, 128, 1)), device="h200")

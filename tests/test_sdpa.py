@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cudnn_ops
 from tests.cases import sdpa as cases
-from tests.cases.sdpa import CASES, CPU_DTYPES, HOPPER_CASES, LOW_PRECISION, Case
-from tests.conftest import DEVICES
+from tests.cases.sdpa import CASES, CPU_DTYPES, HOPPER_CASES, LOW_PRECISION, Case, run
+from tests.conftest import DEVICES, deterministic
 
 CASE_AND_DEVICE = [
     *(
@@ -28,14 +28,6 @@ CASE_AND_DEVICE = [
     ),
 ]
 GQA = Case(2, 4, 2, 40, 56, 64, 64, is_causal=True)
-
-
-def run(case: Case, inputs: tuple[Tensor, Tensor, Tensor], grad_out: Tensor) -> cases.Results:
-    """Output, log-sum-exp and gradients of the operators."""
-    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-    out, lse = torch.ops.cudnn_ops.sdpa_with_lse(*leaves, **case.kwargs())
-    grads = torch.autograd.grad(out, leaves, grad_out)
-    return cases.Results(out.detach(), lse.detach(), *grads)
 
 
 @pytest.mark.parametrize(("case", "dtype", "device"), CASE_AND_DEVICE)
@@ -144,11 +136,8 @@ def test_deterministic_algorithms_are_obeyed(device):
     case = Case(2, 8, 2, 700, 700, 64, 64, is_causal=True)
     inputs = cases.make_inputs(case, torch.bfloat16, device)
     grad_out = cases.make_grad_out(case, torch.bfloat16, device)
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         first, *others = (run(case, inputs, grad_out) for _ in range(5))
-    finally:
-        torch.use_deterministic_algorithms(False)
     cases.check_results(case, first, inputs, grad_out)
     for other in others:
         for (name, expected), (_, tensor) in zip(first.items(), other.items(), strict=True):

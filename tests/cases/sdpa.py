@@ -46,10 +46,6 @@ class Case:
             f"-d{self.head_size}x{self.value_size}-{mask}-{self.layout}{scale}"
         )
 
-    @property
-    def is_empty(self) -> bool:
-        return 0 in (self.batch, self.length, self.length_kv)
-
     def kwargs(self) -> dict[str, Any]:
         return {
             "is_causal": self.is_causal,
@@ -198,6 +194,14 @@ class Results:
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         yield from vars(self).items()
+
+
+def run(case: Case, inputs: tuple[Tensor, Tensor, Tensor], grad_out: Tensor) -> Results:
+    """What the operators give: output, log-sum-exp and gradients."""
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    out, lse = torch.ops.cudnn_ops.sdpa_with_lse(*leaves, **case.kwargs())
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    return Results(out.detach(), lse.detach(), *grads)
 
 
 def reference(
