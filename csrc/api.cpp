@@ -1,7 +1,13 @@
 #include "api.h"
 
 #include "graph/cudnn_library.h"
+#include "graph/device_query.h"
+#include "graph/engine_table.h"
 #include "graph/plan_cache.h"
+#include "graph/plan_kind.h"
+#include "graph/plan_policy.h"
+#include "graph/plan_source.h"
+#include "graph/plan_store.h"
 #include "graph/target.h"
 
 #include <cudnn_frontend_version.h>
@@ -20,15 +26,93 @@ Versions versions() {
 
 CacheInfo cache_info() {
   const auto info = graph::PlanCache::global().info();
-  return {info.hits, info.builds, info.evictions, info.size, info.limit};
+  return {info.hits, info.builds, info.loads, info.evictions, info.size, info.limit};
 }
 
 void cache_clear() {
   graph::PlanCache::global().clear();
+  graph::PlanPolicy::global().clear();
 }
 
 void set_cache_limit(int64_t limit) {
   graph::PlanCache::global().set_limit(limit);
+}
+
+int64_t start_recording() {
+  return graph::PlanCache::global().start_recording();
+}
+
+std::vector<Words> stop_recording(int64_t recording) {
+  std::vector<Words> result;
+  for (const auto& key : graph::PlanCache::global().stop_recording(recording)) {
+    result.push_back(key.words().vec());
+  }
+  return result;
+}
+
+std::string describe_plan(const Words& words) {
+  const graph::PlanKey key(words, 0);
+  return graph::kind_of(key).describe(key);
+}
+
+std::tuple<bool, std::string, std::string, int64_t> make_plan(const Words& words,
+                                                              const std::string& device) {
+  return graph::ask(words, device);
+}
+
+int policy() {
+  return static_cast<int>(graph::PlanPolicy::global().policy());
+}
+
+void set_policy(int policy) {
+  graph::PlanPolicy::global().set_policy(static_cast<graph::Policy>(policy));
+}
+
+int64_t promote_after() {
+  return graph::PlanPolicy::global().promote_after();
+}
+
+void set_promote_after(int64_t calls) {
+  graph::PlanPolicy::global().set_promote_after(calls);
+}
+
+int autotune() {
+  return static_cast<int>(graph::PlanPolicy::global().autotune());
+}
+
+void set_autotune(int autotune) {
+  graph::PlanPolicy::global().set_autotune(static_cast<graph::Autotune>(autotune));
+}
+
+std::vector<std::pair<Words, std::vector<std::pair<std::string, double>>>> take_measurements() {
+  std::vector<std::pair<Words, std::vector<std::pair<std::string, double>>>> result;
+  for (const auto& [words, engines] : graph::take_measurements()) {
+    result.push_back({words, {}});
+    auto& times = result.back().second;
+    for (const auto& [engine, ms] : engines) times.emplace_back(engine, ms);
+  }
+  return result;
+}
+
+void set_engine_table(int sm_version, int64_t cudnn_version,
+                      const std::vector<std::pair<Words, std::string>>& engines) {
+  std::vector<graph::TunedEngine> table;
+  for (const auto& [words, engine] : engines) table.push_back({words, engine});
+  graph::set_engine_table(sm_version, static_cast<size_t>(cudnn_version), table);
+}
+
+void set_store(const std::string& folder, int64_t limit) {
+  graph::PlanStore::global().set_folder(folder);
+  graph::PlanStore::global().set_limit(limit);
+}
+
+StoreInfo store_info() {
+  const auto info = graph::PlanStore::global().info();
+  return {info.folder, info.refusal, info.files, info.bytes, info.limit};
+}
+
+int64_t store_clear() {
+  return graph::PlanStore::global().clear();
 }
 
 void set_cudnn_fallback_path(const std::string& path) {

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #define CUDNN_OPS_API __attribute__((visibility("default")))
@@ -11,8 +13,15 @@
 namespace cudnn_ops::api {
 
 struct CacheInfo {
-  int64_t hits, builds, evictions, size, limit;
+  int64_t hits, builds, loads, evictions, size, limit;
 };
+
+struct StoreInfo {
+  std::string folder, refusal;  // empty: off; why the folder is not used
+  int64_t files, bytes, limit;
+};
+
+using Words = std::vector<int64_t>;  // a plan's key (graph/plan_key.h)
 
 struct Versions {
   std::string torch;         // built against
@@ -27,6 +36,35 @@ CUDNN_OPS_API Versions versions();
 CUDNN_OPS_API CacheInfo cache_info();
 CUDNN_OPS_API void cache_clear();
 CUDNN_OPS_API void set_cache_limit(int64_t limit);
+
+// Recordings of the plans that calls ask for. stop_recording throws std::invalid_argument.
+CUDNN_OPS_API int64_t start_recording();
+CUDNN_OPS_API std::vector<Words> stop_recording(int64_t recording);
+
+// One plan, by its key: what it is for, in words; making it (graph/device_query.h). Both throw
+// std::invalid_argument for words that are no key.
+CUDNN_OPS_API std::string describe_plan(const Words& words);
+CUDNN_OPS_API std::tuple<bool, std::string, std::string, int64_t> make_plan(
+    const Words& words, const std::string& device);
+
+// The policy (graph/plan_policy.h): 0 auto, 1 exact, 2 polymorphic.
+CUDNN_OPS_API int policy();
+CUDNN_OPS_API void set_policy(int policy);
+CUDNN_OPS_API int64_t promote_after();
+CUDNN_OPS_API void set_promote_after(int64_t calls);
+// 0 off, 1 once, 2 always.
+CUDNN_OPS_API int autotune();
+CUDNN_OPS_API void set_autotune(int autotune);
+// What was measured since the last call: keys, and the milliseconds of each engine.
+CUDNN_OPS_API std::vector<std::pair<Words, std::vector<std::pair<std::string, double>>>>
+take_measurements();
+CUDNN_OPS_API void set_engine_table(int sm_version, int64_t cudnn_version,
+                                    const std::vector<std::pair<Words, std::string>>& engines);
+
+// The store on disk (graph/plan_store.h).
+CUDNN_OPS_API void set_store(const std::string& folder, int64_t limit);
+CUDNN_OPS_API StoreInfo store_info();
+CUDNN_OPS_API int64_t store_clear();
 
 // libcudnn (graph/cudnn_library.h). Those that load it throw std::runtime_error if they can't.
 CUDNN_OPS_API void set_cudnn_fallback_path(const std::string& path);

@@ -4,6 +4,7 @@
 #include "api.h"
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 namespace py = pybind11;
 namespace api = cudnn_ops::api;
@@ -20,11 +21,32 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("cache_info", [] {
     const auto info = api::cache_info();
-    return py::make_tuple(info.hits, info.builds, info.evictions, info.size, info.limit);
+    return py::make_tuple(info.hits, info.builds, info.loads, info.evictions, info.size,
+                          info.limit);
   });
   m.def("cache_clear", &api::cache_clear, py::call_guard<py::gil_scoped_release>());
   m.def("set_cache_limit", &api::set_cache_limit, py::arg("limit"),
         py::call_guard<py::gil_scoped_release>());
+  m.def("start_recording", &api::start_recording);
+  m.def("stop_recording", &api::stop_recording, py::arg("recording"));
+  m.def("describe_plan", &api::describe_plan, py::arg("words"));
+  m.def("make_plan", &api::make_plan, py::arg("words"), py::arg("device"),
+        py::call_guard<py::gil_scoped_release>());
+  m.def("policy", &api::policy);
+  m.def("set_policy", &api::set_policy, py::arg("policy"));
+  m.def("promote_after", &api::promote_after);
+  m.def("set_promote_after", &api::set_promote_after, py::arg("calls"));
+  m.def("autotune", &api::autotune);
+  m.def("set_autotune", &api::set_autotune, py::arg("autotune"));
+  m.def("take_measurements", &api::take_measurements);
+  m.def("set_engine_table", &api::set_engine_table, py::arg("sm_version"), py::arg("cudnn_version"),
+        py::arg("engines"));
+  m.def("set_store", &api::set_store, py::arg("folder"), py::arg("limit"));
+  m.def("store_info", [] {
+    const auto info = api::store_info();
+    return py::make_tuple(info.folder, info.refusal, info.files, info.bytes, info.limit);
+  });
+  m.def("store_clear", &api::store_clear);
   m.def("set_cudnn_fallback_path", &api::set_cudnn_fallback_path, py::arg("path"));
   m.def("cudnn_version", &api::cudnn_version);
   m.def("cudnn_path", &api::cudnn_path);

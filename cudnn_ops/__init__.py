@@ -5,20 +5,47 @@ Importing registers ``torch.ops.cudnn_ops.*``; the public functions are listed b
 
 from cudnn_ops import _library as _library  # first: it registers the operators
 from cudnn_ops import support
-from cudnn_ops.cache import CacheInfo, cache_clear, cache_info, set_cache_limit
+from cudnn_ops.cache import (
+    CacheInfo,
+    StoreInfo,
+    cache_clear,
+    cache_info,
+    set_cache_limit,
+    set_store,
+    store_clear,
+    store_info,
+)
 from cudnn_ops.ops.sdpa import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_with_lse,
 )
+from cudnn_ops.policy import plan_policy, set_autotune, set_plan_policy, using_plan_policy
+from cudnn_ops.tune import TunedPlan, tune_sdpa
+from cudnn_ops.warmup import PlanRequest, WarmupReport, plan_requests, record_shapes, warmup
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CacheInfo",
+    "PlanRequest",
+    "StoreInfo",
+    "TunedPlan",
+    "WarmupReport",
     "cache_clear",
     "cache_info",
+    "plan_policy",
+    "plan_requests",
+    "record_shapes",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_with_lse",
+    "set_autotune",
     "set_cache_limit",
+    "set_plan_policy",
+    "set_store",
+    "store_clear",
+    "store_info",
     "support",
+    "tune_sdpa",
+    "using_plan_policy",
+    "warmup",
 ]

@@ -1,13 +1,15 @@
-"""``python -m cudnn_ops``: asks from the shell what :mod:`cudnn_ops.support` answers."""
+"""``python -m cudnn_ops``: what cuDNN takes, the plans on disk, and measuring engines."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 import torch
 
-from cudnn_ops import support
+from cudnn_ops import cache, support
+from cudnn_ops.tune import EngineTable, tune_sdpa
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _LAYOUTS = {"bshd": (0, 2, 1, 3), "bhsd": (0, 1, 2, 3)}
@@ -25,17 +27,25 @@ def _parse_shape(text: str) -> tuple[int, ...]:
     return shape
 
 
-def _explain(args: argparse.Namespace) -> int:
-    def tensor(shape: tuple[int, ...]) -> torch.Tensor:
+def _tensors(args: argparse.Namespace) -> list[torch.Tensor | None]:
+    def tensor(shape: tuple[int, ...] | None) -> torch.Tensor | None:
+        if shape is None:
+            return None
         order = _LAYOUTS[args.layout]  # outermost in memory first; both are their own inverse
         memory = [shape[dim] for dim in order]
         return torch.empty(memory, dtype=_DTYPES[args.dtype], device="meta").permute(order)
 
-    q = tensor(args.q)
-    k = tensor(args.k) if args.k else None
-    v = tensor(args.v) if args.v else None
+    return [tensor(shape) for shape in (args.q, args.k, args.v)]
+
+
+def _explain(args: argparse.Namespace) -> int:
     explanation = support.explain(
-        args.op, q, k, v, is_causal=args.causal, with_lse=args.lse, device=args.device
+        args.op,
+        *_tensors(args),  # type: ignore[arg-type]
+        is_causal=args.causal,
+        with_lse=args.lse,
+        polymorphic=args.polymorphic,
+        device=args.device,
     )
     print(explanation)
     return 0 if explanation.supported else 1
@@ -44,6 +54,60 @@ def _explain(args: argparse.Namespace) -> int:
 def _describe_device(args: argparse.Namespace) -> int:
     print(support.describe_device(args.index))
     return 0
+
+
+def _cache_info(args: argparse.Namespace) -> int:
+    info = cache.store_info()
+    if not info.folder:
+        print("no store: CUDNN_OPS_CACHE_DIR is empty")
+        return 0
+    print(f"folder: {info.folder}")
+    if info.refusal:
+        print(f"not used: {info.refusal}")
+    print(f"plans:  {info.files}\nbytes:  {info.bytes:,} of at most {info.limit:,}")
+    return 0
+
+
+def _cache_clear(args: argparse.Namespace) -> int:
+    print(f"{cache.store_clear()} plans deleted")
+    return 0
+
+
+def _tune(args: argparse.Namespace) -> int:
+    tuned = tune_sdpa(
+        *_tensors(args),  # type: ignore[arg-type]
+        is_causal=args.causal,
+        training=not args.inference,
+    )
+    for plan in tuned:
+        print(plan)
+    if args.table:
+        table = EngineTable.of_this_machine()
+        if args.table.exists():
+            kept = EngineTable.read(args.table)
+            if (kept.gpu, kept.cudnn) != (table.gpu, table.cudnn):
+                raise ValueError(
+                    f"{args.table} is of {kept.gpu} and cuDNN {kept.cudnn}, this is {table.gpu} "
+                    f"and {table.cudnn}; write another file"
+                )
+            table.entries = kept.entries
+        for plan in tuned:
+            table.add(plan)
+        table.write(args.table)
+        print(f"{len(table.entries)} plans in {args.table}")
+    return 0
+
+
+def _add_tensors(parser: argparse.ArgumentParser) -> None:
+    shape_help = "batch,heads,length,head_size (default: %(default)s)"
+    parser.add_argument("-q", type=_parse_shape, default=(4, 32, 2048, 128), help=shape_help)
+    parser.add_argument("-k", type=_parse_shape, help="the key's shape (default: the query's)")
+    parser.add_argument("-v", type=_parse_shape, help="the value's shape (default: the key's)")
+    parser.add_argument("--dtype", choices=_DTYPES, default="bf16")
+    parser.add_argument(
+        "--layout", choices=_LAYOUTS, default="bshd", help="order in memory (default: bshd)"
+    )
+    parser.add_argument("--causal", action="store_true")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,16 +121,11 @@ def _parser() -> argparse.ArgumentParser:
         "Exits with 1 if cuDNN refuses.",
     )
     explain.add_argument("op", choices=["sdpa", "sdpa_backward"])
-    shape_help = "batch,heads,length,head_size (default: %(default)s)"
-    explain.add_argument("-q", type=_parse_shape, default=(4, 32, 2048, 128), help=shape_help)
-    explain.add_argument("-k", type=_parse_shape, help="the key's shape (default: the query's)")
-    explain.add_argument("-v", type=_parse_shape, help="the value's shape (default: the key's)")
-    explain.add_argument("--dtype", choices=_DTYPES, default="bf16")
-    explain.add_argument(
-        "--layout", choices=_LAYOUTS, default="bshd", help="order in memory (default: bshd)"
-    )
-    explain.add_argument("--causal", action="store_true")
+    _add_tensors(explain)
     explain.add_argument("--lse", action="store_true", help="store the log-sum-exp (training)")
+    explain.add_argument(
+        "--polymorphic", action="store_true", help="the plan that serves other lengths too"
+    )
     explain.add_argument(
         "--device",
         default="current",
@@ -79,6 +138,28 @@ def _parser() -> argparse.ArgumentParser:
     )
     describe.add_argument("index", type=int, nargs="?", default=0)
     describe.set_defaults(run=_describe_device)
+
+    store = commands.add_parser("cache", help="the plans on disk").add_subparsers(required=True)
+    info = store.add_parser("info", help="where they are and how much there is")
+    info.set_defaults(run=_cache_info)
+    clear = store.add_parser("clear", help="delete them")
+    clear.set_defaults(run=_cache_clear)
+
+    tune = commands.add_parser(
+        "tune",
+        help="measure cuDNN's engines for a call",
+        description="Times every engine that cuDNN offers for a call, forward and backward, exact "
+        "and polymorphic, on the live GPU, and stores the fastest plans.",
+    )
+    tune.add_argument("op", choices=["sdpa"])
+    _add_tensors(tune)
+    tune.add_argument("--inference", action="store_true", help="the forward without a gradient")
+    tune.add_argument(
+        "--table",
+        type=Path,
+        help="also note in this JSON file the engines that beat cuDNN's choice",
+    )
+    tune.set_defaults(run=_tune)
     return parser
 
 
@@ -86,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
-    except (ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

@@ -68,6 +68,7 @@ def explain(
     *,
     is_causal: bool = False,
     with_lse: bool = False,
+    polymorphic: bool = False,
     device: str | Path = "current",
 ) -> Explanation:
     """Asks cuDNN whether it takes a call, by building its plan. Takes about half a second.
@@ -81,6 +82,8 @@ def explain(
         v: the value; None stands for one like the key.
         is_causal: as in :func:`cudnn_ops.scaled_dot_product_attention`.
         with_lse: whether the forward also stores the log-sum-exp, as it does in training.
+        polymorphic: asks about the plan that serves other batch sizes and lengths too
+            (:mod:`cudnn_ops.policy`), not about the one for these sizes alone.
         device: ``"current"`` for the live GPU, a name of :func:`devices`, or the path of a
             file that :func:`describe_device` wrote.
 
@@ -88,16 +91,11 @@ def explain(
         ValueError: an unknown op or device; shapes that do not fit each other.
         RuntimeError: no libcudnn can be loaded, or no GPU is there for ``"current"``.
     """
-    if op not in ("sdpa", "sdpa_backward"):
-        raise ValueError(f'op is "sdpa" or "sdpa_backward", got {op!r}')
-    description = _description(device)
-    query = _meta_tensor(q, "q")
-    key = query if k is None else _meta_tensor(k, "k")
-    value = key if v is None else _meta_tensor(v, "v")
-    _prepare(needs_driver=description == "current")
-    supported, reason, engine, workspace = torch.ops.cudnn_ops._sdpa_explain(
-        query, key, value, is_causal, with_lse, op == "sdpa_backward", description
-    )
+    words, refusal = plan_key(op, q, k, v, is_causal, with_lse, polymorphic)
+    description = prepare(device)
+    supported, reason, engine, workspace = False, refusal, "", 0
+    if not refusal:
+        supported, reason, engine, workspace = _C.make_plan(words, description)
     if description == "current":
         name = torch.cuda.get_device_name()
     else:
@@ -109,8 +107,28 @@ def explain(
 
 def describe_device(index: int = 0) -> str:
     """The description of live GPU ``index``: JSON text, for ``explain(device=...)`` anywhere."""
-    _prepare(needs_driver=True)
+    prepare("current")
     return _C.describe_device(index)
+
+
+def plan_key(
+    op: str,
+    q: TensorSpec,
+    k: TensorSpec | None,
+    v: TensorSpec | None,
+    is_causal: bool,
+    with_lse: bool,
+    polymorphic: bool,
+) -> tuple[Sequence[int], str]:
+    """The key of the plan that such a call needs; or why it has none."""
+    if op not in ("sdpa", "sdpa_backward"):
+        raise ValueError(f'op is "sdpa" or "sdpa_backward", got {op!r}')
+    query = meta_tensor(q, "q")
+    key = query if k is None else meta_tensor(k, "k")
+    value = key if v is None else meta_tensor(v, "v")
+    return torch.ops.cudnn_ops._sdpa_plan_key(
+        query, key, value, is_causal, with_lse, op == "sdpa_backward", polymorphic
+    )
 
 
 def format_cudnn_version(version: int) -> str:
@@ -133,7 +151,8 @@ def _description(device: str | Path) -> str:
     )
 
 
-def _meta_tensor(spec: TensorSpec, name: str) -> Tensor:
+def meta_tensor(spec: TensorSpec, name: str) -> Tensor:
+    """A tensor without data as ``spec`` describes it; ``name`` is for the message if it is none."""
     if isinstance(spec, Tensor):
         return torch.empty_strided(spec.shape, spec.stride(), dtype=spec.dtype, device="meta")
     if not isinstance(spec, tuple) or len(spec) not in (2, 3):
@@ -146,17 +165,21 @@ def _meta_tensor(spec: TensorSpec, name: str) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _prepare(needs_driver: bool) -> None:
-    """Makes sure that cuDNN finds a driver, real or not, and the compiler that it needs."""
-    if needs_driver:
-        if not torch.cuda.is_available():
-            raise RuntimeError(
-                'device="current" asks for a GPU, and torch sees none; describe one instead, '
-                f"such as device={devices()[0]!r}"
-            )
-        return
-    _load_driver_stub()
-    offer_wheels()
+def prepare(device: str | Path) -> str:
+    """Makes sure that cuDNN finds a driver, real or not, and the compiler that it needs.
+
+    Returns what the device is called in C++: "current", or its description.
+    """
+    description = _description(device)
+    if description != "current":
+        _load_driver_stub()
+        offer_wheels()
+    elif not torch.cuda.is_available():
+        raise RuntimeError(
+            'device="current" asks for a GPU, and torch sees none; describe one instead, '
+            f"such as device={devices()[0]!r}"
+        )
+    return description
 
 
 @functools.cache

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+# Before the import: no test reads or writes the user's own store.
+os.environ["CUDNN_OPS_CACHE_DIR"] = ""
 
 import pytest
 import torch
@@ -36,6 +40,15 @@ def fresh_cache():
     yield
     cudnn_ops.set_cache_limit(limit)
     cudnn_ops.cache_clear()
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A store of its own, in a folder that is not there yet."""
+    folder = tmp_path / "deep" / "store"
+    cudnn_ops.set_store(folder)
+    yield folder
+    cudnn_ops.set_store(None)
 
 
 @pytest.fixture

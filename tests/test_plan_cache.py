@@ -68,7 +68,7 @@ def test_a_smaller_limit_evicts_at_once():
     for length in (64, 128, 192):
         plan(length)
     cudnn_ops.set_cache_limit(1)
-    assert cudnn_ops.cache_info() == (0, 3, 2, 1, 1)
+    assert cudnn_ops.cache_info() == (0, 3, 0, 2, 1, 1)
 
 
 @pytest.mark.parametrize("limit", [0, -1])
@@ -162,45 +162,3 @@ def test_threads_and_streams_share_plans():
     assert len(results) == 8
     assert all(torch.equal(result, expected) for result in results)
     assert cudnn_ops.cache_info().builds == 3  # inference, training forward, backward
-
-
-@pytest.mark.gpu
-def test_cuda_graphs():
-    """Captured after one call, replayed with new values, also once the cache has let go."""
-    inputs = cases.make_inputs(CASE, torch.bfloat16, "cuda")
-    grad_out = cases.make_grad_out(CASE, torch.bfloat16, "cuda")
-    leaves = [t.detach().requires_grad_() for t in inputs]
-
-    def step():
-        out = torch.ops.cudnn_ops.sdpa(*leaves, **CASE.kwargs())
-        return out, *torch.autograd.grad(out, leaves, grad_out)
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    cudnn_ops.cache_clear()
-    fresh = cases.make_inputs(CASE, torch.bfloat16, "cuda", seed=5)
-    with torch.no_grad():
-        for leaf, values in zip(leaves, fresh, strict=True):
-            leaf.copy_(values)
-    for result in captured:
-        result.detach().fill_(torch.nan)
-    graph.replay()
-    for result, expected in zip(captured, step(), strict=True):
-        torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.gpu
-def test_no_plan_is_built_inside_a_capture():
-    tensor = torch.randn(1, 2, 48, 64, device="cuda", dtype=torch.bfloat16)
-    with (
-        pytest.raises(RuntimeError, match="call the operator once with them before the capture"),
-        torch.cuda.graph(torch.cuda.CUDAGraph()),
-    ):
-        torch.ops.cudnn_ops.sdpa(tensor, tensor, tensor)
-    torch.cuda.synchronize()
-    assert torch.ops.cudnn_ops.sdpa(tensor, tensor, tensor).isfinite().all()

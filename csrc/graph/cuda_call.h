@@ -1,5 +1,5 @@
-// What every operator's CUDA kernel does around a plan: guard the device, find or build the
-// plan, take workspace from torch's allocator, execute. Needs a CUDA build of torch.
+// What every operator's CUDA kernel does around a plan: find or make it, take workspace from
+// torch's allocator, execute. Needs a CUDA build of torch.
 #pragma once
 
 #include "plan.h"
@@ -7,7 +7,6 @@
 #include "target.h"
 
 #include <c10/util/ArrayRef.h>
-#include <c10/util/FunctionRef.h>
 
 #include <memory>
 
@@ -19,11 +18,41 @@ void require_sm80(const char* op, int index);
 // The current device, with this thread's cuDNN handle on the current stream.
 Target live_target();
 
-// Runs the plan of `params` on the current device and stream. On a miss `build_plan` makes
-// it; what cuDNN refuses becomes a NotImplementedError with cuDNN's reason and `advice`.
-// `pointers` are in the order that the plan takes them (Plan::execute).
-void run_plan(const char* op, const PlanKey& key,
-              c10::function_ref<std::shared_ptr<const Plan>(const Target&)> build_plan,
-              c10::ArrayRef<void*> pointers, const char* advice);
+// Whether the current stream is being captured into a CUDA graph.
+bool is_capturing();
+
+// A call of an operator, in the terms of its plan.
+struct Call {
+  // One of the addresses that the plan writes to. Engines are timed on other memory.
+  struct Written {
+    size_t index;
+    size_t bytes;
+  };
+  const char* op;                 // for messages
+  const char* advice;             // what to do when cuDNN refuses
+  c10::ArrayRef<void*> pointers;  // as Plan::execute takes them
+  c10::ArrayRef<Written> written;
+};
+
+using PlanPtr = std::shared_ptr<const Plan>;
+
+// The exact plan that the cache holds for `key`; null when it holds none, or when the policy
+// prefers polymorphic plans. A call whose plan is there costs no more than this and execute().
+PlanPtr ready_plan(const PlanKey& key);
+
+// Whether a call without a ready plan runs on its family's polymorphic plan (PlanPolicy). While
+// a CUDA graph is captured: whether that plan is there.
+bool takes_polymorphic(const PlanKey& exact, const PlanKey& polymorphic, const PlanKey& family);
+
+// The polymorphic plan, found or made; null when cuDNN refuses it, as it then will for the whole
+// family, whose calls need exact plans.
+PlanPtr polymorphic_plan(const Call& call, const PlanKey& polymorphic, const PlanKey& family);
+
+// The plan of `key`, found or made. What cuDNN refuses becomes a NotImplementedError with
+// cuDNN's reason and `call.advice`.
+PlanPtr get_plan(const Call& call, const PlanKey& key);
+
+// Runs `plan` on the current device and stream.
+void execute(const Call& call, const Plan& plan);
 
 }  // namespace cudnn_ops::graph

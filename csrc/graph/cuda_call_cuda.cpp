@@ -1,8 +1,11 @@
 #include "cuda_call.h"
 
+#include "autotune.h"
 #include "cudnn_library.h"
 #include "error.h"
 #include "plan_cache.h"
+#include "plan_policy.h"
+#include "plan_source.h"
 
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cudnn/Handle.h>
@@ -10,20 +13,65 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/util/Exception.h>
+#include <cuda_runtime_api.h>
+
+#include <fstream>
+#include <sstream>
 
 namespace cudnn_ops::graph {
 namespace {
+
+// The version of the kernel module, as it stands in the file that the driver keeps of itself.
+std::string driver_name() {
+  static const std::string name = [] {
+    int version = 0;
+    C10_CUDA_CHECK(cudaDriverGetVersion(&version));
+    std::string line;
+    std::ifstream file("/proc/driver/nvidia/version");
+    std::getline(file, line);
+    return std::to_string(version) + " " + line;
+  }();
+  return name;
+}
+
+std::string gpu_name(const cudaDeviceProp& properties) {
+  std::ostringstream out;
+  out << properties.name << ", sm " << properties.major << "." << properties.minor << ", "
+      << properties.multiProcessorCount << " multiprocessors, L2 " << properties.l2CacheSize
+      << ", driver " << driver_name();
+  return out.str();
+}
+
+PlanPtr make(const Call& call, const PlanKey& key) {
+  TORCH_CHECK(!is_capturing(), call.op,
+              ": there is no plan for these shapes yet, and none can be built while a CUDA graph "
+              "is captured; call the operator once with them before the capture, or build their "
+              "plans with cudnn_ops.warmup");
+  const Autotune autotune = PlanPolicy::global().autotune();
+  if (autotune == Autotune::kOff) return make_plan(key, live_target());
+  return make_measured_plan(
+      key, live_target(), /*again=*/autotune == Autotune::kAlways,
+      [&](const std::vector<PlanPtr>& plans) { return time_plans(call, plans); });
+}
+
+PlanPtr find_or_make(const Call& call, const PlanKey& key) {
+  try {
+    return PlanCache::global().get(key, [&] { return make(call, key); });
+  } catch (const CudnnError& error) {
+    TORCH_CHECK(false, call.op, ": ", error.what());
+  }
+}
+
+}  // namespace
 
 bool is_capturing() {
   return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
 }
 
-}  // namespace
-
 Target live_target() {
   const auto* properties = at::cuda::getCurrentDeviceProperties();
   return Target::live(c10::cuda::current_device(), at::native::getCudnnHandle(),
-                      properties->major * 10 + properties->minor);
+                      properties->major * 10 + properties->minor, gpu_name(*properties));
 }
 
 void require_sm80(const char* op, int index) {
@@ -33,26 +81,44 @@ void require_sm80(const char* op, int index) {
                               properties->minor, "; cuDNN's kernels need 8.0 (A100) or newer");
 }
 
-void run_plan(const char* op, const PlanKey& key,
-              c10::function_ref<std::shared_ptr<const Plan>(const Target&)> build_plan,
-              c10::ArrayRef<void*> pointers, const char* advice) {
+PlanPtr ready_plan(const PlanKey& key) {
+  if (PlanPolicy::global().policy() == Policy::kPolymorphic) return nullptr;
+  return PlanCache::global().find(key);
+}
+
+bool takes_polymorphic(const PlanKey& exact, const PlanKey& polymorphic, const PlanKey& family) {
+  auto& policy = PlanPolicy::global();
+  const bool is_served = PlanCache::global().contains(polymorphic);
+  if (is_capturing()) return is_served && policy.policy() != Policy::kExact;
+  return policy.takes_polymorphic(exact, family, is_served);
+}
+
+PlanPtr polymorphic_plan(const Call& call, const PlanKey& polymorphic, const PlanKey& family) {
   try {
-    const bool capturing = is_capturing();
-    const auto plan = PlanCache::global().get(key, [&] {
-      TORCH_CHECK(!capturing, op,
-                  ": there is no plan for these shapes yet, and none can be built while a CUDA "
-                  "graph is captured; call the operator once with them before the capture");
-      return build_plan(live_target());
-    });
-    const int64_t bytes = plan->workspace_bytes();
-    const auto workspace =
-        bytes == 0 ? c10::DataPtr() : c10::cuda::CUDACachingAllocator::get()->allocate(bytes);
-    plan->execute(at::native::getCudnnHandle(), pointers, workspace.get(), capturing);
+    return find_or_make(call, polymorphic);
+  } catch (const NotSupported&) {
+    PlanPolicy::global().refuse(family);
+    return nullptr;
+  }
+}
+
+PlanPtr get_plan(const Call& call, const PlanKey& key) {
+  try {
+    return find_or_make(call, key);
   } catch (const NotSupported& refusal) {
-    TORCH_CHECK_NOT_IMPLEMENTED(false, op, ": cuDNN ", version_name(cudnn().version),
-                                " does not take this: ", refusal.what(), ". ", advice);
+    TORCH_CHECK_NOT_IMPLEMENTED(false, call.op, ": cuDNN ", version_name(cudnn().version),
+                                " does not take this: ", refusal.what(), ". ", call.advice);
+  }
+}
+
+void execute(const Call& call, const Plan& plan) {
+  const int64_t bytes = plan.workspace_bytes();
+  const auto workspace =
+      bytes == 0 ? c10::DataPtr() : c10::cuda::CUDACachingAllocator::get()->allocate(bytes);
+  try {
+    plan.execute(at::native::getCudnnHandle(), call.pointers, workspace.get(), is_capturing());
   } catch (const CudnnError& error) {
-    TORCH_CHECK(false, op, ": ", error.what());
+    TORCH_CHECK(false, call.op, ": ", error.what());
   }
 }
 

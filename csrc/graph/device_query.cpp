@@ -3,6 +3,9 @@
 #include "cuda_call.h"
 #include "cudnn_library.h"
 #include "error.h"
+#include "plan_cache.h"
+#include "plan_source.h"
+#include "target.h"
 
 #include <c10/util/Exception.h>
 
@@ -27,11 +30,11 @@ Target target_of(const std::string& device) {
 
 }  // namespace
 
-Answer ask(const std::string& device,
-           c10::function_ref<std::shared_ptr<const Plan>(const Target&)> build_plan) {
+Answer ask(c10::ArrayRef<int64_t> words, const std::string& device) {
   try {
     const Target target = target_of(device);
-    const auto plan = build_plan(target);
+    const PlanKey key(words, target.id());
+    const auto plan = PlanCache::global().get(key, [&] { return make_plan(key, target); });
     return {true, "", plan->engine(), plan->workspace_bytes()};
   } catch (const NotSupported& refusal) {
     return {false, refusal.what(), "", 0};

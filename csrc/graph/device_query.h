@@ -1,13 +1,10 @@
-// Asks cuDNN about a plan without running it, on the live GPU or a described one.
+// Makes a plan without running it, for the live GPU or a described one: to ask whether cuDNN
+// takes it, or to have it ready.
 #pragma once
 
-#include "plan.h"
-#include "target.h"
-
-#include <c10/util/FunctionRef.h>
+#include <c10/util/ArrayRef.h>
 
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <tuple>
 
@@ -16,8 +13,8 @@ namespace cudnn_ops::graph {
 // supported, reason (empty if supported), engine, workspace in bytes
 using Answer = std::tuple<bool, std::string, std::string, int64_t>;
 
-// `device` is the JSON description of a GPU, or "current" for the live one.
-Answer ask(const std::string& device,
-           c10::function_ref<std::shared_ptr<const Plan>(const Target&)> build_plan);
+// `words` are a PlanKey's. `device` is the JSON description of a GPU, or "current" for the live
+// one. The plan goes to the cache. Throws std::invalid_argument for words that are no key.
+Answer ask(c10::ArrayRef<int64_t> words, const std::string& device);
 
 }  // namespace cudnn_ops::graph

@@ -15,17 +15,30 @@ namespace cudnn_ops::graph {
 
 namespace fe = cudnn_frontend;
 
-// The frontend's graph, with the built plan within reach of Plan.
+// The frontend's graph, with the built plans within reach of Plan.
 class FrontendGraph : public fe::graph::Graph {
  public:
-  cudnnBackendDescriptor_t plan_descriptor() const {
-    return plans.execution_plans[plans.candidate]->get_raw_desc();
+  bool is_built(int64_t index) const {
+    return plans.execution_plans[index] != nullptr;
+  }
+  // Index of the plan that the heuristics' choice came to.
+  int64_t built_index() const {
+    return plans.candidate;
+  }
+  cudnnBackendDescriptor_t plan_descriptor(int64_t index) const {
+    return plans.execution_plans[index]->get_raw_desc();
+  }
+  // Only the plan, and not the structure of the graph: executing needs no more.
+  fe::error_t serialize_plan(int64_t index, std::vector<uint8_t>& data) {
+    plans.candidate = index;
+    return serialize(data, /*serialize_structure=*/false);
   }
   // Leading bytes of the workspace that belong to the frontend's own tensors.
   int64_t frontend_workspace() const {
     return get_fe_workspace_size_subtree();
   }
-  // Whether execute() must copy or clear some of those tensors before cuDNN runs.
+  // Whether execute() must copy or clear some of those tensors before cuDNN runs. A graph that
+  // was read back knows nothing of this, and Plan writes none that would say yes.
   bool has_frontend_kernels() const {
     std::unordered_map<int64_t, std::tuple<int64_t, int64_t, std::vector<float>>> tensors;
     int64_t offset = 0;
@@ -75,6 +88,19 @@ inline std::shared_ptr<fe::graph::Tensor_attributes> input(FrontendGraph& graph,
                                                            int64_t uid, const TensorDesc& desc) {
   auto attributes = fe::graph::Tensor_attributes().set_name(name).set_uid(uid);
   return graph.tensor(set_desc(attributes, desc));
+}
+
+// An input tensor that holds one whole number for each sequence, or one more.
+inline std::shared_ptr<fe::graph::Tensor_attributes> index_input(FrontendGraph& graph,
+                                                                 const char* name, int64_t uid,
+                                                                 c10::ScalarType dtype,
+                                                                 int64_t count) {
+  return graph.tensor(fe::graph::Tensor_attributes()
+                          .set_name(name)
+                          .set_uid(uid)
+                          .set_dim({count, 1, 1, 1})
+                          .set_stride({1, 1, 1, 1})
+                          .set_data_type(frontend_dtype(dtype)));
 }
 
 // A float that is read from host memory each time the plan is executed.

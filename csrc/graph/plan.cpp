@@ -46,8 +46,7 @@ void Plan::execute(cudnnHandle_t handle, c10::ArrayRef<void*> user_pointers, voi
   if (capturing || needs_frontend_) {
     // The frontend makes the CUDA graph hold a reference to the plan's code, and runs its own
     // kernels; both are worth its overhead here, and neither is needed otherwise.
-    frontend_execute_(handle, const_cast<void**>(user_pointers.data()),
-                      static_cast<int>(user_pointers.size()), workspace);
+    execute_by_frontend(handle, user_pointers, workspace);
     return;
   }
   std::array<void*, kMaxTensors> pointers;  // on the stack: no allocation on the call path

@@ -1,4 +1,4 @@
-// A built cuDNN execution plan: ask for its workspace, execute it.
+// A built cuDNN execution plan: ask for its workspace, execute it, write it to a file.
 //
 // Immutable once built, so any number of threads may execute one plan at once, each with its
 // own handle, pointers and workspace.
@@ -8,7 +8,6 @@
 #include <cudnn_graph.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -19,13 +18,35 @@ namespace cudnn_ops::graph {
 class FrontendGraph;
 class Target;
 
+// How a plan's engine was chosen.
+enum class EngineChoice : uint8_t {
+  kHeuristic,  // the first that cuDNN's heuristics name and that builds
+  kTable,      // the one that the table of tuned engines names (engine_table.h)
+  kMeasured,   // the fastest of those that the heuristics name, measured here
+};
+
 class Plan {
  public:
-  // Builds the best plan that cuDNN's heuristics offer for `graph`, a graph made for `target`,
-  // compiling kernels as needed (0.4 s). Throws NotSupported with cuDNN's reason. Defined in
-  // plan_build.cpp.
+  // Builds a plan for `graph`, a graph made for `target`, compiling kernels as needed (0.4 s):
+  // with `engine` (a name as engine() gives it) where cuDNN offers that, else with the best that
+  // its heuristics know. Throws NotSupported with cuDNN's reason.
   static std::shared_ptr<const Plan> build(std::shared_ptr<FrontendGraph> graph,
-                                           const Target& target);
+                                           const Target& target, const std::string& engine);
+
+  // Builds every plan that the heuristics offer, best guess first; they share the graph.
+  // Throws NotSupported when there is none.
+  static std::vector<std::shared_ptr<const Plan>> build_all(std::shared_ptr<FrontendGraph> graph,
+                                                            const Target& target);
+
+  // The plan as bytes, compiled kernels and all (100 kB), with `choice` noted in them. Empty when
+  // the plan cannot be written, as when the frontend has kernels of its own in it. It is cuDNN's
+  // format: only the same cuDNN and GPU may read it back. Not for two threads at once.
+  std::string serialize(EngineChoice choice) const;
+
+  // The plan that serialize() wrote, in 2 ms. Throws CudnnError where the bytes are no such plan.
+  static std::shared_ptr<const Plan> deserialize(const std::string& bytes, const Target& target);
+  // What serialize() noted. Throws CudnnError likewise.
+  static EngineChoice choice_in(const std::string& bytes);
 
   // Bytes of scratch memory that execute() needs, aligned to 16 bytes.
   int64_t workspace_bytes() const {
@@ -34,6 +55,10 @@ class Plan {
   // cuDNN's name of the engine and its knobs, such as "eng8_k24=0".
   const std::string& engine() const {
     return engine_;
+  }
+  // Whether it came from deserialize().
+  bool is_loaded() const {
+    return is_loaded_;
   }
 
   // Queues the plan on the stream of `handle`. `pointers` holds one address for each tensor
@@ -44,14 +69,18 @@ class Plan {
                bool capturing) const;
 
  private:
-  Plan() = default;
-
   static constexpr size_t kMaxTensors = 64;
-  using FrontendExecute = std::function<void(cudnnHandle_t, void**, int, void*)>;
 
-  cudnnBackendDescriptor_t descriptor_ = nullptr;  // owned by what frontend_execute_ holds
-  FrontendExecute frontend_execute_;
+  // The plan at `index` of the graph's list, built.
+  Plan(std::shared_ptr<FrontendGraph> graph, int64_t index);
+  void execute_by_frontend(cudnnHandle_t handle, c10::ArrayRef<void*> pointers,
+                           void* workspace) const;
+
+  std::shared_ptr<FrontendGraph> graph_;  // owns what descriptor_ and pointers_ point to
+  int64_t index_ = 0;                     // of this plan in the graph's list
+  cudnnBackendDescriptor_t descriptor_ = nullptr;
   bool needs_frontend_ = false;  // the frontend has kernels of its own to run before cuDNN's
+  bool is_loaded_ = false;
   std::string engine_;
   int64_t workspace_bytes_ = 0;
   int64_t frontend_workspace_ = 0;                        // leading part that the frontend uses

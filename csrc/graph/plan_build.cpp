@@ -6,7 +6,10 @@
 #include "plan.h"
 #include "target.h"
 
+#include <algorithm>
+#include <cstring>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 namespace cudnn_ops::graph {
@@ -26,11 +29,12 @@ int sm_version_of(const std::string& json) {
 
 }  // namespace
 
-Target Target::live(int device, cudnnHandle_t handle, int sm_version) {
+Target Target::live(int device, cudnnHandle_t handle, int sm_version, std::string gpu) {
   Target target;
   target.id_ = device;
   target.handle_ = handle;
   target.sm_version_ = sm_version;
+  target.gpu_ = std::move(gpu);
   return target;
 }
 
@@ -39,6 +43,7 @@ Target Target::described(const std::string& json) {
   Target target;
   target.id_ = static_cast<int64_t>(std::hash<std::string>()(json) | uint64_t{1} << 63);
   target.sm_version_ = sm_version_of(json);
+  target.gpu_ = "described: " + json;
   target.properties_ = std::make_shared<fe::DeviceProperties>();
   require(target.properties_->deserialize({json.begin(), json.end()}));
   return target;
@@ -53,32 +58,150 @@ std::string describe_device(int index) {
   return {json.begin(), json.end()};
 }
 
-std::shared_ptr<const Plan> Plan::build(std::shared_ptr<FrontendGraph> graph,
-                                        const Target& target) {
-  require(graph->validate());
-  require(graph->build_operation_graph(target.handle()));
-  require(graph->create_execution_plans({fe::HeurMode_t::A, fe::HeurMode_t::FALLBACK}));
-  require(graph->check_support());
-  require(graph->build_plans(fe::BuildPlanPolicy_t::HEURISTICS_CHOICE));
+namespace {
 
-  std::shared_ptr<Plan> plan(new Plan());
-  require(graph->get_plan_name(plan->engine_));
-  require(graph->get_workspace_size(plan->workspace_bytes_));
-  plan->descriptor_ = graph->plan_descriptor();
-  require(graph->prepare_variant_pack_template());
-  const auto& pack = graph->varpack_template;
-  plan->uids_ = pack.all_uids;
-  plan->pointers_ = pack.template_ptrs;
-  plan->user_slots_ = pack.user_slots;
-  plan->workspace_slots_ = pack.workspace_slots;
-  plan->frontend_workspace_ = graph->frontend_workspace();
-  plan->needs_frontend_ = graph->has_frontend_kernels() || pack.all_uids.size() > kMaxTensors;
-  plan->frontend_execute_ = [graph = std::move(graph)](cudnnHandle_t handle, void** pointers,
-                                                       int count, void* workspace) {
-    auto status = graph->execute(handle, pointers, count, workspace);
-    if (status.is_bad()) throw CudnnError("cuDNN could not execute: " + status.get_message());
-  };
+// Everything up to the list of plans that cuDNN's heuristics offer.
+void list_plans(FrontendGraph& graph, const Target& target) {
+  require(graph.validate());
+  require(graph.build_operation_graph(target.handle()));
+  require(graph.create_execution_plans({fe::HeurMode_t::A, fe::HeurMode_t::FALLBACK}));
+}
+
+// Index of the plan with that engine and those knobs, or -1.
+int64_t find_engine(const FrontendGraph& graph, const std::string& engine) {
+  for (int64_t i = 0; i < graph.get_execution_plan_count(); ++i) {
+    std::string name;
+    if (graph.get_plan_name_at_index(i, name).is_good() && name == engine) return i;
+  }
+  return -1;
+}
+
+// What serialize() writes: these, then the frontend's own bytes.
+struct Header {
+  char magic[4];
+  EngineChoice choice;
+  uint8_t engine_size;
+  uint16_t reserved;
+  int64_t workspace_bytes;
+  int64_t frontend_workspace;
+};
+constexpr char kMagic[4] = {'P', 'L', 'A', 'N'};
+
+Header header_of(const std::string& bytes) {
+  Header header;
+  if (bytes.size() < sizeof header) throw CudnnError("these bytes are no plan");
+  std::memcpy(&header, bytes.data(), sizeof header);
+  if (std::memcmp(header.magic, kMagic, sizeof kMagic) != 0 ||
+      header.choice > EngineChoice::kMeasured ||
+      bytes.size() < sizeof header + header.engine_size) {
+    throw CudnnError("these bytes are no plan");
+  }
+  return header;
+}
+
+}  // namespace
+
+Plan::Plan(std::shared_ptr<FrontendGraph> graph, int64_t index)
+    : graph_(std::move(graph)), index_(index), descriptor_(graph_->plan_descriptor(index)) {
+  require(graph_->prepare_variant_pack_template());
+  const auto& pack = graph_->varpack_template;
+  uids_ = pack.all_uids;
+  pointers_ = pack.template_ptrs;
+  user_slots_ = pack.user_slots;
+  workspace_slots_ = pack.workspace_slots;
+  needs_frontend_ = graph_->has_frontend_kernels() || uids_.size() > kMaxTensors;
+}
+
+std::shared_ptr<const Plan> Plan::build(std::shared_ptr<FrontendGraph> graph, const Target& target,
+                                        const std::string& engine) {
+  list_plans(*graph, target);
+  int64_t index = engine.empty() ? -1 : find_engine(*graph, engine);
+  if (index >= 0 && graph->build_plan_at_index(index).is_bad()) index = -1;
+  if (index < 0) {
+    require(graph->check_support());
+    require(graph->build_plans(fe::BuildPlanPolicy_t::HEURISTICS_CHOICE));
+    index = graph->built_index();
+  }
+  std::shared_ptr<Plan> plan(new Plan(std::move(graph), index));
+  require(plan->graph_->get_plan_name_at_index(index, plan->engine_));
+  require(plan->graph_->get_workspace_size_plan_at_index(index, plan->workspace_bytes_));
+  plan->frontend_workspace_ = plan->graph_->frontend_workspace();
   return plan;
+}
+
+std::vector<std::shared_ptr<const Plan>> Plan::build_all(std::shared_ptr<FrontendGraph> graph,
+                                                         const Target& target) {
+  list_plans(*graph, target);
+  require(graph->check_support());
+  require(graph->build_plans(fe::BuildPlanPolicy_t::ALL));
+  std::vector<std::shared_ptr<const Plan>> plans;
+  std::unordered_set<std::string> engines;
+  for (int64_t i = 0; i < graph->get_execution_plan_count(); ++i) {
+    std::string engine;
+    if (!graph->is_built(i) || graph->get_plan_name_at_index(i, engine).is_bad() ||
+        !engines.insert(engine).second) {
+      continue;
+    }
+    std::shared_ptr<Plan> plan(new Plan(graph, i));
+    plan->engine_ = engine;
+    require(graph->get_workspace_size_plan_at_index(i, plan->workspace_bytes_));
+    plan->frontend_workspace_ = graph->frontend_workspace();
+    plans.push_back(std::move(plan));
+  }
+  return plans;
+}
+
+std::string Plan::serialize(EngineChoice choice) const {
+  if (needs_frontend_) return {};
+  std::vector<uint8_t> data;
+  if (graph_->serialize_plan(index_, data).is_bad()) return {};
+  Header header{};
+  std::memcpy(header.magic, kMagic, sizeof kMagic);
+  header.choice = choice;
+  header.engine_size = static_cast<uint8_t>(std::min<size_t>(engine_.size(), 255));
+  header.workspace_bytes = workspace_bytes_;
+  header.frontend_workspace = frontend_workspace_;
+  std::string bytes(reinterpret_cast<const char*>(&header), sizeof header);
+  bytes.append(engine_, 0, header.engine_size);
+  bytes.append(data.begin(), data.end());
+  return bytes;
+}
+
+std::shared_ptr<const Plan> Plan::deserialize(const std::string& bytes, const Target& target) {
+  const Header header = header_of(bytes);
+  const size_t start = sizeof header + header.engine_size;
+  auto graph = std::make_shared<FrontendGraph>();
+  try {
+    const auto json = nlohmann::json::from_ubjson(bytes.begin() + start, bytes.end());
+    // No warm-up: it would capture a CUDA graph on the caller's stream to load the kernels, which
+    // the first execution loads anyway.
+    auto status =
+        target.properties()
+            ? (graph->set_device_properties(target.properties()),
+               graph->deserialize(std::vector<uint8_t>(bytes.begin() + start, bytes.end())))
+            : graph->deserialize(target.handle(), json, /*enforce_precompiled=*/true,
+                                 /*run_warmup=*/false);
+    if (status.is_bad()) throw CudnnError("cuDNN cannot read this plan: " + status.get_message());
+  } catch (const nlohmann::json::exception& error) {
+    throw CudnnError(std::string("these bytes are no plan: ") + error.what());
+  }
+  std::shared_ptr<Plan> plan(new Plan(std::move(graph), 0));
+  plan->is_loaded_ = true;
+  plan->engine_ = bytes.substr(sizeof header, header.engine_size);
+  plan->workspace_bytes_ = header.workspace_bytes;
+  plan->frontend_workspace_ = header.frontend_workspace;
+  return plan;
+}
+
+EngineChoice Plan::choice_in(const std::string& bytes) {
+  return header_of(bytes).choice;
+}
+
+void Plan::execute_by_frontend(cudnnHandle_t handle, c10::ArrayRef<void*> pointers,
+                               void* workspace) const {
+  auto status = graph_->execute_plan_at_index(handle, const_cast<void**>(pointers.data()),
+                                              static_cast<int>(pointers.size()), workspace, index_);
+  if (status.is_bad()) throw CudnnError("cuDNN could not execute: " + status.get_message());
 }
 
 }  // namespace cudnn_ops::graph

@@ -9,16 +9,28 @@ PlanCache& PlanCache::global() {
   return *cache;
 }
 
+PlanCache::PlanPtr PlanCache::find(const PlanKey& key) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return find_locked(key);
+}
+
+bool PlanCache::contains(const PlanKey& key) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return index_.count(key) != 0;
+}
+
 PlanCache::PlanPtr PlanCache::get(const PlanKey& key, c10::function_ref<PlanPtr()> build) {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (const auto found = index_.find(key); found != index_.end()) {
-      entries_.splice(entries_.begin(), entries_, found->second);
-      ++hits_;
-      return found->second->second;
-    }
-  }
+  if (PlanPtr plan = find(key)) return plan;
   return build_missing(key, build);
+}
+
+PlanCache::PlanPtr PlanCache::find_locked(const PlanKey& key) {
+  const auto found = index_.find(key);
+  if (found == index_.end()) return nullptr;
+  entries_.splice(entries_.begin(), entries_, found->second);
+  ++hits_;
+  if (!recordings_.empty()) note(key);
+  return found->second->second;
 }
 
 PlanCache::PlanPtr PlanCache::build_missing(const PlanKey& key,
@@ -27,10 +39,7 @@ PlanCache::PlanPtr PlanCache::build_missing(const PlanKey& key,
   int64_t generation = 0;
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    if (const auto found = index_.find(key); found != index_.end()) {
-      ++hits_;
-      return found->second->second;
-    }
+    if (PlanPtr plan = find_locked(key)) return plan;
     if (const auto pending = building_.find(key); pending != building_.end()) {
       const std::shared_future<PlanPtr> future = pending->second;
       ++hits_;
@@ -63,7 +72,8 @@ PlanCache::PlanPtr PlanCache::build_missing(const PlanKey& key,
 void PlanCache::insert(const PlanKey& key, PlanPtr plan, Entries& evicted) {
   entries_.emplace_front(key, std::move(plan));
   index_.emplace(key, entries_.begin());
-  ++builds_;
+  ++(entries_.front().second->is_loaded() ? loads_ : builds_);
+  if (!recordings_.empty()) note(key);
   shrink(evicted);
 }
 
@@ -77,7 +87,7 @@ void PlanCache::shrink(Entries& evicted) {
 
 CacheInfo PlanCache::info() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return {hits_, builds_, evictions_, static_cast<int64_t>(entries_.size()), limit_};
+  return {hits_, builds_, loads_, evictions_, static_cast<int64_t>(entries_.size()), limit_};
 }
 
 void PlanCache::clear() {
@@ -85,7 +95,7 @@ void PlanCache::clear() {
   std::lock_guard<std::mutex> lock(mutex_);
   dropped.swap(entries_);
   index_.clear();
-  hits_ = builds_ = evictions_ = 0;
+  hits_ = builds_ = loads_ = evictions_ = 0;
   ++generation_;
 }
 
@@ -95,6 +105,27 @@ void PlanCache::set_limit(int64_t limit) {
   std::lock_guard<std::mutex> lock(mutex_);
   limit_ = limit;
   shrink(evicted);
+}
+
+int64_t PlanCache::start_recording() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  recordings_[next_recording_];
+  return next_recording_++;
+}
+
+std::vector<PlanKey> PlanCache::stop_recording(int64_t recording) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = recordings_.find(recording);
+  if (found == recordings_.end()) throw std::invalid_argument("no such recording");
+  std::vector<PlanKey> keys = std::move(found->second.keys);
+  recordings_.erase(found);
+  return keys;
+}
+
+void PlanCache::note(const PlanKey& key) {
+  for (auto& [id, recording] : recordings_) {
+    if (recording.seen.insert(key).second) recording.keys.push_back(key);
+  }
 }
 
 }  // namespace cudnn_ops::graph

@@ -1,19 +1,23 @@
 // The identity of a plan. An operator's parameters struct lists its fields once, in
 //
 //   static constexpr const char* kName = "sdpa";
-//   template <class Visitor> void fields(Visitor&& v) const { v("causal", is_causal); ... }
+//   template <class Self, class Visitor>
+//   static void fields(Self& self, Visitor&& visit) { visit("is_causal", self.is_causal); ... }
 //
-// and that one list gives equality, hash and a printable form. Whatever is baked into a
-// graph must be a field; what is passed at run time must not.
+// and that one list gives equality, hash, a printable form, and the way back from a key to the
+// parameters. A graph is built from its key and from nothing else (plan_kind.h), so what is
+// not a field cannot be baked into one.
 #pragma once
 
 #include "tensor_desc.h"
 
+#include <c10/util/ArrayRef.h>
 #include <c10/util/SmallVector.h>
 
 #include <cstdint>
 #include <cstring>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <type_traits>
 
@@ -22,12 +26,20 @@ namespace cudnn_ops::graph {
 // Fields flattened to words: comparing and hashing touch no pointer and allocate nothing.
 class PlanKey {
  public:
+  // `target` is Target::id(): the same fields on another device are another plan.
   template <class Params>
-  static PlanKey of(const Params& params) {
+  static PlanKey of(const Params& params, int64_t target) {
     PlanKey key;
-    key.append_name(Params::kName);
-    params.fields(key);
+    key.target_ = target;
+    key.words_.push_back(name_word(Params::kName));
+    Params::fields(params, key);
     return key;
+  }
+
+  // A key whose words were read from a file or came from Python. Whether they make sense is
+  // found out when they are read (KeyReader).
+  PlanKey(c10::ArrayRef<int64_t> words, int64_t target) : target_(target) {
+    for (const int64_t word : words) words_.push_back(word);
   }
 
   template <class T>
@@ -43,12 +55,12 @@ class PlanKey {
   }
 
   bool operator==(const PlanKey& other) const {
-    return words_.size() == other.words_.size() &&
+    return target_ == other.target_ && words_.size() == other.words_.size() &&
            std::memcmp(words_.data(), other.words_.data(), words_.size() * sizeof(int64_t)) == 0;
   }
 
   size_t hash() const {
-    uint64_t h = words_.size();
+    uint64_t h = words_.size() ^ static_cast<uint64_t>(target_) << 32;
     for (const int64_t word : words_) {
       h = (h ^ static_cast<uint64_t>(word)) * 0x9E3779B97F4A7C15ull;
       h ^= h >> 32;
@@ -56,20 +68,26 @@ class PlanKey {
     return h;
   }
 
- private:
-  void append_name(const char* name) {
-    int64_t word = 0;
-    for (int shift = 0; *name != '\0'; ++name, shift += 8) {
-      if (shift == 64) {
-        words_.push_back(word);
-        word = shift = 0;
-      }
-      word |= static_cast<int64_t>(static_cast<unsigned char>(*name)) << shift;
-    }
-    words_.push_back(word);
+  // The first word stands for the parameters' kName, the others are the fields.
+  c10::ArrayRef<int64_t> words() const {
+    return words_;
+  }
+  int64_t target() const {
+    return target_;
   }
 
-  c10::SmallVector<int64_t, 96> words_;  // attention backward, eight tensors, takes 77
+  // FNV-1a.
+  static constexpr int64_t name_word(const char* name) {
+    uint64_t h = 0xCBF29CE484222325ull;
+    for (; *name != '\0'; ++name) h = (h ^ static_cast<unsigned char>(*name)) * 0x100000001B3ull;
+    return static_cast<int64_t>(h);
+  }
+
+ private:
+  PlanKey() = default;
+
+  int64_t target_ = 0;
+  c10::SmallVector<int64_t, 96> words_;  // attention backward, eight tensors, takes 75
 };
 
 struct PlanKeyHash {
@@ -78,13 +96,61 @@ struct PlanKeyHash {
   }
 };
 
-// "sdpa(device=0, query=bf16[...]:[...], causal=1)"
+// Reads the fields back. Throws std::invalid_argument where the words are not those that a
+// parameters struct writes.
+class KeyReader {
+ public:
+  explicit KeyReader(const PlanKey& key) : words_(key.words()) {
+    next();  // the name
+  }
+
+  template <class T>
+  void operator()(const char* /*name*/, T& value) {
+    if constexpr (std::is_same_v<T, TensorDesc>) {
+      value = TensorDesc();
+      const int64_t head = next();
+      value.dtype = static_cast<c10::ScalarType>(head >> 8);
+      value.rank = static_cast<int>(head & 0xFF);
+      if (head < 0 || head >> 8 >= static_cast<int64_t>(c10::ScalarType::NumOptions) ||
+          value.rank > TensorDesc::kMaxRank) {
+        fail();
+      }
+      for (int i = 0; i < value.rank; ++i) value.sizes[i] = next();
+      for (int i = 0; i < value.rank; ++i) value.strides[i] = next();
+    } else {
+      value = static_cast<T>(next());
+    }
+  }
+
+  template <class Params>
+  static Params read(const PlanKey& key) {
+    Params params;
+    KeyReader reader(key);
+    Params::fields(params, reader);
+    if (reader.position_ != reader.words_.size()) fail();
+    return params;
+  }
+
+ private:
+  [[noreturn]] static void fail() {
+    throw std::invalid_argument("cudnn_ops: these numbers are not the key of a plan");
+  }
+  int64_t next() {
+    if (position_ == words_.size()) fail();
+    return words_[position_++];
+  }
+
+  c10::ArrayRef<int64_t> words_;
+  size_t position_ = 0;
+};
+
+// "sdpa(query=bf16[...]:[...], is_causal=1)"
 template <class Params>
 std::string describe(const Params& params) {
   std::ostringstream out;
   const char* separator = "(";
   out << Params::kName;
-  params.fields([&](const char* name, const auto& value) {
+  Params::fields(params, [&](const char* name, const auto& value) {
     out << separator << name << "=";
     if constexpr (std::is_same_v<std::decay_t<decltype(value)>, TensorDesc>) {
       out << value.str();

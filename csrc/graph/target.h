@@ -15,15 +15,16 @@ namespace cudnn_ops::graph {
 
 class Target {
  public:
-  // Device `device`, the current one of `handle`. `sm_version` is major * 10 + minor.
-  static Target live(int device, cudnnHandle_t handle, int sm_version);
+  // Device `device`, the current one of `handle`. `sm_version` is major * 10 + minor; `gpu` says
+  // all of the GPU and its driver that a compiled plan may depend on.
+  static Target live(int device, cudnnHandle_t handle, int sm_version, std::string gpu);
 
   // A GPU described by the JSON text that cuDNN writes for one (DeviceProperties::serialize).
   // Throws NotSupported when cuDNN cannot read it.
   static Target described(const std::string& json);
 
   // What a plan's key says of its target: the live device's index, or for a described GPU a
-  // negative number made from its description.
+  // negative number made from its description. Good within this process only.
   int64_t id() const {
     return id_;
   }
@@ -34,6 +35,10 @@ class Target {
   int sm_version() const {
     return sm_version_;
   }
+  // The GPU, in words that mean the same in every process.
+  const std::string& gpu() const {
+    return gpu_;
+  }
   // Null for the live GPU.
   const std::shared_ptr<cudnn_frontend::DeviceProperties>& properties() const {
     return properties_;
@@ -43,6 +48,7 @@ class Target {
   int64_t id_ = 0;
   cudnnHandle_t handle_ = nullptr;
   int sm_version_ = 0;
+  std::string gpu_;
   std::shared_ptr<cudnn_frontend::DeviceProperties> properties_;
 };
 

@@ -2,9 +2,8 @@
 // meaning of the arguments and the formulas.
 #pragma once
 
-#include "../graph/plan.h"
 #include "../graph/plan_key.h"
-#include "../graph/target.h"
+#include "../graph/tensor_desc.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -18,55 +17,55 @@ namespace cudnn_ops {
 
 // Everything that a forward plan bakes in. The scale is passed at run time; log-sum-exp is
 // always a dense [B, Hq, Sq], so its layout follows from the query's sizes.
+//
+// A ragged plan is declared for a batch and for lengths that its calls need not fill: it is told
+// at run time where each sequence begins and how long it is (sdpa_ragged.h).
 struct SdpaForwardParams {
   static constexpr const char* kName = "sdpa";
-  int64_t target = 0;  // graph::Target::id()
   graph::TensorDesc query, key, value, out;
   bool is_causal = false;
   bool with_lse = false;
+  bool is_ragged = false;
 
-  template <class Visitor>
-  void fields(Visitor&& visit) const {
-    visit("target", target);
-    visit("query", query);
-    visit("key", key);
-    visit("value", value);
-    visit("out", out);
-    visit("is_causal", is_causal);
-    visit("with_lse", with_lse);
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor&& visit) {
+    visit("query", self.query);
+    visit("key", self.key);
+    visit("value", self.value);
+    visit("out", self.out);
+    visit("is_causal", self.is_causal);
+    visit("with_lse", self.with_lse);
+    visit("is_ragged", self.is_ragged);
   }
 };
 
 struct SdpaBackwardParams {
   static constexpr const char* kName = "sdpa_backward";
-  int64_t target = 0;
   graph::TensorDesc query, key, value, out, grad_out, grad_query, grad_key, grad_value;
   bool is_causal = false;
   bool is_deterministic = false;
+  bool is_ragged = false;
 
-  template <class Visitor>
-  void fields(Visitor&& visit) const {
-    visit("target", target);
-    visit("query", query);
-    visit("key", key);
-    visit("value", value);
-    visit("out", out);
-    visit("grad_out", grad_out);
-    visit("grad_query", grad_query);
-    visit("grad_key", grad_key);
-    visit("grad_value", grad_value);
-    visit("is_causal", is_causal);
-    visit("is_deterministic", is_deterministic);
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor&& visit) {
+    visit("query", self.query);
+    visit("key", self.key);
+    visit("value", self.value);
+    visit("out", self.out);
+    visit("grad_out", self.grad_out);
+    visit("grad_query", self.grad_query);
+    visit("grad_key", self.grad_key);
+    visit("grad_value", self.grad_value);
+    visit("is_causal", self.is_causal);
+    visit("is_deterministic", self.is_deterministic);
+    visit("is_ragged", self.is_ragged);
   }
 };
 
-// Graph, heuristics, compilation (sdpa_graph.cpp). The plans take their addresses in the
-// order  query, key, value, scale, out[, lse]  and  query, key, value, scale, out, lse,
-// grad_out, grad_query, grad_key, grad_value. Both throw graph::NotSupported.
-std::shared_ptr<const graph::Plan> build_sdpa(const SdpaForwardParams& params,
-                                              const graph::Target& target);
-std::shared_ptr<const graph::Plan> build_sdpa(const SdpaBackwardParams& params,
-                                              const graph::Target& target);
+// Plans (sdpa_graph.cpp) take their addresses in the order  query, key, value, scale, out[, lse]
+// and  query, key, value, scale, out, lse, grad_out, grad_query, grad_key, grad_value.  Ragged
+// ones then take the offsets of every tensor of 4 dimensions in that order, and the lengths of
+// the queries and of the keys.
 
 // Raises ValueError, TypeError or NotImplementedError with a sentence that names the argument.
 // Sizes may be symbolic: it serves the fake kernel as well as the real ones.

@@ -1,6 +1,7 @@
 // Scaled dot-product attention on CUDA: allocate, make the key, run the plan.
 
 #include "sdpa.h"
+#include "sdpa_cuda.h"
 
 #include "../graph/cuda_call.h"
 
@@ -17,13 +18,6 @@ namespace cudnn_ops {
 namespace {
 
 using graph::TensorDesc;
-
-constexpr const char* kForwardAdvice =
-    "`python -m cudnn_ops explain sdpa` shows what cuDNN takes on a GPU; "
-    "torch.nn.functional.scaled_dot_product_attention has kernels for the rest";
-constexpr const char* kBackwardAdvice =
-    "`python -m cudnn_ops explain sdpa_backward` shows what cuDNN takes on a GPU; call the "
-    "forward under torch.no_grad(), or use torch.nn.functional.scaled_dot_product_attention";
 
 at::Tensor empty_like_order(c10::IntArrayRef sizes, const at::Tensor& like) {
   return at::detail::empty_strided_cuda(sizes, dense_strides_like(sizes, like), like.scalar_type(),
@@ -71,15 +65,6 @@ struct Scale {
   }
 };
 
-// A plan takes plain addresses of what it reads and of what it writes.
-void* read(const at::Tensor& tensor) {
-  return const_cast<void*>(tensor.const_data_ptr());
-}
-
-void* write(const at::Tensor& tensor) {
-  return tensor.mutable_data_ptr();
-}
-
 std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& query_, const at::Tensor& key_,
                                            const at::Tensor& value_, bool is_causal,
                                            std::optional<double> scale_, bool with_lse) {
@@ -102,19 +87,21 @@ std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& query_, const at::T
   const at::Tensor query = addressable(scale.applied_to(query_), query_);
   const at::Tensor key = addressable(key_, key_);
   const at::Tensor value = addressable(value_, value_);
-  const SdpaForwardParams params{query.get_device(),
-                                 TensorDesc::of(query),
-                                 TensorDesc::of(key),
-                                 TensorDesc::of(value),
-                                 TensorDesc::of(out),
-                                 is_causal,
-                                 with_lse};
-  std::array<void*, 6> pointers{read(query),  read(key),  read(value),
-                                &scale.value, write(out), with_lse ? write(lse) : nullptr};
-  graph::run_plan(
-      "cudnn_ops.sdpa", graph::PlanKey::of(params),
-      [&](const graph::Target& target) { return build_sdpa(params, target); },
-      {pointers.data(), with_lse ? size_t{6} : size_t{5}}, kForwardAdvice);
+  const SdpaForwardParams params{TensorDesc::of(query), TensorDesc::of(key), TensorDesc::of(value),
+                                 TensorDesc::of(out),   is_causal,           with_lse};
+  const auto exact = graph::PlanKey::of(params, query.get_device());
+  auto plan = graph::ready_plan(exact);
+  if (plan == nullptr && run_ragged(params, exact, {query, key, value, out, lse}, &scale.value)) {
+    return {out, lse};
+  }
+  const std::array<void*, 6> pointers{read(query),  read(key),  read(value),
+                                      &scale.value, write(out), with_lse ? write(lse) : nullptr};
+  const std::array<graph::Call::Written, 2> written{
+      {{4, out.nbytes()}, {5, with_lse ? lse.nbytes() : 0}}};
+  const graph::Call call =
+      forward_call({pointers.data(), with_lse ? 6u : 5u}, {written.data(), with_lse ? 2u : 1u});
+  if (plan == nullptr) plan = graph::get_plan(call, exact);
+  graph::execute(call, *plan);
   return {out, lse};
 }
 
@@ -217,8 +204,7 @@ Gradients sdpa_backward_cuda(const at::Tensor& grad_out_, const at::Tensor& quer
   const at::Tensor out = usable(out_, out_);
   const at::Tensor grad_out = usable(grad_out_, out_);
   const at::Tensor lse = lse_.contiguous();
-  const SdpaBackwardParams params{query.get_device(),
-                                  TensorDesc::of(query),
+  const SdpaBackwardParams params{TensorDesc::of(query),
                                   TensorDesc::of(key),
                                   TensorDesc::of(value),
                                   TensorDesc::of(out),
@@ -228,13 +214,21 @@ Gradients sdpa_backward_cuda(const at::Tensor& grad_out_, const at::Tensor& quer
                                   TensorDesc::of(grad_value),
                                   is_causal,
                                   at::globalContext().deterministicAlgorithms()};
-  std::array<void*, 10> pointers{
-      read(query), read(key),      read(value),       &scale.value,    read(out),
-      read(lse),   read(grad_out), write(grad_query), write(grad_key), write(grad_value)};
-  graph::run_plan(
-      "cudnn_ops.sdpa backward", graph::PlanKey::of(params),
-      [&](const graph::Target& target) { return build_sdpa(params, target); }, pointers,
-      kBackwardAdvice);
+  const auto exact = graph::PlanKey::of(params, query.get_device());
+  auto plan = graph::ready_plan(exact);
+  if (plan != nullptr ||
+      !run_ragged(params, exact,
+                  {query, key, value, out, lse, grad_out, grad_query, grad_key, grad_value},
+                  &scale.value)) {
+    const std::array<void*, 10> pointers{
+        read(query), read(key),      read(value),       &scale.value,    read(out),
+        read(lse),   read(grad_out), write(grad_query), write(grad_key), write(grad_value)};
+    const std::array<graph::Call::Written, 3> written{
+        {{7, grad_query.nbytes()}, {8, grad_key.nbytes()}, {9, grad_value.nbytes()}}};
+    const graph::Call call = backward_call(pointers, written);
+    if (plan == nullptr) plan = graph::get_plan(call, exact);
+    graph::execute(call, *plan);
+  }
   if (scale.query_sign != 1) grad_query.mul_(scale.query_sign);
   return {grad_query, grad_key, grad_value};
 }

@@ -1,0 +1,86 @@
+"""The first attention of a process, forward + backward, after torch's own first CUDA call.
+
+Each sample is a process of its own. With a warm store the plans come from disk; with none they are
+built, as torch's cuDNN backend has to do in every process.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from statistics import median
+
+from benchmarks.harness import ROOT, Rows, main
+
+CASE = "4,32,8,2048,128 causal"
+CHILD = """
+import sys, time
+import torch
+from benchmarks import peers
+
+name = sys.argv[1]
+attention = peers.sdpa(name)[name]
+
+def timed(function):
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    function()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+start = time.perf_counter()
+torch.zeros(1, device="cuda").add_(1).item()
+first_cuda = (time.perf_counter() - start) * 1e3
+
+def draw(heads):
+    return torch.randn(4, 2048, heads, 128, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+
+inputs = [draw(heads).requires_grad_() for heads in (32, 8, 8)]
+grad_out = draw(32)
+# Autograd's threads, and the memory, are torch's own first costs too.
+torch.autograd.grad(inputs[0].mul(2), inputs[0], grad_out)
+
+def step():
+    with peers.backend(name):
+        out = attention(*inputs, is_causal=True, enable_gqa=True)
+        torch.autograd.grad(out, inputs, grad_out)
+
+print(first_cuda, timed(step), timed(step))
+"""
+
+
+def run(rows: Rows, rounds: int) -> None:
+    samples: dict[tuple[str, str], list[list[float]]] = {}
+    with tempfile.TemporaryDirectory() as warm:
+        child("cudnn_ops", warm)  # fills the store
+        for _ in range(max(rounds // 7, 2)):
+            for name, state, folder in (
+                ("cudnn_ops", "warm store", warm),
+                ("cudnn_ops", "no store", ""),
+                ("torch_cudnn", "no store", ""),
+            ):
+                samples.setdefault((name, state), []).append(child(name, folder))
+    for (name, state), found in samples.items():
+        first_cuda, first, second = (median(column) for column in zip(*found, strict=True))
+        rows.add(f"{CASE}, {state}", name, "first_call_ms", first)
+        rows.add(f"{CASE}, {state}, second call", name, "first_call_ms", second)
+        rows.add(f"{CASE}, {state}, torch's first CUDA call", name, "first_call_ms", first_cuda)
+
+
+def child(name: str, store: str) -> list[float]:
+    """Milliseconds: torch's first CUDA call, the first forward + backward, the second."""
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, name],
+        cwd=ROOT,
+        env=os.environ | {"CUDNN_OPS_CACHE_DIR": store},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return [float(number) for number in done.stdout.split()]
+
+
+if __name__ == "__main__":
+    main("cold_start", run)

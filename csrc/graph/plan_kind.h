@@ -1,0 +1,38 @@
+// The kinds of plan that there are, by the name of their parameters: how to get from a key to a
+// graph. Each operator's *_graph.cpp registers its own with a static RegisterPlanKind.
+#pragma once
+
+#include "plan_key.h"
+#include "target.h"
+
+#include <memory>
+#include <string>
+
+namespace cudnn_ops::graph {
+
+class FrontendGraph;
+
+struct PlanKind {
+  const char* name;
+  // Both throw std::invalid_argument for words that are no such parameters.
+  std::shared_ptr<FrontendGraph> (*make_graph)(const PlanKey& key, const Target& target);
+  std::string (*describe)(const PlanKey& key);
+};
+
+// The kind of a key. Throws std::invalid_argument when there is none.
+const PlanKind& kind_of(const PlanKey& key);
+
+void add_plan_kind(const PlanKind& kind);
+
+template <class Params, std::shared_ptr<FrontendGraph> (*make)(const Params&, const Target&)>
+struct RegisterPlanKind {
+  RegisterPlanKind() {
+    add_plan_kind({Params::kName,
+                   [](const PlanKey& key, const Target& target) {
+                     return make(KeyReader::read<Params>(key), target);
+                   },
+                   [](const PlanKey& key) { return describe(KeyReader::read<Params>(key)); }});
+  }
+};
+
+}  // namespace cudnn_ops::graph

@@ -1,0 +1,36 @@
+#include "plan_policy.h"
+
+namespace cudnn_ops::graph {
+
+PlanPolicy& PlanPolicy::global() {
+  static PlanPolicy* policy = new PlanPolicy();
+  return *policy;
+}
+
+bool PlanPolicy::takes_polymorphic(const PlanKey& exact, const PlanKey& family, bool is_served) {
+  const Policy policy = this->policy();
+  if (policy == Policy::kExact) return false;
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (refused_.count(family) != 0) return false;
+  if (policy == Policy::kPolymorphic) return true;
+  if (families_.size() >= kMaxEntries) families_.clear();
+  const bool is_first = families_.insert(family).second;
+  if (is_first && !is_served) return false;
+  if (calls_.size() >= kMaxEntries) calls_.clear();
+  return ++calls_[exact] <= promote_after();
+}
+
+void PlanPolicy::refuse(const PlanKey& family) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (refused_.size() >= kMaxEntries) refused_.clear();
+  refused_.insert(family);
+}
+
+void PlanPolicy::clear() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  families_.clear();
+  refused_.clear();
+  calls_.clear();
+}
+
+}  // namespace cudnn_ops::graph

@@ -1,0 +1,81 @@
+// Exact or polymorphic? An exact plan serves one set of shapes; a polymorphic one, declared for
+// more and longer sequences than it is given, serves every shape of its family: everything in
+// the key but the batch and the lengths. Which is which only the operator knows; here is when.
+//
+// Any thread may call anything here at any time.
+#pragma once
+
+#include "plan_key.h"
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <unordered_set>
+
+namespace cudnn_ops::graph {
+
+enum class Policy : uint8_t {
+  // A family's first shape gets an exact plan. From its second on, shapes run on the family's
+  // polymorphic plan, and one that has been called often enough gets an exact plan of its own.
+  kAuto,
+  kExact,        // an exact plan for each shape
+  kPolymorphic,  // polymorphic plans wherever cuDNN takes them
+};
+
+enum class Autotune : uint8_t {
+  kOff,
+  kOnce,    // a plan that has to be built gets the engine that is measured to be the fastest
+  kAlways,  // and the store is not asked whether it was measured before
+};
+
+class PlanPolicy {
+ public:
+  static PlanPolicy& global();
+
+  Policy policy() const {
+    return policy_.load(std::memory_order_relaxed);
+  }
+  void set_policy(Policy policy) {
+    policy_.store(policy, std::memory_order_relaxed);
+  }
+  // How many calls a shape makes on a polymorphic plan before it gets its own, under kAuto.
+  int64_t promote_after() const {
+    return promote_after_.load(std::memory_order_relaxed);
+  }
+  void set_promote_after(int64_t calls) {
+    promote_after_.store(calls, std::memory_order_relaxed);
+  }
+  Autotune autotune() const {
+    return autotune_.load(std::memory_order_relaxed);
+  }
+  void set_autotune(Autotune autotune) {
+    autotune_.store(autotune, std::memory_order_relaxed);
+  }
+
+  // Whether a call that has no exact plan yet takes the polymorphic one, and counts the call.
+  // `family` is the polymorphic plan's key without the sizes it is declared for.
+  // `is_served`: the family has a plan for this call already.
+  bool takes_polymorphic(const PlanKey& exact, const PlanKey& family, bool is_served);
+
+  // cuDNN has no polymorphic plan for this family: from now on its plans are exact.
+  void refuse(const PlanKey& family);
+
+  // Forgets families and counts; the settings stay.
+  void clear();
+
+ private:
+  // So many that no program has them all in use, so few that they are no burden: 8 MB.
+  static constexpr size_t kMaxEntries = 8192;
+
+  std::atomic<Policy> policy_{Policy::kAuto};
+  std::atomic<int64_t> promote_after_{256};
+  std::atomic<Autotune> autotune_{Autotune::kOff};
+  std::mutex mutex_;
+  std::unordered_set<PlanKey, PlanKeyHash> families_;
+  std::unordered_set<PlanKey, PlanKeyHash> refused_;
+  std::unordered_map<PlanKey, int64_t, PlanKeyHash> calls_;
+};
+
+}  // namespace cudnn_ops::graph

@@ -1,0 +1,84 @@
+#include "plan_source.h"
+
+#include "engine_table.h"
+#include "error.h"
+#include "plan_kind.h"
+#include "plan_store.h"
+
+#include <algorithm>
+#include <cmath>
+#include <deque>
+#include <mutex>
+
+namespace cudnn_ops::graph {
+namespace {
+
+constexpr size_t kMaxMeasurements = 1000;
+std::mutex measurements_mutex;
+
+std::deque<Measurement>& measurements() {
+  static auto* all = new std::deque<Measurement>();
+  return *all;
+}
+
+std::shared_ptr<const Plan> load(const PlanKey& key, const Target& target, bool only_measured) {
+  const auto bytes = PlanStore::global().load(key, target.gpu());
+  if (!bytes) return nullptr;
+  try {
+    if (only_measured && Plan::choice_in(*bytes) != EngineChoice::kMeasured) return nullptr;
+    return Plan::deserialize(*bytes, target);
+  } catch (const std::runtime_error&) {
+    return nullptr;  // intact, and yet cuDNN does not take it: building it says why, if at all
+  }
+}
+
+void save(const PlanKey& key, const Target& target, const Plan& plan, EngineChoice choice) {
+  if (!PlanStore::global().is_on()) return;
+  PlanStore::global().save(key, target.gpu(), plan.serialize(choice));
+}
+
+}  // namespace
+
+std::shared_ptr<const Plan> make_plan(const PlanKey& key, const Target& target) {
+  const auto& kind = kind_of(key);
+  if (auto plan = load(key, target, /*only_measured=*/false)) return plan;
+  const std::string engine = tuned_engine(key, target.sm_version());
+  auto plan = Plan::build(kind.make_graph(key, target), target, engine);
+  save(key, target, *plan,
+       !engine.empty() && plan->engine() == engine ? EngineChoice::kTable
+                                                   : EngineChoice::kHeuristic);
+  return plan;
+}
+
+std::shared_ptr<const Plan> make_measured_plan(const PlanKey& key, const Target& target, bool again,
+                                               TimePlans time) {
+  const auto& kind = kind_of(key);
+  if (!again) {
+    if (auto plan = load(key, target, /*only_measured=*/true)) return plan;
+  }
+  const auto plans = Plan::build_all(kind.make_graph(key, target), target);
+  const std::vector<double> ms = time(plans);
+  const auto best = static_cast<size_t>(std::min_element(ms.begin(), ms.end()) - ms.begin());
+  if (!std::isfinite(ms[best])) throw NotSupported("none of cuDNN's engines for this runs");
+  Measurement measurement{key.words().vec(), {}};
+  for (size_t i = 0; i < plans.size(); ++i) {
+    measurement.engines.push_back({plans[i]->engine(), ms[i]});
+  }
+  {
+    std::lock_guard<std::mutex> lock(measurements_mutex);
+    auto& all = measurements();
+    if (all.size() == kMaxMeasurements) all.pop_front();
+    all.push_back(std::move(measurement));
+  }
+  save(key, target, *plans[best], EngineChoice::kMeasured);
+  return plans[best];
+}
+
+std::vector<Measurement> take_measurements() {
+  std::lock_guard<std::mutex> lock(measurements_mutex);
+  std::vector<Measurement> taken(measurements().begin(), measurements().end());
+  measurements().clear();
+  return taken;
+}
+
+}  // namespace cudnn_ops::graph

@@ -1,0 +1,25 @@
+// Attention on polymorphic plans: one ragged graph, declared for a rounded-up batch and lengths,
+// serves every smaller problem whose tensors have the same head and token strides.
+#pragma once
+
+#include "sdpa.h"
+
+#include <optional>
+
+namespace cudnn_ops {
+
+// The parameters of the polymorphic plan that serves these, with each tensor as it lies in
+// memory if ragged offsets can address it (is_token_major), else as a dense [B, S, H, D].
+// None where the declared problem would be more than cuDNN computes rightly.
+std::optional<SdpaForwardParams> ragged(const SdpaForwardParams& exact);
+std::optional<SdpaBackwardParams> ragged(const SdpaBackwardParams& exact);
+
+// The same without batch and lengths: what all problems of a family have in common.
+SdpaForwardParams family_of(SdpaForwardParams ragged);
+SdpaBackwardParams family_of(SdpaBackwardParams ragged);
+
+// Whether offsets can say where a sequence of this [B, H, S, D] memory begins and nothing else
+// depends on its length: the token's stride is the larger one, as in [B, S, H, D].
+bool is_token_major(const graph::TensorDesc& tensor);
+
+}  // namespace cudnn_ops

@@ -1,0 +1,85 @@
+"""When a new shape gets a plan of its own, and how a plan's engine is chosen.
+
+An *exact* plan serves one set of shapes. A *polymorphic* one is declared for a larger batch and
+longer sequences than it is given and serves every shape of its family: same operator, dtype, heads,
+head sizes and memory order, any batch and length below what it is declared for. Results are the
+same but for rounding; a polymorphic plan takes a few percent more GPU time and builds nothing anew.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, get_args
+
+from cudnn_ops import _C
+
+Policy = Literal["auto", "exact", "polymorphic"]
+
+_POLICIES: tuple[Policy, ...] = get_args(Policy)
+
+
+def plan_policy() -> Policy:
+    """The policy in force."""
+    return _POLICIES[_C.policy()]
+
+
+def set_plan_policy(policy: Policy, *, promote_after: int | None = None) -> None:
+    """Sets the policy of this process, all its threads included.
+
+    Args:
+        policy: ``"auto"``: the first shape of a family gets an exact plan; from the second on, new
+            shapes run on the family's polymorphic plan, and one that is called often gets an exact
+            plan of its own. ``"exact"``: an exact plan for each shape. ``"polymorphic"``:
+            polymorphic plans wherever cuDNN has them. The environment variable
+            ``CUDNN_OPS_PLAN_POLICY`` sets the first value; without it, that is ``"auto"``.
+        promote_after: how many calls a shape makes on a polymorphic plan, under ``"auto"``, before
+            it gets its own; at first 256. None leaves it as it is.
+
+    Raises:
+        ValueError: another policy; a negative count.
+    """
+    if policy not in _POLICIES:
+        raise ValueError(f"the plan policy is one of {', '.join(_POLICIES)}, got {policy!r}")
+    if promote_after is not None:
+        if promote_after < 0:
+            raise ValueError(f"promote_after is a number of calls, got {promote_after}")
+        _C.set_promote_after(promote_after)
+    _C.set_policy(_POLICIES.index(policy))
+
+
+@contextmanager
+def using_plan_policy(policy: Policy, *, promote_after: int | None = None) -> Iterator[None]:
+    """Inside it ``policy`` is in force, in all threads: autograd's run the backward."""
+    before, promoted_before = plan_policy(), _C.promote_after()
+    set_plan_policy(policy, promote_after=promote_after)
+    try:
+        yield
+    finally:
+        set_plan_policy(before, promote_after=promoted_before)
+
+
+def set_autotune(on: bool) -> None:
+    """Whether a plan that has to be built gets the engine that is measured to be the fastest.
+
+    The first call with a shape then builds every engine that cuDNN offers for it and times each on
+    its inputs and on scratch memory, which takes seconds and waits for the GPU; the winner goes to
+    the store. Off at first, unless the environment has ``CUDNN_OPS_AUTOTUNE=1``. It changes no plan
+    that the cache holds.
+    """
+    _C.set_autotune(int(on))
+
+
+def _read_environment() -> None:
+    policy = os.environ.get("CUDNN_OPS_PLAN_POLICY", "auto")
+    if policy not in _POLICIES:
+        raise ImportError(f"CUDNN_OPS_PLAN_POLICY is one of {', '.join(_POLICIES)}, got {policy!r}")
+    autotune = os.environ.get("CUDNN_OPS_AUTOTUNE", "0")
+    if autotune not in ("0", "1"):
+        raise ImportError(f"CUDNN_OPS_AUTOTUNE is 0 or 1, got {autotune!r}")
+    set_plan_policy(policy)
+    set_autotune(autotune == "1")
+
+
+_read_environment()

@@ -1,0 +1,165 @@
+"""Measuring cuDNN's engines for given shapes: ``python -m cudnn_ops tune``, and its tables.
+
+A table is a file of the package, ``tuned/sm<architecture>.json``. It says for which plans which
+engine beats the one that cuDNN's heuristics name first, on what GPU and with which versions that
+was measured, and is consulted with that version of cuDNN only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cudnn_ops import _C, support
+from cudnn_ops.policy import Policy, using_plan_policy
+from cudnn_ops.warmup import PlanRequest
+
+TABLES = Path(__file__).parent / "tuned"
+#: An engine has to be this much faster than the heuristics' first to get into a table.
+WORTHWHILE = 0.02
+
+
+@dataclass(frozen=True)
+class TunedPlan:
+    """The engines that cuDNN offers for one plan, and how long one call takes with each."""
+
+    request: PlanRequest
+    engine_ms: dict[str, float]
+    """GPU time in milliseconds, the heuristics' first engine first; infinite if it fails."""
+
+    @property
+    def first(self) -> str:
+        """The engine that the heuristics name first."""
+        return next(iter(self.engine_ms))
+
+    @property
+    def fastest(self) -> str:
+        return min(self.engine_ms, key=lambda engine: self.engine_ms[engine])
+
+    @property
+    def gain(self) -> float:
+        """How much less time the fastest takes than the first, as a share of the latter."""
+        return 1 - self.engine_ms[self.fastest] / self.engine_ms[self.first]
+
+    def __str__(self) -> str:
+        lines = [str(self.request)]
+        for engine, ms in sorted(self.engine_ms.items(), key=lambda item: item[1]):
+            mark = "  (cuDNN's choice)" if engine == self.first else ""
+            time = f"{ms:.4f} ms" if math.isfinite(ms) else "does not run"
+            lines.append(f"  {engine:<24} {time}{mark}")
+        return "\n".join(lines)
+
+
+def tune_sdpa(
+    q: support.TensorSpec,
+    k: support.TensorSpec | None = None,
+    v: support.TensorSpec | None = None,
+    *,
+    is_causal: bool = False,
+    training: bool = True,
+) -> list[TunedPlan]:
+    """Measures every engine for these shapes, with random values, on the current GPU.
+
+    Exact and polymorphic plans, forward and with ``training`` backward; empties the plan cache
+    first. The winners go to the store. Tensors and masks as in
+    :func:`cudnn_ops.support.explain`.
+
+    Raises:
+        RuntimeError: there is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("engines are measured on a GPU, and torch sees none")
+    query = support.meta_tensor(q, "q")
+    key = query if k is None else support.meta_tensor(k, "k")
+    value = key if v is None else support.meta_tensor(v, "v")
+    tensors = [_random_like(tensor, training) for tensor in (query, key, value)]
+    policies: tuple[Policy, ...] = ("exact", "polymorphic")
+    before = _C.autotune()
+    _C.take_measurements()
+    _C.set_autotune(2)
+    try:
+        for policy in policies:
+            _C.cache_clear()
+            with using_plan_policy(policy):
+                out = torch.ops.cudnn_ops.sdpa(*tensors, is_causal=is_causal, enable_gqa=True)
+                if training:
+                    torch.autograd.grad(out, tensors, torch.randn_like(out))
+    finally:
+        _C.set_autotune(before)
+    return [
+        TunedPlan(PlanRequest(tuple(words)), dict(engines))
+        for words, engines in _C.take_measurements()
+    ]
+
+
+def _random_like(tensor: Tensor, requires_grad: bool) -> Tensor:
+    extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = torch.randn(extent, dtype=tensor.dtype, device="cuda")
+    return memory.as_strided(tensor.shape, tensor.stride()).requires_grad_(requires_grad)
+
+
+@dataclass
+class EngineTable:
+    """A file of tuned engines for one GPU architecture."""
+
+    sm: int
+    """90 for compute capability 9.0."""
+    gpu: str
+    driver: str
+    cudnn: int
+    """91900 for 9.19.0."""
+    torch: str
+    date: str
+    entries: list[dict[str, object]] = field(default_factory=list)
+    """Each has ``plan`` (in words, for readers), ``words`` (its key), ``engine`` and ``ms``."""
+
+    @classmethod
+    def of_this_machine(cls) -> EngineTable:
+        major, minor = torch.cuda.get_device_capability()
+        return cls(
+            sm=major * 10 + minor,
+            gpu=torch.cuda.get_device_name(),
+            driver=_driver(),
+            cudnn=_C.cudnn_version(),
+            torch=torch.__version__,
+            date=datetime.now(UTC).date().isoformat(),
+        )
+
+    @classmethod
+    def read(cls, path: Path) -> EngineTable:
+        return cls(**json.loads(path.read_text()))
+
+    def add(self, tuned: TunedPlan) -> None:
+        """Takes in a measurement, or forgets the plan where the heuristics are as good."""
+        words = list(tuned.request.words)
+        self.entries = [entry for entry in self.entries if entry["words"] != words]
+        if tuned.gain > WORTHWHILE:
+            ms = {engine: round(ms, 5) for engine, ms in tuned.engine_ms.items()}
+            self.entries.append(
+                {"plan": str(tuned.request), "words": words, "engine": tuned.fastest, "ms": ms}
+            )
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def _driver() -> str:
+    version = Path("/proc/driver/nvidia/version")
+    return version.read_text().partition("\n")[0] if version.exists() else "unknown"
+
+
+def load_tables() -> None:
+    """Hands the package's tables to the operators."""
+    for path in sorted(TABLES.glob("sm*.json")):
+        table = EngineTable.read(path)
+        engines = [(entry["words"], entry["engine"]) for entry in table.entries]
+        _C.set_engine_table(table.sm, table.cudnn, engines)  # type: ignore[arg-type]
+
+
+load_tables()

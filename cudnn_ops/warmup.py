@@ -1,0 +1,184 @@
+"""Building plans before they are needed: for shapes that are named, or that a run has asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from tqdm.auto import tqdm
+
+from cudnn_ops import _C, support
+from cudnn_ops.policy import plan_policy
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """One plan, for any device: what :func:`warmup` builds.
+
+    ``words`` is its key. They are whole numbers, so that a list of requests can be kept as JSON;
+    they mean something to the version of cudnn_ops that made them.
+    """
+
+    words: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """Its operator and everything that the plan is made for, in words."""
+        return _C.describe_plan(self.words)
+
+    @property
+    def op(self) -> str:
+        """The operator, such as ``"sdpa"`` or ``"sdpa_backward"``."""
+        return str(self).partition("(")[0]
+
+
+class WarmupReport(NamedTuple):
+    """What :func:`warmup` did."""
+
+    built: int
+    """Plans built."""
+    loaded: int
+    """Plans read from the store."""
+    ready: int
+    """Plans that the cache already held."""
+    refused: dict[PlanRequest, str]
+    """What cuDNN does not take on this GPU, with its reason."""
+
+
+def plan_requests(
+    op: Literal["sdpa"],
+    q: support.TensorSpec,
+    k: support.TensorSpec | None = None,
+    v: support.TensorSpec | None = None,
+    *,
+    is_causal: bool = False,
+    training: bool = True,
+    plans: Literal["exact", "polymorphic", "both"] | None = None,
+) -> list[PlanRequest]:
+    """The plans that calls with these shapes need.
+
+    Args:
+        op: ``"sdpa"``.
+        q: the query, as :func:`cudnn_ops.support.explain` takes it: a tensor, ``(shape, dtype)``
+            or ``(shape, dtype, strides)``.
+        k: the key; None stands for one like the query.
+        v: the value; None stands for one like the key.
+        is_causal: as in the call.
+        training: the forward that a gradient follows, and the backward; else the forward alone.
+        plans: those of exactly these shapes, the polymorphic ones that serve them and others, or
+            both. None stands for what the policy in force may need: both under ``"auto"``.
+
+    Raises:
+        ValueError: an unknown op; shapes that do not fit each other, or that no GPU takes.
+    """
+    if op != "sdpa":
+        raise ValueError(f'op is "sdpa", got {op!r}')
+    if plans is None:
+        policy = plan_policy()
+        plans = "both" if policy == "auto" else policy
+    kinds = {"exact": [False], "polymorphic": [True], "both": [False, True]}
+    if plans not in kinds:
+        raise ValueError(f"plans is one of {', '.join(kinds)}, got {plans!r}")
+    steps = [f"{op}", f"{op}_backward"] if training else [op]
+    requests = []
+    for polymorphic in kinds[plans]:
+        for step in steps:
+            words, refusal = support.plan_key(step, q, k, v, is_causal, training, polymorphic)
+            if refusal and not (polymorphic and plans == "both"):
+                raise ValueError(f"{step}: {refusal}")
+            if words:
+                requests.append(PlanRequest(tuple(words)))
+    return requests
+
+
+@contextmanager
+def record_shapes() -> Iterator[list[PlanRequest]]:
+    """Notes every plan that calls ask for inside it, in any thread, each once.
+
+    The list is filled when the context ends::
+
+        with cudnn_ops.record_shapes() as shapes:
+            train_one_epoch()
+        Path("shapes.json").write_text(json.dumps([shape.words for shape in shapes]))
+
+        # in the next process, before the first step
+        shapes = [PlanRequest(tuple(words)) for words in json.loads(...)]
+        cudnn_ops.warmup(shapes)
+    """
+    requests: list[PlanRequest] = []
+    recording = _C.start_recording()
+    try:
+        yield requests
+    finally:
+        requests += (PlanRequest(tuple(words)) for words in _C.stop_recording(recording))
+
+
+def warmup(
+    requests: Iterable[PlanRequest],
+    *,
+    device: str | Path | int | torch.device = "current",
+    threads: int | None = None,
+    progress: bool = True,
+) -> WarmupReport:
+    """Builds plans, or reads them from the store, so that no call has to.
+
+    Args:
+        requests: what :func:`plan_requests` gives for named shapes, or :func:`record_shapes` for
+            those of a run.
+        device: ``"current"``, or a CUDA device; or, to fill the store for a GPU that is not here,
+            what :func:`cudnn_ops.support.explain` takes for a described one.
+        threads: how many plans are made at once; None stands for the number of CPUs, at most 8.
+        progress: whether to show a bar on the terminal.
+
+    Raises:
+        ValueError: requests that another version of cudnn_ops made; an unknown device.
+        RuntimeError: no libcudnn can be loaded, or the GPU is not there.
+    """
+    todo = list(dict.fromkeys(requests))
+    for request in todo:
+        str(request)  # raises for what is no request of this version
+    index, description = _resolve(device)
+    before = _C.cache_info()
+    refused: dict[PlanRequest, str] = {}
+
+    def make(request: PlanRequest) -> tuple[PlanRequest, str]:
+        if index is None:
+            supported, reason, *_ = _C.make_plan(request.words, description)
+        else:
+            with torch.cuda.device(index):
+                supported, reason, *_ = _C.make_plan(request.words, description)
+        return request, "" if supported else reason
+
+    workers = threads or min(8, os.cpu_count() or 1)
+    with (
+        ThreadPoolExecutor(workers, thread_name_prefix="cudnn_ops-warmup") as pool,
+        tqdm(total=len(todo), desc="cuDNN plans", disable=not progress, leave=False) as bar,
+    ):
+        for done in as_completed([pool.submit(make, request) for request in todo]):
+            request, reason = done.result()
+            if reason:
+                refused[request] = reason
+            bar.update()
+    after = _C.cache_info()
+    built, loaded = after[1] - before[1], after[2] - before[2]
+    return WarmupReport(built, loaded, len(todo) - built - loaded - len(refused), refused)
+
+
+def _resolve(device: str | Path | int | torch.device) -> tuple[int | None, str]:
+    """The index of a live device, or None, and what it is called in C++."""
+    if isinstance(device, int):
+        device = torch.device("cuda", device)
+    elif isinstance(device, str) and device.startswith("cuda"):
+        device = torch.device(device)
+    if isinstance(device, torch.device):
+        if device.type != "cuda":
+            raise ValueError(f"plans are made for CUDA devices, got {device}")
+        support.prepare("current")
+        return torch.cuda.current_device() if device.index is None else device.index, "current"
+    description = support.prepare(device)
+    return (torch.cuda.current_device() if description == "current" else None), description

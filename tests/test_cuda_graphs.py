@@ -1,0 +1,133 @@
+"""CUDA graphs: capture and replay with every policy, and under torch.compile."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+import cudnn_ops
+from tests.cases import sdpa as cases
+from tests.cases.sdpa import Case, Results
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_cache")]
+
+CASE = Case(2, 4, 2, 96, 96, 64, 64, is_causal=True)
+HEAD_MAJOR = Case(3, 4, 4, 70, 130, 64, 64, layout="bhsd")
+
+
+def training_step(case, leaves, grad_out):
+    out, lse = torch.ops.cudnn_ops.sdpa_with_lse(*leaves, **case.kwargs())
+    return [out, lse, *torch.autograd.grad(out, leaves, grad_out)]
+
+
+def on_a_side_stream(function):
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        function()
+    stream.synchronize()
+
+
+@pytest.mark.parametrize("policy", ["auto", "exact", "polymorphic"])
+@pytest.mark.parametrize("case", [CASE, HEAD_MAJOR], ids=str)
+def test_capture_and_replay(case, policy):
+    """Captured after one call, replayed with new values, also once the cache has let go."""
+    grad_out = cases.make_grad_out(case, torch.bfloat16, "cuda")
+    leaves = [t.requires_grad_() for t in cases.make_inputs(case, torch.bfloat16, "cuda")]
+    with cudnn_ops.using_plan_policy(policy):
+        on_a_side_stream(lambda: training_step(case, leaves, grad_out))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = training_step(case, leaves, grad_out)
+    cudnn_ops.cache_clear()
+    gc.collect()
+    for seed in (5, 6):
+        fresh = cases.make_inputs(case, torch.bfloat16, "cuda", seed=seed)
+        with torch.no_grad():
+            for leaf, values in zip(leaves, fresh, strict=True):
+                leaf.copy_(values)
+        for result in captured:
+            result.detach().fill_(torch.nan)
+        graph.replay()
+        results = Results(*(t.detach().clone() for t in captured))
+        cases.check_results(case, results, fresh, grad_out)
+
+
+def test_many_captures_hold_what_they_need_and_let_it_go():
+    """The polymorphic plan's tables live as long as their graph, and no longer."""
+    case = CASE
+    inputs = cases.make_inputs(case, torch.bfloat16, "cuda")
+    expected = torch.ops.cudnn_ops.sdpa(*inputs, **case.kwargs())
+    with cudnn_ops.using_plan_policy("polymorphic"):
+        on_a_side_stream(lambda: torch.ops.cudnn_ops.sdpa(*inputs, **case.kwargs()))
+        graphs = []
+        for _ in range(20):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = torch.ops.cudnn_ops.sdpa(*inputs, **case.kwargs())
+            graphs.append((graph, out))
+    del graphs[::2]
+    gc.collect()
+    for graph, out in graphs:
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("policy", ["auto", "exact", "polymorphic"])
+def test_no_plan_is_built_inside_a_capture(policy):
+    tensor = torch.randn(1, 2, 48, 64, device="cuda", dtype=torch.bfloat16)
+    with (
+        cudnn_ops.using_plan_policy(policy),
+        pytest.raises(RuntimeError, match=r"no plan for these shapes yet.*cudnn_ops\.warmup"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        torch.ops.cudnn_ops.sdpa(tensor, tensor, tensor)
+    torch.cuda.synchronize()
+    assert torch.ops.cudnn_ops.sdpa(tensor, tensor, tensor).isfinite().all()
+
+
+@pytest.mark.parametrize("plans", ["exact", "polymorphic"])
+def test_warmup_is_enough_for_a_capture(plans):
+    query, key, value = cases.make_inputs(CASE, torch.bfloat16, "cuda")
+    requests = cudnn_ops.plan_requests(
+        "sdpa", query, key, value, is_causal=True, training=False, plans=plans
+    )
+    assert cudnn_ops.warmup(requests, progress=False).built == 1
+    torch.ops.cudnn_ops.sdpa(query.cpu(), key.cpu(), value.cpu(), **CASE.kwargs())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = torch.ops.cudnn_ops.sdpa(query, key, value, **CASE.kwargs())
+    graph.replay()
+    expected = torch.ops.cudnn_ops.sdpa(query, key, value, **CASE.kwargs())
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("policy", ["auto", "exact", "polymorphic"])
+def test_reduce_overhead(policy):
+    """torch.compile's own CUDA graphs, forward and backward, at several lengths."""
+    torch._dynamo.reset()
+
+    def attend(query, key, value):
+        return cudnn_ops.scaled_dot_product_attention(
+            query.sin(), key, value, is_causal=True, enable_gqa=True
+        ).cos()
+
+    compiled = torch.compile(attend, mode="reduce-overhead", fullgraph=True, dynamic=False)
+    with cudnn_ops.using_plan_policy(policy):
+        for length in (64, 80, 100):
+            case = Case(2, 4, 2, length, length, 64, 64, is_causal=True)
+            grad_out = cases.make_grad_out(case, torch.bfloat16, "cuda")
+            for seed in range(4):  # warm up, record, replay
+                inputs = cases.make_inputs(case, torch.bfloat16, "cuda", seed)
+                ours, eager = ([t.detach().requires_grad_() for t in inputs] for _ in range(2))
+                torch.compiler.cudagraph_mark_step_begin()
+                out = compiled(*ours)
+                out.backward(grad_out)
+                expected = attend(*eager)
+                expected.backward(grad_out)
+                torch.testing.assert_close(out, expected, rtol=3e-2, atol=3e-2)
+                for a, b in zip(ours, eager, strict=True):
+                    torch.testing.assert_close(a.grad, b.grad, rtol=5e-2, atol=5e-2)
+    torch._dynamo.reset()
