@@ -26,6 +26,9 @@ class Table(NamedTuple):
 
     lines: Callable[[Sequence[Row]], Lines]
     numbers: str
+    benchmark: str
+    sampled: bool = True
+    """Whether the numbers are medians of as many samples as the environment says."""
 
 
 def sdpa(rows: Sequence[Row]) -> Lines:
@@ -51,12 +54,75 @@ def host_overhead(rows: Sequence[Row]) -> Lines:
     return [["", *impls], *([case, *(short(us[i]) for i in impls)] for case, us in times.items())]
 
 
+def new_lengths(rows: Sequence[Row]) -> Lines:
+    """Plans built and the cost of a length never seen: a line a number, a column a peer."""
+    plans, ms = pivot(rows, "plans_built"), pivot(rows, "new_shape_ms")
+    impls = unique(row["impl"] for row in rows if row["metric"] == "new_shape_ms")
+    lines = [["", *impls]]
+    for case, found in plans.items():
+        lines.append([f"plans built, {case}", *_cells(found, impls, lambda n: f"{n:.0f}")])
+    for case, found in ms.items():
+        lines.append([f"host ms added, {case}", *_cells(found, impls, short)])
+    return lines
+
+
+def polymorphic(rows: Sequence[Row]) -> Lines:
+    """GPU time by kind of plan, and over that of the exact one."""
+    times = pivot(rows, "gpu_ms")
+    impls = unique(row["impl"] for row in rows if row["metric"] == "gpu_ms")
+    others = [impl for impl in impls if impl != "exact"]
+    lines = [["B, Hq, Hkv, S, D", *impls, *(f"{other} / exact" for other in others)]]
+    for case, ms in times.items():
+        ratios = (f"{ms[other] / ms['exact']:.3f}" for other in others)
+        lines.append([case.replace(",", ", "), *(short(ms[impl]) for impl in impls), *ratios])
+    return lines
+
+
+def cold_start(rows: Sequence[Row]) -> Lines:
+    """A line a state of the process, a column an implementation."""
+    times = pivot(rows, "first_call_ms")
+    impls = unique(row["impl"] for row in rows)
+    return [["", *impls], *([case, *_cells(ms, impls, short)] for case, ms in times.items())]
+
+
+def soak(rows: Sequence[Row]) -> Lines:
+    """Memory as the shapes go by: a line a report."""
+    device, host = pivot(rows, "device_mib"), pivot(rows, "host_mib")
+    return [
+        ["", "device MiB", "host MiB"],
+        *([case, *(f"{m[case][OURS]:.0f}" for m in (device, host))] for case in device),
+    ]
+
+
+def _cells(
+    found: Mapping[str, float], impls: Sequence[str], form: Callable[[float], str]
+) -> list[str]:
+    return [form(found[impl]) if impl in found else "" for impl in impls]
+
+
 TABLES = {
     "sdpa": Table(
-        sdpa, "GPU time in ms, forward / backward, bf16; x is the peer's time over ours."
+        sdpa, "GPU time in ms, forward / backward, bf16; x is the peer's time over ours.", "sdpa"
     ),
     "host_overhead": Table(
-        host_overhead, "Host time of one call in µs, [1, 8, 64, 64] bf16, causal."
+        host_overhead, "Host time of one call in µs, [1, 8, 64, 64] bf16, causal.", "host_overhead"
+    ),
+    "new_lengths": Table(
+        new_lengths,
+        "4, 32, 8, S, 128 causal bf16, forward + backward; S drawn from 1 to 4096. Added is host "
+        "time beyond that of the same call made again, calls that build a plan of ours left out.",
+        "shape_churn",
+        sampled=False,
+    ),
+    "polymorphic": Table(polymorphic, "GPU time in ms, bf16.", "shape_churn"),
+    "cold_start": Table(
+        cold_start,
+        "Milliseconds, forward + backward with the GPU's work; medians of processes.",
+        "cold_start",
+        sampled=False,
+    ),
+    "soak": Table(
+        soak, "Forward + backward at distinct shapes, at most 48 plans held.", "soak", sampled=False
     ),
 }
 
@@ -87,7 +153,7 @@ def _every_gpu(name: str, results: Path) -> str:
     """The named table of each GPU that it was measured on."""
     if name not in TABLES:
         raise SystemExit(f"no table is named {name!r}; there are: {', '.join(TABLES)}")
-    files = sorted(results.glob(f"*/{name}.json"))
+    files = sorted(results.glob(f"*/{TABLES[name].benchmark}.json"))
     tables = (_markdown(TABLES[name], json.loads(file.read_text())) for file in files)
     return "\n".join(tables) or "Not measured yet.\n"
 
@@ -98,11 +164,12 @@ def _markdown(table: Table, found: Mapping[str, Any]) -> str:
     rule = ["---", *["---:"] * (len(header) - 1)]
     lines = "".join(f"| {' | '.join(line)} |\n" for line in (header, rule, *body))
     env = found["env"]
+    samples = f"Median of {env['rounds']} samples. " if table.sampled else ""
     # 40 hex digits say no more to a reader than 12 do; what follows them, as in "-dirty", does.
     commit = re.sub(r"^([0-9a-f]{12})[0-9a-f]*", r"\1", env["commit"])
     cudnn = f"{env['cudnn'] // 10000}.{env['cudnn'] // 100 % 100}.{env['cudnn'] % 100}"
     return (
-        f"{lines}\n{table.numbers} Median of {env['rounds']} samples. "
+        f"{lines}\n{table.numbers} {samples}"
         f"{env['gpu']}, commit {commit}, {env['date']}, torch {env['torch']}, cuDNN {cudnn}.\n"
     )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from cudnn_ops import cache, support
-from cudnn_ops.tune import EngineTable, tune_sdpa
+from cudnn_ops.tune import EngineTable, tune_sdpa, tune_standard_shapes
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _LAYOUTS = {"bshd": (0, 2, 1, 3), "bhsd": (0, 1, 2, 3)}
@@ -74,11 +74,14 @@ def _cache_clear(args: argparse.Namespace) -> int:
 
 
 def _tune(args: argparse.Namespace) -> int:
-    tuned = tune_sdpa(
-        *_tensors(args),  # type: ignore[arg-type]
-        is_causal=args.causal,
-        training=not args.inference,
-    )
+    if args.standard:
+        tuned = tune_standard_shapes()
+    else:
+        tuned = tune_sdpa(
+            *_tensors(args),  # type: ignore[arg-type]
+            is_causal=args.causal,
+            training=not args.inference,
+        )
     for plan in tuned:
         print(plan)
     if args.table:
@@ -153,6 +156,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     tune.add_argument("op", choices=["sdpa"])
     _add_tensors(tune)
+    tune.add_argument(
+        "--standard", action="store_true", help="the shapes that the package's table is made from"
+    )
     tune.add_argument("--inference", action="store_true", help="the forward without a gradient")
     tune.add_argument(
         "--table",

@@ -25,6 +25,26 @@ TABLES = Path(__file__).parent / "tuned"
 WORTHWHILE = 0.02
 
 
+#: Batch, query heads, key heads, query length, key length, head size, causal: what the package's
+#: tables are made from. Training, prompts, decoding, cross attention, large and small heads.
+STANDARD_SHAPES = (
+    (4, 32, 8, 2048, 2048, 128, True),
+    (2, 32, 8, 8192, 8192, 128, True),
+    (8, 16, 16, 1024, 1024, 64, False),
+    (8, 16, 16, 1024, 1024, 64, True),
+    (4, 32, 8, 300, 300, 128, True),
+    (32, 12, 12, 128, 128, 64, False),
+    (16, 12, 12, 512, 512, 64, True),
+    (2, 16, 16, 4096, 77, 64, False),
+    (4, 16, 16, 1500, 1500, 80, False),
+    (4, 16, 4, 2048, 2048, 96, True),
+    (2, 16, 8, 2048, 2048, 256, True),
+    (8, 32, 32, 256, 256, 32, False),
+    (64, 32, 8, 1, 2048, 128, False),
+    (8, 64, 1, 16, 4096, 128, False),
+)
+
+
 @dataclass(frozen=True)
 class TunedPlan:
     """The engines that cuDNN offers for one plan, and how long one call takes with each."""
@@ -96,6 +116,20 @@ def tune_sdpa(
         TunedPlan(PlanRequest(tuple(words)), dict(engines))
         for words, engines in _C.take_measurements()
     ]
+
+
+def tune_standard_shapes() -> list[TunedPlan]:
+    """:func:`tune_sdpa` for each of :data:`STANDARD_SHAPES`, bf16 in [B, S, H, D] memory."""
+    tuned = []
+    for batch, heads, heads_kv, length, length_kv, size, is_causal in STANDARD_SHAPES:
+
+        def tensor(heads: int, length: int, batch: int = batch, size: int = size) -> Tensor:
+            memory = (batch, length, heads, size)
+            return torch.empty(memory, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+
+        keys = tensor(heads_kv, length_kv)
+        tuned += tune_sdpa(tensor(heads, length), keys, keys, is_causal=is_causal)
+    return tuned
 
 
 def _random_like(tensor: Tensor, requires_grad: bool) -> Tensor:

@@ -130,8 +130,8 @@ def warmup(
     Args:
         requests: what :func:`plan_requests` gives for named shapes, or :func:`record_shapes` for
             those of a run.
-        device: ``"current"``, or a CUDA device; or, to fill the store for a GPU that is not here,
-            what :func:`cudnn_ops.support.explain` takes for a described one.
+        device: ``"current"``, or a CUDA device; or what :func:`cudnn_ops.support.explain` takes for
+            a described GPU, to see what cuDNN takes there (plans for it run nowhere).
         threads: how many plans are made at once; None stands for the number of CPUs, at most 8.
         progress: whether to show a bar on the terminal.
 

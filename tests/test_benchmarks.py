@@ -12,7 +12,17 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks import bench_host_overhead, bench_sdpa, gpu_suite, harness, peers, tables
+from benchmarks import (
+    bench_cold_start,
+    bench_host_overhead,
+    bench_sdpa,
+    bench_shape_churn,
+    bench_soak,
+    gpu_suite,
+    harness,
+    peers,
+    tables,
+)
 from benchmarks.harness import Rows
 
 SHAPE = bench_sdpa.Shape(2, 4, 2, 48, 16, causal=True)
@@ -205,6 +215,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_sdpa, "gpu_ms", clock)
     monkeypatch.setattr(bench_sdpa, "peak_bytes", lambda function: len(function()) * 2**20)
     monkeypatch.setattr(bench_host_overhead, "host_us", clock)
+    for name in ("SHAPES", "tensors", "gpu_ms"):
+        monkeypatch.setattr(bench_shape_churn, name, getattr(bench_sdpa, name))
     monkeypatch.setattr(torch, "randn", lambda *a, **k: randn(*a, **{**k, "device": "cpu"}))
     monkeypatch.setattr(peers, "backend", lambda _: nullcontext())
     monkeypatch.setattr(peers, "sdpa", lambda *n: dict.fromkeys(n, scaled_dot_product_attention))
@@ -236,6 +248,89 @@ def test_bench_host_overhead_rows_make_its_table() -> None:
         ["", "cudnn_ops", "cudnn_ops_function", "torch_cudnn", "torch_flash"],
         *([case, *["2.00"] * 4] for case in cases),
     ]
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_bench_shape_churn_rows_make_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(bench_shape_churn, "LONGEST", 20)
+    rows = Rows(ENV)
+    bench_shape_churn.run(rows, rounds=1)
+    plans, lengths = pivot_keys(rows, "plans_built"), pivot_keys(rows, "new_shape_ms")
+    assert plans == ["40 lengths, sdpa", "40 lengths, sdpa_backward"]
+    assert lengths == [
+        "40 lengths, median",
+        "40 lengths, 99th percentile",
+    ]
+    table = tables.new_lengths(rows.rows)
+    assert table[0] == ["", "cudnn_ops", "torch_cudnn"]
+    assert table[1] == ["plans built, 40 lengths, sdpa", "0", ""]
+    assert [line[0] for line in table[3:]] == [f"host ms added, {case}" for case in lengths]
+    shape = "2, 4, 2, 48, 16 causal"
+    assert tables.polymorphic(rows.rows) == [
+        [
+            "B, Hq, Hkv, S, D",
+            "exact",
+            "polymorphic",
+            "promoted",
+            "polymorphic / exact",
+            "promoted / exact",
+        ],
+        *(
+            [f"{shape} {which}", "2.00", "2.00", "2.00", "1.000", "1.000"]
+            for which in ("fwd,  inference", "fwd", "bwd")
+        ),
+    ]
+
+
+def pivot_keys(rows: Rows, metric: str) -> list[str]:
+    return list(harness.pivot(rows.rows, metric))
+
+
+def test_bench_cold_start_rows_make_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def child(name: str, store: str) -> list[float]:
+        calls.append((name, bool(store)))
+        return [100.0, 20.0 if store else 90.0, 1.0]
+
+    monkeypatch.setattr(bench_cold_start, "child", child)
+    rows = Rows(ENV)
+    bench_cold_start.run(rows, rounds=1)
+    assert calls[0] == ("cudnn_ops", True)
+    assert calls.count(("torch_cudnn", False)) == calls.count(("cudnn_ops", False)) == 2
+    table = tables.cold_start(rows.rows)
+    assert table[0] == ["", "cudnn_ops", "torch_cudnn"]
+    assert table[1] == ["4,32,8,2048,128 causal, warm store", "20.0", ""]
+    assert table[4] == ["4,32,8,2048,128 causal, no store", "90.0", "90.0"]
+
+
+def test_bench_cold_start_tells_why_a_process_failed() -> None:
+    with pytest.raises(RuntimeError, match="nobody"):
+        bench_cold_start.child("nobody", "")
+
+
+def test_soak_shapes_are_distinct() -> None:
+    shapes = list(bench_soak.shapes(bench_soak.SHAPES))
+    assert len(set(shapes)) == len(shapes) == bench_soak.SHAPES
+    assert len({shape[1:3] + shape[4:] for shape in shapes}) > 4 * bench_soak.CACHE_LIMIT
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_bench_soak_rows_make_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 << 20, 5 << 20))
+    monkeypatch.setattr(bench_soak, "shapes", lambda total: [(1, 2, 1, 8, 16, True)] * total)
+    rows = Rows(ENV)
+    bench_soak.run(rows, rounds=1)
+    table = tables.soak(rows.rows)
+    assert table[0] == ["", "device MiB", "host MiB"]
+    assert [line[:2] for line in table[1:]] == [
+        [f"after {count} shapes", "2"] for count in range(50, 501, 50)
+    ]
+    assert int(table[1][2]) > 50
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -131,3 +131,71 @@ def test_reduce_overhead(policy):
                 for a, b in zip(ours, eager, strict=True):
                     torch.testing.assert_close(a.grad, b.grad, rtol=5e-2, atol=5e-2)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("policy", ["auto", "exact", "polymorphic"])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "packed"])
+def test_replay_with_other_lengths(layout, policy):
+    """The lengths are on the device: one captured graph, forward and backward, serves them all."""
+    case = Case(3, 4, 2, 150, 170, 64, 64, is_causal=True, layout=layout)
+    inputs = cases.make_inputs(case, torch.bfloat16, "cuda")
+    grad_out = cases.make_grad_out(case, torch.bfloat16, "cuda")
+    lens_q, lens_kv = (torch.ones(3, dtype=torch.int32, device="cuda") for _ in range(2))
+
+    def step():
+        out, lse = torch.ops.cudnn_ops._sdpa_padded(*inputs, lens_q, lens_kv, True, None)
+        return [
+            out,
+            lse,
+            *torch.ops.cudnn_ops._sdpa_padded_backward(
+                grad_out, *inputs, out, lse, lens_q, lens_kv, True, None
+            ),
+        ]
+
+    with cudnn_ops.using_plan_policy(policy):
+        on_a_side_stream(step)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+    cudnn_ops.cache_clear()
+    for lengths in ([150, 64, 1], [7, 150, 128], [0, 33, 65], [100, 0, 150]):
+        for lengths_kv in ([170, 170, 170], [64, 129, 2], [1, 170, 63]):
+            lens_q.copy_(torch.tensor(lengths))
+            lens_kv.copy_(torch.tensor(lengths_kv))
+            for result in captured:
+                result.fill_(torch.nan)
+            graph.replay()
+            check_padded(case, captured, inputs, grad_out, lengths, lengths_kv)
+
+
+def check_padded(case, results, inputs, grad_out, lengths, lengths_kv):
+    """Each sequence by itself equals the reference, and what lies beyond it is empty."""
+    out, lse, *grads = results
+    for entry, (n, n_kv) in enumerate(zip(lengths, lengths_kv, strict=True)):
+        rows, keys = slice(entry, entry + 1), slice(0, n_kv)
+        one = Case(1, 4, 2, n, n_kv, 64, 64, is_causal=True)
+        query = inputs[0][rows, :, :n]
+        key, value = (tensor[rows, :, keys] for tensor in inputs[1:])
+        part = Results(
+            out[rows, :, :n],
+            lse[rows, :, :n],
+            grads[0][rows, :, :n],
+            *(g[rows, :, keys] for g in grads[1:]),
+        )
+        if n:
+            cases.check_results(one, part, (query, key, value), grad_out[rows, :, :n])
+        else:
+            assert not part.grad_key.any()
+            assert not part.grad_value.any()
+        assert not out[rows, :, n:].any()
+        assert (lse[rows, :, n:] == -torch.inf).all()
+        assert not grads[0][rows, :, n:].any()
+        assert not any(g[rows, :, n_kv:].any() for g in grads[1:])
+
+
+def test_lengths_have_to_fit():
+    query, key, value = cases.make_inputs(CASE, torch.bfloat16, "cuda")
+    good = torch.ones(2, dtype=torch.int32, device="cuda")
+    for bad in (good.long(), good[:1], good.cpu(), good.repeat(2)[::2]):
+        with pytest.raises(ValueError, match=r"seq_lens_kv must be a contiguous int32 tensor"):
+            torch.ops.cudnn_ops._sdpa_padded(query, key, value, good, bad, False, None)

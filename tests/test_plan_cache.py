@@ -123,8 +123,14 @@ def test_memory_elsewhere_takes_the_same_plan():
     assert counters() == (2, 1, 0, 1)
 
 
+@pytest.fixture
+def exact_plans():
+    with cudnn_ops.using_plan_policy("exact"):
+        yield
+
+
 @pytest.mark.gpu
-def test_plans_are_evicted_while_they_run():
+def test_plans_are_evicted_while_they_run(exact_plans):
     cudnn_ops.set_cache_limit(1)
     lengths = [64, 128, 192, 256]
     inputs = {s: torch.randn(4, 8, s, 64, device="cuda").bfloat16() for s in lengths}
@@ -139,7 +145,7 @@ def test_plans_are_evicted_while_they_run():
 
 
 @pytest.mark.gpu
-def test_threads_and_streams_share_plans():
+def test_threads_and_streams_share_plans(exact_plans):
     inputs = cases.make_inputs(CASE, torch.bfloat16, "cuda")
     expected = torch.ops.cudnn_ops.sdpa(*inputs, **CASE.kwargs())
     torch.cuda.synchronize()

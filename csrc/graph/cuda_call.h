@@ -40,8 +40,9 @@ using PlanPtr = std::shared_ptr<const Plan>;
 // prefers polymorphic plans. A call whose plan is there costs no more than this and execute().
 PlanPtr ready_plan(const PlanKey& key);
 
-// Whether a call without a ready plan runs on its family's polymorphic plan (PlanPolicy). While
-// a CUDA graph is captured: whether that plan is there.
+// Whether a call without a ready plan runs on its family's polymorphic plan: as PlanPolicy says,
+// and at the family's first call if the cache has that plan, or the store it and not the exact
+// one. While a CUDA graph is captured: whether the cache has it.
 bool takes_polymorphic(const PlanKey& exact, const PlanKey& polymorphic, const PlanKey& family);
 
 // The polymorphic plan, found or made; null when cuDNN refuses it, as it then will for the whole

@@ -6,6 +6,7 @@
 #include "plan_cache.h"
 #include "plan_policy.h"
 #include "plan_source.h"
+#include "plan_store.h"
 
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cudnn/Handle.h>
@@ -88,9 +89,17 @@ PlanPtr ready_plan(const PlanKey& key) {
 
 bool takes_polymorphic(const PlanKey& exact, const PlanKey& polymorphic, const PlanKey& family) {
   auto& policy = PlanPolicy::global();
-  const bool is_served = PlanCache::global().contains(polymorphic);
-  if (is_capturing()) return is_served && policy.policy() != Policy::kExact;
-  return policy.takes_polymorphic(exact, family, is_served);
+  if (is_capturing()) {
+    return policy.policy() != Policy::kExact && PlanCache::global().contains(polymorphic);
+  }
+  return policy.takes_polymorphic(exact, family, [&] {
+    if (PlanCache::global().contains(polymorphic)) return true;
+    auto& store = PlanStore::global();
+    if (!store.is_on()) return false;
+    // To read a plan is quick, to build one is not.
+    const std::string gpu = live_target().gpu();
+    return store.contains(polymorphic, gpu) && !store.contains(exact, gpu);
+  });
 }
 
 PlanPtr polymorphic_plan(const Call& call, const PlanKey& polymorphic, const PlanKey& family) {

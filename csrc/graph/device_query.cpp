@@ -7,7 +7,7 @@
 #include "plan_source.h"
 #include "target.h"
 
-#include <c10/util/Exception.h>
+#include <stdexcept>
 
 namespace cudnn_ops::graph {
 namespace {
@@ -17,8 +17,8 @@ Target target_of(const std::string& device) {
     try {
       return Target::described(device);
     } catch (const NotSupported& error) {
-      TORCH_CHECK_VALUE(false, "cudnn_ops: this is not the description of a GPU that cuDNN ",
-                        version_name(cudnn().version), " can read: ", error.what());
+      throw std::invalid_argument("cudnn_ops: this is not the description of a GPU that cuDNN " +
+                                  version_name(cudnn().version) + " can read: " + error.what());
     }
   }
 #ifdef CUDNN_OPS_WITH_CUDA
@@ -39,7 +39,7 @@ Answer ask(c10::ArrayRef<int64_t> words, const std::string& device) {
   } catch (const NotSupported& refusal) {
     return {false, refusal.what(), "", 0};
   } catch (const CudnnError& error) {
-    TORCH_CHECK(false, "cudnn_ops: ", error.what());
+    throw CudnnError(std::string("cudnn_ops: ") + error.what());
   }
 }
 

@@ -14,7 +14,8 @@ namespace cudnn_ops::graph {
 using Answer = std::tuple<bool, std::string, std::string, int64_t>;
 
 // `words` are a PlanKey's. `device` is the JSON description of a GPU, or "current" for the live
-// one. The plan goes to the cache. Throws std::invalid_argument for words that are no key.
+// one. The plan goes to the cache. Throws std::invalid_argument for words that are no key and for
+// what describes no GPU, CudnnError where no libcudnn can be had.
 Answer ask(c10::ArrayRef<int64_t> words, const std::string& device);
 
 }  // namespace cudnn_ops::graph

@@ -7,7 +7,8 @@ PlanPolicy& PlanPolicy::global() {
   return *policy;
 }
 
-bool PlanPolicy::takes_polymorphic(const PlanKey& exact, const PlanKey& family, bool is_served) {
+bool PlanPolicy::takes_polymorphic(const PlanKey& exact, const PlanKey& family,
+                                   c10::function_ref<bool()> is_served) {
   const Policy policy = this->policy();
   if (policy == Policy::kExact) return false;
   std::lock_guard<std::mutex> lock(mutex_);
@@ -15,7 +16,7 @@ bool PlanPolicy::takes_polymorphic(const PlanKey& exact, const PlanKey& family, 
   if (policy == Policy::kPolymorphic) return true;
   if (families_.size() >= kMaxEntries) families_.clear();
   const bool is_first = families_.insert(family).second;
-  if (is_first && !is_served) return false;
+  if (is_first && !is_served()) return false;
   if (calls_.size() >= kMaxEntries) calls_.clear();
   return ++calls_[exact] <= promote_after();
 }

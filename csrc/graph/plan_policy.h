@@ -7,6 +7,8 @@
 
 #include "plan_key.h"
 
+#include <c10/util/FunctionRef.h>
+
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -17,7 +19,8 @@
 namespace cudnn_ops::graph {
 
 enum class Policy : uint8_t {
-  // A family's first shape gets an exact plan. From its second on, shapes run on the family's
+  // A family's first shape gets an exact plan, unless the polymorphic one is at hand. From its
+  // second on, shapes run on the family's
   // polymorphic plan, and one that has been called often enough gets an exact plan of its own.
   kAuto,
   kExact,        // an exact plan for each shape
@@ -56,8 +59,9 @@ class PlanPolicy {
 
   // Whether a call that has no exact plan yet takes the polymorphic one, and counts the call.
   // `family` is the polymorphic plan's key without the sizes it is declared for.
-  // `is_served`: the family has a plan for this call already.
-  bool takes_polymorphic(const PlanKey& exact, const PlanKey& family, bool is_served);
+  // `is_served` is asked at a family's first call: whether the polymorphic plan is at hand already.
+  bool takes_polymorphic(const PlanKey& exact, const PlanKey& family,
+                         c10::function_ref<bool()> is_served);
 
   // cuDNN has no polymorphic plan for this family: from now on its plans are exact.
   void refuse(const PlanKey& family);

@@ -255,6 +255,13 @@ void PlanStore::warn_once(Trouble trouble, const std::string& message) {
   TORCH_WARN("cudnn_ops: ", message);
 }
 
+bool PlanStore::contains(const PlanKey& key, const std::string& gpu) {
+  int64_t limit = 0;
+  const std::string folder = folder_and_limit(limit);
+  if (folder.empty()) return false;
+  return access((folder + "/" + file_name(identity_of(key, gpu))).c_str(), R_OK) == 0;
+}
+
 std::optional<std::string> PlanStore::load(const PlanKey& key, const std::string& gpu) {
   int64_t limit = 0;
   const std::string folder = folder_and_limit(limit);

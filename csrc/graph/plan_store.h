@@ -38,8 +38,10 @@ class PlanStore {
   // Most bytes of plans that the folder keeps; the least recently used go first.
   void set_limit(int64_t bytes);
 
-  // `gpu` is Target::gpu(). What load() gives is what save() got for the same key, GPU, and
-  // versions of cuDNN, the frontend and this file's format.
+  // `gpu` is Target::gpu(). contains() only looks whether there is a file; what load() gives is
+  // what save() got for the same key, GPU, and versions of cuDNN, the frontend and this file's
+  // format.
+  bool contains(const PlanKey& key, const std::string& gpu);
   std::optional<std::string> load(const PlanKey& key, const std::string& gpu);
   void save(const PlanKey& key, const std::string& gpu, const std::string& plan);
 

@@ -1,6 +1,7 @@
 // What a ragged graph is told of its sequences at run time: where each begins in each tensor,
-// and how long each is. Here every sequence has the same length and the same distance from the
-// one before, and the graph may be declared for more of them than there are: the rest are empty.
+// and how long each is. Every sequence has the same distance from the one before; all have the
+// same length, or lengths that the device knows. The graph may be declared for more of them than
+// there are: the rest are empty.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -20,6 +21,8 @@ class RaggedTable {
   void add_offsets(int64_t step);
   // Int32 [declared_batch].
   void add_lengths(int64_t length);
+  // Likewise, from int32 [batch] on the device, which upload() queues a copy of.
+  void add_lengths(const void* lengths);
 
   // Copies the table to the current device, on the current stream, without waiting for it. What
   // is returned keeps it there; the columns' addresses, in the order in which they were added,
@@ -29,12 +32,13 @@ class RaggedTable {
  private:
   struct Column {
     bool is_offsets;
-    int64_t value;  // step or length
-    size_t start;   // in words
+    int64_t value;       // step or length
+    size_t start;        // in words
+    const void* source;  // of lengths that the device knows, else null
   };
 
   // False when an equal column is there, which then serves for both.
-  bool begin_column(bool is_offsets, int64_t value);
+  bool begin_column(bool is_offsets, int64_t value, const void* source = nullptr);
 
   int64_t batch_, declared_batch_;
   c10::SmallVector<int64_t, 256> words_;

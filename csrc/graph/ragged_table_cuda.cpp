@@ -1,12 +1,11 @@
 #include "ragged_table.h"
 
-#include <algorithm>
-
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <vector>
 
 namespace cudnn_ops::graph {
@@ -34,15 +33,15 @@ const void* copy_for_capture(cudaStream_t stream, c10::ArrayRef<int64_t> words) 
 
 }  // namespace
 
-bool RaggedTable::begin_column(bool is_offsets, int64_t value) {
+bool RaggedTable::begin_column(bool is_offsets, int64_t value, const void* source) {
   for (const auto& column : columns_) {
-    if (column.is_offsets == is_offsets && column.value == value) {
+    if (column.is_offsets == is_offsets && column.value == value && column.source == source) {
       columns_.push_back(column);
       return false;
     }
   }
   if (words_.size() % 2 != 0) words_.push_back(0);  // 16 bytes
-  columns_.push_back({is_offsets, value, words_.size()});
+  columns_.push_back({is_offsets, value, words_.size(), source});
   return true;
 }
 
@@ -57,6 +56,11 @@ void RaggedTable::add_lengths(int64_t length) {
   for (int64_t i = 0; i < declared_batch_; i += 2) words_.push_back(at(i) | at(i + 1) << 32);
 }
 
+void RaggedTable::add_lengths(const void* lengths) {
+  if (!begin_column(/*is_offsets=*/false, 0, lengths)) return;
+  words_.resize(words_.size() + static_cast<size_t>(declared_batch_ + 1) / 2);
+}
+
 c10::DataPtr RaggedTable::upload(c10::SmallVectorImpl<void*>& pointers, bool capturing) const {
   const size_t bytes = words_.size() * sizeof(int64_t);
   auto memory = c10::cuda::CUDACachingAllocator::get()->allocate(bytes);
@@ -65,7 +69,12 @@ c10::DataPtr RaggedTable::upload(c10::SmallVectorImpl<void*>& pointers, bool cap
   const void* source = capturing ? copy_for_capture(stream, words_) : words_.data();
   C10_CUDA_CHECK(cudaMemcpyAsync(memory.get(), source, bytes, cudaMemcpyHostToDevice, stream));
   for (const auto& column : columns_) {
-    pointers.push_back(static_cast<int64_t*>(memory.get()) + column.start);
+    void* place = static_cast<int64_t*>(memory.get()) + column.start;
+    pointers.push_back(place);
+    if (column.source != nullptr) {
+      C10_CUDA_CHECK(cudaMemcpyAsync(place, column.source, batch_ * sizeof(int32_t),
+                                     cudaMemcpyDeviceToDevice, stream));
+    }
   }
   return memory;
 }

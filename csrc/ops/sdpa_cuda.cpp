@@ -19,16 +19,7 @@ namespace {
 
 using graph::TensorDesc;
 
-at::Tensor empty_like_order(c10::IntArrayRef sizes, const at::Tensor& like) {
-  return at::detail::empty_strided_cuda(sizes, dense_strides_like(sizes, like), like.scalar_type(),
-                                        like.device());
-}
-
-// cuDNN 9.19 computes the gradients of query and key wrongly, and says nothing, for what lies
-// beyond 2^31 elements (measured on an H200, where torch's own cuDNN backend gives the same
-// wrong numbers; the forward is right). Larger problems are computed in parts.
-constexpr int64_t kMaxBackwardElements = int64_t{1} << 31;
-// Its backward also launches a row of blocks for each batch entry and for each head, and CUDA
+// cuDNN's backward launches a row of blocks for each batch entry and for each head, and CUDA
 // takes no more rows than this.
 constexpr int64_t kMaxBackwardRows = 65535;
 
@@ -39,31 +30,31 @@ int64_t extent(const at::Tensor& tensor) {
   return last + 1;
 }
 
-// The tensor itself when cuDNN can address it, else a dense copy in the same memory order.
-at::Tensor addressable(const at::Tensor& tensor, const at::Tensor& like,
-                       int64_t max_extent = std::numeric_limits<int64_t>::max()) {
+}  // namespace
+
+at::Tensor empty_like_order(c10::IntArrayRef sizes, const at::Tensor& like) {
+  return at::detail::empty_strided_cuda(sizes, dense_strides_like(sizes, like), like.scalar_type(),
+                                        like.device());
+}
+
+at::Tensor addressable(const at::Tensor& tensor, const at::Tensor& like, int64_t max_extent) {
   if (graph::is_addressable(tensor) && extent(tensor) <= max_extent) return tensor;
   return empty_like_order(tensor.sizes(), like).copy_(tensor);
 }
 
-// cuDNN takes the maximum of the scores before it scales them, so a scale that is not positive
-// overflows or gives NaN. Such a scale is folded into the query: scale * q == scale' * (sign * q)
-// with scale' > 0 and sign -1 or 0, both of which are exact.
-struct Scale {
-  float value;
-  double query_sign;  // 1: leave the query alone
+Scale::Scale(std::optional<double> scale, const at::Tensor& query) {
+  value = static_cast<float>(scale.value_or(1.0 / std::sqrt(static_cast<double>(query.size(3)))));
+  // The GPU takes what is smaller than the smallest normal number for zero.
+  const bool is_zero = std::abs(value) < std::numeric_limits<float>::min();
+  query_sign = is_zero ? 0 : value > 0 ? 1 : -1;
+  value = is_zero ? 1.0F : std::abs(value);
+}
 
-  Scale(std::optional<double> scale, const at::Tensor& query) {
-    value = static_cast<float>(scale.value_or(1.0 / std::sqrt(static_cast<double>(query.size(3)))));
-    // The GPU takes what is smaller than the smallest normal number for zero.
-    const bool is_zero = std::abs(value) < std::numeric_limits<float>::min();
-    query_sign = is_zero ? 0 : value > 0 ? 1 : -1;
-    value = is_zero ? 1.0F : std::abs(value);
-  }
-  at::Tensor applied_to(const at::Tensor& query) const {
-    return query_sign == 1 ? query : query.mul(query_sign);
-  }
-};
+at::Tensor Scale::applied_to(const at::Tensor& query) const {
+  return query_sign == 1 ? query : query.mul(query_sign);
+}
+
+namespace {
 
 std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& query_, const at::Tensor& key_,
                                            const at::Tensor& value_, bool is_causal,

@@ -5,7 +5,32 @@
 
 #include "../graph/cuda_call.h"
 
+#include <limits>
+
 namespace cudnn_ops {
+
+// An uninitialized dense tensor whose dimensions lie in memory in the order of those of `like`.
+at::Tensor empty_like_order(c10::IntArrayRef sizes, const at::Tensor& like);
+
+// The tensor itself when cuDNN can address it, else a dense copy in the memory order of `like`.
+at::Tensor addressable(const at::Tensor& tensor, const at::Tensor& like,
+                       int64_t max_extent = std::numeric_limits<int64_t>::max());
+
+// cuDNN 9.19 computes the gradients of query and key wrongly, and says nothing, for what lies
+// beyond 2^31 elements (measured on an H200, where torch's own cuDNN backend gives the same
+// wrong numbers; the forward is right). Larger problems are computed in parts.
+constexpr int64_t kMaxBackwardElements = int64_t{1} << 31;
+
+// cuDNN takes the maximum of the scores before it scales them, so a scale that is not positive
+// overflows or gives NaN. Such a scale is folded into the query: scale * q == scale' * (sign * q)
+// with scale' > 0 and sign -1 or 0, both of which are exact.
+struct Scale {
+  float value;
+  double query_sign;  // 1: leave the query alone
+
+  Scale(std::optional<double> scale, const at::Tensor& query);
+  at::Tensor applied_to(const at::Tensor& query) const;
+};
 
 struct SdpaForwardTensors {
   const at::Tensor &query, &key, &value;
@@ -17,12 +42,24 @@ struct SdpaBackwardTensors {
   const at::Tensor &grad_query, &grad_key, &grad_value;  // written
 };
 
-// Runs the problem on its family's polymorphic plan, repacking what offsets cannot address.
-// False, with nothing done, when the policy or cuDNN wants an exact plan (sdpa_ragged_cuda.cpp).
+// Int32 [B] on the device: how many of each sequence's queries and keys there are.
+struct SequenceLengths {
+  const at::Tensor &query, &key;
+};
+
+// Runs the problem on its family's polymorphic plan, repacking what offsets cannot address
+// (sdpa_ragged_cuda.cpp). False, with nothing done, when the policy or cuDNN wants an exact plan.
 bool run_ragged(const SdpaForwardParams& params, const graph::PlanKey& exact,
                 const SdpaForwardTensors& tensors, float* scale);
 bool run_ragged(const SdpaBackwardParams& params, const graph::PlanKey& exact,
                 const SdpaBackwardTensors& tensors, float* scale);
+
+// The same whatever the policy is, with lengths that are read when the plan runs. What lies
+// beyond them becomes 0, and -inf in the log-sum-exp. Raises when cuDNN has no such plan.
+void run_padded(const SdpaForwardParams& params, const SdpaForwardTensors& tensors,
+                const SequenceLengths& lengths, float* scale);
+void run_padded(const SdpaBackwardParams& params, const SdpaBackwardTensors& tensors,
+                const SequenceLengths& lengths, float* scale);
 
 inline graph::Call forward_call(c10::ArrayRef<void*> pointers,
                                 c10::ArrayRef<graph::Call::Written> written) {

@@ -49,7 +49,9 @@ std::tuple<std::vector<int64_t>, std::string> plan_key(const at::Tensor& query,
                 polymorphic)
           : words(SdpaForwardParams{q, k, v, out, is_causal, with_lse}, polymorphic);
   const char* refusal =
-      result.empty() ? "a polymorphic plan would be declared for over 2^31 elements" : "";
+      result.empty()
+          ? "a polymorphic plan would be declared for over 2^31 elements or 65535 sequences"
+          : "";
   return {std::move(result), refusal};
 }
 

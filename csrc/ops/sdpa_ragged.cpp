@@ -11,6 +11,9 @@ using graph::TensorDesc;
 // cuDNN's backward is wrong beyond this many elements (sdpa_cuda.cpp), declared ones included.
 constexpr int64_t kMaxElements = int64_t{1} << 31;
 
+// CUDA launches no more rows of blocks, and the backward takes one for each batch entry.
+constexpr int64_t kMaxBatch = 65535;
+
 int64_t floor_power_of_2(int64_t n) {
   int64_t power = 1;
   while (power * 2 <= n) power *= 2;
@@ -35,7 +38,8 @@ int64_t declared_length(int64_t length) {
 // workspace as above. Two sizes an octave: 1, 2, 3, 4, 6, 8, 12, ...
 int64_t declared_batch(int64_t batch) {
   if (batch <= 2) return batch;
-  return round_up(batch, std::max<int64_t>(floor_power_of_2(batch - 1) / 2, 1));
+  const int64_t step = std::max<int64_t>(floor_power_of_2(batch - 1) / 2, 1);
+  return std::min(round_up(batch, step), kMaxBatch);
 }
 
 void declare(TensorDesc& tensor, int64_t batch, int64_t length) {
@@ -67,6 +71,7 @@ void declare_all(Params& params, int64_t batch, int64_t length, int64_t length_k
 
 template <class Params>
 std::optional<Params> ragged_of(Params params) {
+  if (params.query.sizes[0] > kMaxBatch) return std::nullopt;
   declare_all(params, declared_batch(params.query.sizes[0]), declared_length(params.query.sizes[2]),
               declared_length(params.key.sizes[2]));
   bool fits = true;

@@ -8,6 +8,8 @@
 
 #include <ATen/cuda/EmptyTensor.h>
 
+#include <limits>
+
 namespace cudnn_ops {
 namespace {
 
@@ -47,12 +49,17 @@ class Result {
 };
 
 // The log-sum-exp as the plan is declared, [declared batch, H, declared length], of which the
-// first part holds the values. cuDNN 9.19 takes no other strides.
+// first part holds the values; cuDNN 9.19 takes no other strides. Where the problem fills what is
+// declared, that is the log-sum-exp itself.
 struct PaddedLse {
   at::Tensor memory, values;
+  bool is_copy;
 
-  PaddedLse(const TensorDesc& declared_query, const at::Tensor& lse) {
+  PaddedLse(const TensorDesc& declared_query, const at::Tensor& lse)
+      : memory(lse), values(lse), is_copy(false) {
     const auto& sizes = declared_query.sizes;
+    if (lse.size(0) == sizes[0] && lse.size(2) == sizes[2]) return;
+    is_copy = true;
     memory = at::detail::empty_cuda({sizes[0], sizes[1], sizes[2]}, at::kFloat, lse.device(),
                                     std::nullopt);
     values = memory.narrow(0, 0, lse.size(0)).narrow(2, 0, lse.size(2));
@@ -65,65 +72,62 @@ int64_t step(const at::Tensor& tensor) {
 }
 
 using Pointers = c10::SmallVector<void*, 24>;
+using Written = c10::SmallVector<graph::Call::Written, 3>;
 
-// Appends the table's addresses and runs the plan; false if cuDNN has none for this family.
-bool run(graph::Call (*describe)(c10::ArrayRef<void*>, c10::ArrayRef<graph::Call::Written>),
-         const graph::RaggedTable& table, Pointers& pointers,
-         c10::ArrayRef<graph::Call::Written> written, const graph::PlanKey& polymorphic,
-         const graph::PlanKey& family) {
-  const auto memory = table.upload(pointers, graph::is_capturing());
-  const graph::Call call = describe(pointers, written);
-  const auto plan = graph::polymorphic_plan(call, polymorphic, family);
-  if (plan != nullptr) graph::execute(call, *plan);
-  return plan != nullptr;
+void add_lengths(graph::RaggedTable& table, const at::Tensor& query, const at::Tensor& key,
+                 const SequenceLengths* lengths) {
+  if (lengths != nullptr) {
+    table.add_lengths(lengths->query.const_data_ptr());
+    table.add_lengths(lengths->key.const_data_ptr());
+  } else {
+    table.add_lengths(query.size(2));
+    table.add_lengths(key.size(2));
+  }
 }
 
-}  // namespace
-
-bool run_ragged(const SdpaForwardParams& params, const graph::PlanKey& exact,
-                const SdpaForwardTensors& tensors, float* scale) {
-  const auto declared = ragged(params);
-  if (!declared) return false;
-  const auto polymorphic = graph::PlanKey::of(*declared, exact.target());
-  const auto family = graph::PlanKey::of(family_of(*declared), exact.target());
-  if (!graph::takes_polymorphic(exact, polymorphic, family)) return false;
-
+// Runs the plan that `find` gives for the call; false if there is none. With `lengths`, what
+// lies beyond them is 0 in the results, and minus infinity in the log-sum-exp.
+template <class FindPlan>
+bool run(const SdpaForwardParams& declared, const SdpaForwardTensors& tensors, float* scale,
+         const SequenceLengths* lengths, const FindPlan& find) {
   const at::Tensor query = packed(tensors.query), key = packed(tensors.key),
                    value = packed(tensors.value);
   const Result out(tensors.out);
   Pointers pointers{read(query), read(key), read(value), scale, write(out.tensor())};
-  c10::SmallVector<graph::Call::Written, 2> written{{4, out.tensor().nbytes()}};
+  Written written{{4, out.tensor().nbytes()}};
   std::optional<PaddedLse> lse;
-  if (params.with_lse) {
-    lse.emplace(declared->query, tensors.lse);
+  if (declared.with_lse) {
+    lse.emplace(declared.query, tensors.lse);
     pointers.push_back(write(lse->memory));
     written.push_back({5, lse->memory.nbytes()});
   }
-  graph::RaggedTable table(query.size(0), declared->query.sizes[0]);
+  if (lengths != nullptr) {
+    out.tensor().zero_();
+    if (lse) lse->values.fill_(-std::numeric_limits<double>::infinity());
+  }
+  graph::RaggedTable table(query.size(0), declared.query.sizes[0]);
   for (const auto* tensor : {&query, &key, &value, &out.tensor()}) table.add_offsets(step(*tensor));
-  table.add_lengths(query.size(2));
-  table.add_lengths(key.size(2));
-  if (!run(forward_call, table, pointers, written, polymorphic, family)) return false;
+  add_lengths(table, query, key, lengths);
+  const auto memory = table.upload(pointers, graph::is_capturing());
+  const graph::Call call = forward_call(pointers, written);
+  const auto plan = find(call);
+  if (plan == nullptr) return false;
+  graph::execute(call, *plan);
   out.finish();
-  if (lse) tensors.lse.copy_(lse->values);
+  if (lse && lse->is_copy) tensors.lse.copy_(lse->values);
   return true;
 }
 
-bool run_ragged(const SdpaBackwardParams& params, const graph::PlanKey& exact,
-                const SdpaBackwardTensors& tensors, float* scale) {
-  const auto declared = ragged(params);
-  if (!declared) return false;
-  const auto polymorphic = graph::PlanKey::of(*declared, exact.target());
-  const auto family = graph::PlanKey::of(family_of(*declared), exact.target());
-  if (!graph::takes_polymorphic(exact, polymorphic, family)) return false;
-
+template <class FindPlan>
+bool run(const SdpaBackwardParams& declared, const SdpaBackwardTensors& tensors, float* scale,
+         const SequenceLengths* lengths, const FindPlan& find) {
   const at::Tensor query = packed(tensors.query), key = packed(tensors.key),
                    value = packed(tensors.value), out = packed(tensors.out),
                    grad_out = packed(tensors.grad_out);
   const Result grad_query(tensors.grad_query), grad_key(tensors.grad_key),
       grad_value(tensors.grad_value);
-  const PaddedLse lse(declared->query, tensors.lse);
-  lse.values.copy_(tensors.lse);
+  const PaddedLse lse(declared.query, tensors.lse);
+  if (lse.is_copy) lse.values.copy_(tensors.lse);
   Pointers pointers{read(query),
                     read(key),
                     read(value),
@@ -134,19 +138,72 @@ bool run_ragged(const SdpaBackwardParams& params, const graph::PlanKey& exact,
                     write(grad_query.tensor()),
                     write(grad_key.tensor()),
                     write(grad_value.tensor())};
-  const std::array<graph::Call::Written, 3> written{{{7, grad_query.tensor().nbytes()},
-                                                     {8, grad_key.tensor().nbytes()},
-                                                     {9, grad_value.tensor().nbytes()}}};
-  graph::RaggedTable table(query.size(0), declared->query.sizes[0]);
+  const Written written{{7, grad_query.tensor().nbytes()},
+                        {8, grad_key.tensor().nbytes()},
+                        {9, grad_value.tensor().nbytes()}};
+  if (lengths != nullptr) {
+    for (const auto* result : {&grad_query, &grad_key, &grad_value}) result->tensor().zero_();
+  }
+  graph::RaggedTable table(query.size(0), declared.query.sizes[0]);
   for (const auto* tensor : {&query, &key, &value, &out, &grad_out, &grad_query.tensor(),
                              &grad_key.tensor(), &grad_value.tensor()}) {
     table.add_offsets(step(*tensor));
   }
-  table.add_lengths(query.size(2));
-  table.add_lengths(key.size(2));
-  if (!run(backward_call, table, pointers, written, polymorphic, family)) return false;
+  add_lengths(table, query, key, lengths);
+  const auto memory = table.upload(pointers, graph::is_capturing());
+  const graph::Call call = backward_call(pointers, written);
+  const auto plan = find(call);
+  if (plan == nullptr) return false;
+  graph::execute(call, *plan);
   for (const auto* result : {&grad_query, &grad_key, &grad_value}) result->finish();
   return true;
+}
+
+template <class Params, class Tensors>
+bool run_if_taken(const Params& params, const graph::PlanKey& exact, const Tensors& tensors,
+                  float* scale) {
+  const auto declared = ragged(params);
+  if (!declared) return false;
+  const auto polymorphic = graph::PlanKey::of(*declared, exact.target());
+  const auto family = graph::PlanKey::of(family_of(*declared), exact.target());
+  if (!graph::takes_polymorphic(exact, polymorphic, family)) return false;
+  return run(*declared, tensors, scale, nullptr, [&](const graph::Call& call) {
+    return graph::polymorphic_plan(call, polymorphic, family);
+  });
+}
+
+template <class Params, class Tensors>
+void run_always(const Params& params, const Tensors& tensors, const SequenceLengths& lengths,
+                float* scale) {
+  const auto declared = ragged(params);
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      declared, "cudnn_ops.sdpa: ", tensors.query.sizes(), " and ", tensors.key.sizes(),
+      " with lengths on the device is more than cuDNN takes: 2^31 elements, 65535 sequences");
+  run(*declared, tensors, scale, &lengths, [&](const graph::Call& call) {
+    return graph::get_plan(call, graph::PlanKey::of(*declared, tensors.query.get_device()));
+  });
+}
+
+}  // namespace
+
+bool run_ragged(const SdpaForwardParams& params, const graph::PlanKey& exact,
+                const SdpaForwardTensors& tensors, float* scale) {
+  return run_if_taken(params, exact, tensors, scale);
+}
+
+bool run_ragged(const SdpaBackwardParams& params, const graph::PlanKey& exact,
+                const SdpaBackwardTensors& tensors, float* scale) {
+  return run_if_taken(params, exact, tensors, scale);
+}
+
+void run_padded(const SdpaForwardParams& params, const SdpaForwardTensors& tensors,
+                const SequenceLengths& lengths, float* scale) {
+  run_always(params, tensors, lengths, scale);
+}
+
+void run_padded(const SdpaBackwardParams& params, const SdpaBackwardTensors& tensors,
+                const SequenceLengths& lengths, float* scale) {
+  run_always(params, tensors, lengths, scale);
 }
 
 }  // namespace cudnn_ops
