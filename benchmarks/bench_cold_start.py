@@ -53,7 +53,7 @@ def run(rows: Rows, rounds: int) -> None:
     samples: dict[tuple[str, str], list[list[float]]] = {}
     with tempfile.TemporaryDirectory() as warm:
         child("cudnn_ops", warm)  # fills the store
-        for _ in range(max(rounds // 7, 2)):
+        for _ in range(max(rounds // 15, 2)):
             for name, state, folder in (
                 ("cudnn_ops", "warm store", warm),
                 ("cudnn_ops", "no store", ""),

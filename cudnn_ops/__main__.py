@@ -151,8 +151,8 @@ def _parser() -> argparse.ArgumentParser:
     tune = commands.add_parser(
         "tune",
         help="measure cuDNN's engines for a call",
-        description="Times every engine that cuDNN offers for a call, forward and backward, exact "
-        "and polymorphic, on the live GPU, and stores the fastest plans.",
+        description="Times every engine that cuDNN offers for a call, forward and backward, on the "
+        "live GPU, and stores the fastest plans.",
     )
     tune.add_argument("op", choices=["sdpa"])
     _add_tensors(tune)

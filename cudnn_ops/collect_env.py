@@ -48,6 +48,12 @@ def _gpus() -> str:
     return ", ".join(f"{p.name} (sm{p.major}{p.minor})" for p in properties)
 
 
+def _store() -> str:
+    info = cudnn_ops.store_info()
+    state = f"not used: {info.refusal}" if info.refusal else f"{info.files} plans"
+    return f"{info.folder} ({state})" if info.folder else "off"
+
+
 def collect_env() -> dict[str, str]:
     """Names and values, in the order in which they are printed."""
     support.offer_wheels()
@@ -66,6 +72,8 @@ def collect_env() -> dict[str, str]:
         "cuDNN loaded": _loaded_cudnn(),
         "libcudnn mapped": ", ".join(mapped_libraries("libcudnn")) or "none",
         "NVRTC": _nvrtc(),
+        "plan policy": cudnn_ops.plan_policy(),
+        "plan store": _store(),
         "platform": platform.platform(),
     }
 

@@ -61,7 +61,7 @@ def using_plan_policy(policy: Policy, *, promote_after: int | None = None) -> It
 
 
 def set_autotune(on: bool) -> None:
-    """Whether a plan that has to be built gets the engine that is measured to be the fastest.
+    """Whether an exact plan that has to be built gets the engine measured to be the fastest.
 
     The first call with a shape then builds every engine that cuDNN offers for it and times each on
     its inputs and on scratch memory, which takes seconds and waits for the GPU; the winner goes to

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cudnn_ops import _C, support
-from cudnn_ops.policy import Policy, using_plan_policy
+from cudnn_ops.policy import using_plan_policy
 from cudnn_ops.warmup import PlanRequest
 
 TABLES = Path(__file__).parent / "tuned"
@@ -86,8 +87,9 @@ def tune_sdpa(
 ) -> list[TunedPlan]:
     """Measures every engine for these shapes, with random values, on the current GPU.
 
-    Exact and polymorphic plans, forward and with ``training`` backward; empties the plan cache
-    first. The winners go to the store. Tensors and masks as in
+    Exact plans, of the forward and with ``training`` of the backward; a polymorphic plan keeps the
+    engine that cuDNN names, for what is best at one length may be worst at another. Empties the
+    plan cache first; the winners go to the store. Arguments as in
     :func:`cudnn_ops.support.explain`.
 
     Raises:
@@ -99,17 +101,15 @@ def tune_sdpa(
     key = query if k is None else support.meta_tensor(k, "k")
     value = key if v is None else support.meta_tensor(v, "v")
     tensors = [_random_like(tensor, training) for tensor in (query, key, value)]
-    policies: tuple[Policy, ...] = ("exact", "polymorphic")
     before = _C.autotune()
     _C.take_measurements()
     _C.set_autotune(2)
     try:
-        for policy in policies:
-            _C.cache_clear()
-            with using_plan_policy(policy):
-                out = torch.ops.cudnn_ops.sdpa(*tensors, is_causal=is_causal, enable_gqa=True)
-                if training:
-                    torch.autograd.grad(out, tensors, torch.randn_like(out))
+        _C.cache_clear()
+        with using_plan_policy("exact"):
+            out = torch.ops.cudnn_ops.sdpa(*tensors, is_causal=is_causal, enable_gqa=True)
+            if training:
+                torch.autograd.grad(out, tensors, torch.randn_like(out))
     finally:
         _C.set_autotune(before)
     return [
@@ -184,8 +184,9 @@ class EngineTable:
 
 
 def _driver() -> str:
-    version = Path("/proc/driver/nvidia/version")
-    return version.read_text().partition("\n")[0] if version.exists() else "unknown"
+    file = Path("/proc/driver/nvidia/version")
+    found = re.search(r"\d+\.\d+(\.\d+)?", file.read_text()) if file.exists() else None
+    return found[0] if found else "unknown"
 
 
 def load_tables() -> None:

@@ -166,9 +166,9 @@ def random_case(rng: random.Random) -> Case:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"])
-@pytest.mark.parametrize("seed", range(32))
+@pytest.mark.parametrize("seed", range(26))
 def test_exact_and_polymorphic_results_agree(seed, device, poisoned):
-    """384 random problems; several layouts have NaN between their rows and around them."""
+    """312 random problems; several layouts have NaN between their rows and around them."""
     rng = random.Random(seed)
     for _ in range(12):
         case = random_case(rng)

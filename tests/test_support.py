@@ -140,6 +140,8 @@ def test_the_live_gpu_answers_as_its_description_does(tmp_path):
 def test_the_command_line(capsys):
     assert command_line.main(["explain", "sdpa", "--device", "h200", "--causal"]) == 0
     assert "supported" in capsys.readouterr().out
+    polymorphic = ["explain", "sdpa", "--device", "h200", "--polymorphic"]
+    assert command_line.main(polymorphic) == 0
     refused = ["explain", "sdpa_backward", "--device", "a100", "-q", "1,2,64,256"]
     assert command_line.main(refused) == 1
     assert "reason: " in capsys.readouterr().out
@@ -154,6 +156,14 @@ def test_collect_env():
     done = subprocess.run(
         [sys.executable, "-m", "cudnn_ops.collect_env"], capture_output=True, text=True, check=True
     )
-    for name in ("torch", "GPU", "cuDNN loaded", "libcudnn mapped", "NVRTC"):
+    for name in (
+        "torch",
+        "GPU",
+        "cuDNN loaded",
+        "libcudnn mapped",
+        "NVRTC",
+        "plan policy",
+        "plan store",
+    ):
         assert f"{name}:" in done.stdout
     assert collect_env.collect_env()["torch"] == torch.__version__

@@ -38,9 +38,9 @@ def table():
     tune.load_tables()
 
 
-def engine(**changes) -> str:
+def engine(with_lse: bool = False) -> str:
     cudnn_ops.cache_clear()
-    return explain("sdpa", SHAPE, **({"is_causal": True, "device": "h200"} | changes)).engine
+    return explain("sdpa", SHAPE, is_causal=True, with_lse=with_lse, device="h200").engine
 
 
 def test_a_table_decides_for_its_plan_alone(table):
@@ -138,7 +138,7 @@ def test_measured_engines_are_stored_and_reused(store):
             with cudnn_ops.using_plan_policy(policy):
                 cases.check_results(CASE, run(CASE, inputs, grad_out), inputs, grad_out)
         measured = cudnn_ops._C.take_measurements()
-        assert len(measured) == 4
+        assert len(measured) == 2  # a polymorphic plan keeps cuDNN's choice
         for words, engines in measured:
             assert "sdpa" in PlanRequest(tuple(words)).op
             assert len({name for name, _ in engines}) == len(engines) >= 1
@@ -170,9 +170,9 @@ def test_autotune_builds_anew_what_was_stored_unmeasured(store):
 @pytest.mark.gpu
 def test_tuning_from_python_and_from_the_shell(store, tmp_path, capsys):
     tuned = cudnn_ops.tune_sdpa(*cases.make_inputs(CASE, torch.bfloat16, "cuda"), is_causal=True)
-    assert [plan.request.op for plan in tuned] == ["sdpa", "sdpa_backward"] * 2
+    assert [plan.request.op for plan in tuned] == ["sdpa", "sdpa_backward"]
     assert cudnn_ops._C.autotune() == 0
-    assert cudnn_ops.store_info().files == 4
+    assert cudnn_ops.store_info().files == 2
     path = tmp_path / "table.json"
     arguments = ["tune", "sdpa", "-q", "2,4,200,64", "--causal", "--inference"]
     for _ in range(2):

@@ -23,7 +23,7 @@ bool is_capturing();
 
 // A call of an operator, in the terms of its plan.
 struct Call {
-  // One of the addresses that the plan writes to. Engines are timed on other memory.
+  // One of the addresses that the plan writes to.
   struct Written {
     size_t index;
     size_t bytes;
@@ -31,6 +31,8 @@ struct Call {
   const char* op;                 // for messages
   const char* advice;             // what to do when cuDNN refuses
   c10::ArrayRef<void*> pointers;  // as Plan::execute takes them
+  // All that the plan writes: engines are timed on other memory. Empty for a polymorphic plan,
+  // whose engine is cuDNN's choice: the best for these lengths may be the worst for others.
   c10::ArrayRef<Written> written;
 };
 

@@ -49,7 +49,7 @@ PlanPtr make(const Call& call, const PlanKey& key) {
               "is captured; call the operator once with them before the capture, or build their "
               "plans with cudnn_ops.warmup");
   const Autotune autotune = PlanPolicy::global().autotune();
-  if (autotune == Autotune::kOff) return make_plan(key, live_target());
+  if (autotune == Autotune::kOff || call.written.empty()) return make_plan(key, live_target());
   return make_measured_plan(
       key, live_target(), /*again=*/autotune == Autotune::kAlways,
       [&](const std::vector<PlanPtr>& plans) { return time_plans(call, plans); });

@@ -29,7 +29,7 @@ enum class Policy : uint8_t {
 
 enum class Autotune : uint8_t {
   kOff,
-  kOnce,    // a plan that has to be built gets the engine that is measured to be the fastest
+  kOnce,    // an exact plan that has to be built gets the engine measured to be the fastest
   kAlways,  // and the store is not asked whether it was measured before
 };
 
@@ -70,7 +70,7 @@ class PlanPolicy {
   void clear();
 
  private:
-  // So many that no program has them all in use, so few that they are no burden: 8 MB.
+  // So many that no program has them all in use, so few that they are no burden: 20 MB in all.
   static constexpr size_t kMaxEntries = 8192;
 
   std::atomic<Policy> policy_{Policy::kAuto};

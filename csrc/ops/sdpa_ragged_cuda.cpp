@@ -72,7 +72,6 @@ int64_t step(const at::Tensor& tensor) {
 }
 
 using Pointers = c10::SmallVector<void*, 24>;
-using Written = c10::SmallVector<graph::Call::Written, 3>;
 
 void add_lengths(graph::RaggedTable& table, const at::Tensor& query, const at::Tensor& key,
                  const SequenceLengths* lengths) {
@@ -94,12 +93,10 @@ bool run(const SdpaForwardParams& declared, const SdpaForwardTensors& tensors, f
                    value = packed(tensors.value);
   const Result out(tensors.out);
   Pointers pointers{read(query), read(key), read(value), scale, write(out.tensor())};
-  Written written{{4, out.tensor().nbytes()}};
   std::optional<PaddedLse> lse;
   if (declared.with_lse) {
     lse.emplace(declared.query, tensors.lse);
     pointers.push_back(write(lse->memory));
-    written.push_back({5, lse->memory.nbytes()});
   }
   if (lengths != nullptr) {
     out.tensor().zero_();
@@ -109,7 +106,7 @@ bool run(const SdpaForwardParams& declared, const SdpaForwardTensors& tensors, f
   for (const auto* tensor : {&query, &key, &value, &out.tensor()}) table.add_offsets(step(*tensor));
   add_lengths(table, query, key, lengths);
   const auto memory = table.upload(pointers, graph::is_capturing());
-  const graph::Call call = forward_call(pointers, written);
+  const graph::Call call = forward_call(pointers, {});
   const auto plan = find(call);
   if (plan == nullptr) return false;
   graph::execute(call, *plan);
@@ -138,9 +135,6 @@ bool run(const SdpaBackwardParams& declared, const SdpaBackwardTensors& tensors,
                     write(grad_query.tensor()),
                     write(grad_key.tensor()),
                     write(grad_value.tensor())};
-  const Written written{{7, grad_query.tensor().nbytes()},
-                        {8, grad_key.tensor().nbytes()},
-                        {9, grad_value.tensor().nbytes()}};
   if (lengths != nullptr) {
     for (const auto* result : {&grad_query, &grad_key, &grad_value}) result->tensor().zero_();
   }
@@ -151,7 +145,7 @@ bool run(const SdpaBackwardParams& declared, const SdpaBackwardTensors& tensors,
   }
   add_lengths(table, query, key, lengths);
   const auto memory = table.upload(pointers, graph::is_capturing());
-  const graph::Call call = backward_call(pointers, written);
+  const graph::Call call = backward_call(pointers, {});
   const auto plan = find(call);
   if (plan == nullptr) return false;
   graph::execute(call, *plan);
