@@ -114,7 +114,9 @@ TABLES = {
         "shape_churn",
         sampled=False,
     ),
-    "polymorphic": Table(polymorphic, "GPU time in ms, bf16.", "shape_churn"),
+    "polymorphic": Table(
+        polymorphic, "GPU time in ms, bf16; medians of 25 samples.", "shape_churn", sampled=False
+    ),
     "cold_start": Table(
         cold_start,
         "Milliseconds, forward + backward with the GPU's work; medians of processes.",
