@@ -84,7 +84,7 @@ def plan_requests(
     kinds = {"exact": [False], "polymorphic": [True], "both": [False, True]}
     if plans not in kinds:
         raise ValueError(f"plans is one of {', '.join(kinds)}, got {plans!r}")
-    steps = [f"{op}", f"{op}_backward"] if training else [op]
+    steps = [op, f"{op}_backward"] if training else [op]
     requests = []
     for polymorphic in kinds[plans]:
         for step in steps:
