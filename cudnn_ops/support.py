@@ -123,9 +123,7 @@ def plan_key(
     """The key of the plan that such a call needs; or why it has none."""
     if op not in ("sdpa", "sdpa_backward"):
         raise ValueError(f'op is "sdpa" or "sdpa_backward", got {op!r}')
-    query = meta_tensor(q, "q")
-    key = query if k is None else meta_tensor(k, "k")
-    value = key if v is None else meta_tensor(v, "v")
+    query, key, value = meta_tensors(q, k, v)
     return torch.ops.cudnn_ops._sdpa_plan_key(
         query, key, value, is_causal, with_lse, op == "sdpa_backward", polymorphic
     )
@@ -151,8 +149,16 @@ def _description(device: str | Path) -> str:
     )
 
 
-def meta_tensor(spec: TensorSpec, name: str) -> Tensor:
-    """A tensor without data as ``spec`` describes it; ``name`` is for the message if it is none."""
+def meta_tensors(
+    q: TensorSpec, k: TensorSpec | None, v: TensorSpec | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value without data; a key that is None is like the query, a value the key."""
+    query = _meta_tensor(q, "q")
+    key = query if k is None else _meta_tensor(k, "k")
+    return query, key, key if v is None else _meta_tensor(v, "v")
+
+
+def _meta_tensor(spec: TensorSpec, name: str) -> Tensor:
     if isinstance(spec, Tensor):
         return torch.empty_strided(spec.shape, spec.stride(), dtype=spec.dtype, device="meta")
     if not isinstance(spec, tuple) or len(spec) not in (2, 3):

@@ -97,10 +97,7 @@ def tune_sdpa(
     """
     if not torch.cuda.is_available():
         raise RuntimeError("engines are measured on a GPU, and torch sees none")
-    query = support.meta_tensor(q, "q")
-    key = query if k is None else support.meta_tensor(k, "k")
-    value = key if v is None else support.meta_tensor(v, "v")
-    tensors = [_random_like(tensor, training) for tensor in (query, key, value)]
+    tensors = [_random_like(tensor, training) for tensor in support.meta_tensors(q, k, v)]
     before = _C.autotune()
     _C.take_measurements()
     _C.set_autotune(2)

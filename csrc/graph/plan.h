@@ -71,8 +71,10 @@ class Plan {
  private:
   static constexpr size_t kMaxTensors = 64;
 
-  // The plan at `index` of the graph's list, built.
+  // The plan at `index` of the graph's list, which is built; without what only a graph that was
+  // not read back knows: engine and workspace, which of() asks it for.
   Plan(std::shared_ptr<FrontendGraph> graph, int64_t index);
+  static std::shared_ptr<const Plan> of(std::shared_ptr<FrontendGraph> graph, int64_t index);
   void execute_by_frontend(cudnnHandle_t handle, c10::ArrayRef<void*> pointers,
                            void* workspace) const;
 

@@ -112,6 +112,14 @@ Plan::Plan(std::shared_ptr<FrontendGraph> graph, int64_t index)
   needs_frontend_ = graph_->has_frontend_kernels() || uids_.size() > kMaxTensors;
 }
 
+std::shared_ptr<const Plan> Plan::of(std::shared_ptr<FrontendGraph> graph, int64_t index) {
+  std::shared_ptr<Plan> plan(new Plan(std::move(graph), index));
+  require(plan->graph_->get_plan_name_at_index(index, plan->engine_));
+  require(plan->graph_->get_workspace_size_plan_at_index(index, plan->workspace_bytes_));
+  plan->frontend_workspace_ = plan->graph_->frontend_workspace();
+  return plan;
+}
+
 std::shared_ptr<const Plan> Plan::build(std::shared_ptr<FrontendGraph> graph, const Target& target,
                                         const std::string& engine) {
   list_plans(*graph, target);
@@ -122,11 +130,7 @@ std::shared_ptr<const Plan> Plan::build(std::shared_ptr<FrontendGraph> graph, co
     require(graph->build_plans(fe::BuildPlanPolicy_t::HEURISTICS_CHOICE));
     index = graph->built_index();
   }
-  std::shared_ptr<Plan> plan(new Plan(std::move(graph), index));
-  require(plan->graph_->get_plan_name_at_index(index, plan->engine_));
-  require(plan->graph_->get_workspace_size_plan_at_index(index, plan->workspace_bytes_));
-  plan->frontend_workspace_ = plan->graph_->frontend_workspace();
-  return plan;
+  return of(std::move(graph), index);
 }
 
 std::vector<std::shared_ptr<const Plan>> Plan::build_all(std::shared_ptr<FrontendGraph> graph,
@@ -142,11 +146,7 @@ std::vector<std::shared_ptr<const Plan>> Plan::build_all(std::shared_ptr<Fronten
         !engines.insert(engine).second) {
       continue;
     }
-    std::shared_ptr<Plan> plan(new Plan(graph, i));
-    plan->engine_ = engine;
-    require(graph->get_workspace_size_plan_at_index(i, plan->workspace_bytes_));
-    plan->frontend_workspace_ = graph->frontend_workspace();
-    plans.push_back(std::move(plan));
+    plans.push_back(of(graph, i));
   }
   return plans;
 }
@@ -172,15 +172,14 @@ std::shared_ptr<const Plan> Plan::deserialize(const std::string& bytes, const Ta
   const size_t start = sizeof header + header.engine_size;
   auto graph = std::make_shared<FrontendGraph>();
   try {
-    const auto json = nlohmann::json::from_ubjson(bytes.begin() + start, bytes.end());
+    const std::vector<uint8_t> data(bytes.begin() + start, bytes.end());
+    if (target.properties()) graph->set_device_properties(target.properties());
     // No warm-up: it would capture a CUDA graph on the caller's stream to load the kernels, which
     // the first execution loads anyway.
-    auto status =
-        target.properties()
-            ? (graph->set_device_properties(target.properties()),
-               graph->deserialize(std::vector<uint8_t>(bytes.begin() + start, bytes.end())))
-            : graph->deserialize(target.handle(), json, /*enforce_precompiled=*/true,
-                                 /*run_warmup=*/false);
+    auto status = target.properties()
+                      ? graph->deserialize(data)
+                      : graph->deserialize(target.handle(), data, /*enforce_precompiled=*/true,
+                                           /*run_warmup=*/false);
     if (status.is_bad()) throw CudnnError("cuDNN cannot read this plan: " + status.get_message());
   } catch (const nlohmann::json::exception& error) {
     throw CudnnError(std::string("these bytes are no plan: ") + error.what());

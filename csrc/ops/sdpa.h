@@ -15,6 +15,14 @@
 
 namespace cudnn_ops {
 
+// cuDNN 9.19 computes the gradients of query and key wrongly, and says nothing, for what lies
+// beyond 2^31 elements (measured on an H200, where torch's own cuDNN backend gives the same
+// wrong numbers; the forward is right). Larger problems are computed in parts.
+constexpr int64_t kMaxBackwardElements = int64_t{1} << 31;
+// Its backward also launches a row of blocks for each batch entry and for each head, and CUDA
+// takes no more rows than this.
+constexpr int64_t kMaxBackwardRows = 65535;
+
 // Everything that a forward plan bakes in. The scale is passed at run time; log-sum-exp is
 // always a dense [B, Hq, Sq], so its layout follows from the query's sizes.
 //

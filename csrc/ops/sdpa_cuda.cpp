@@ -19,10 +19,6 @@ namespace {
 
 using graph::TensorDesc;
 
-// cuDNN's backward launches a row of blocks for each batch entry and for each head, and CUDA
-// takes no more rows than this.
-constexpr int64_t kMaxBackwardRows = 65535;
-
 // One more than the largest offset, in elements, from the first element of a nonempty tensor.
 int64_t extent(const at::Tensor& tensor) {
   int64_t last = 0;

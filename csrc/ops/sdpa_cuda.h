@@ -16,11 +16,6 @@ at::Tensor empty_like_order(c10::IntArrayRef sizes, const at::Tensor& like);
 at::Tensor addressable(const at::Tensor& tensor, const at::Tensor& like,
                        int64_t max_extent = std::numeric_limits<int64_t>::max());
 
-// cuDNN 9.19 computes the gradients of query and key wrongly, and says nothing, for what lies
-// beyond 2^31 elements (measured on an H200, where torch's own cuDNN backend gives the same
-// wrong numbers; the forward is right). Larger problems are computed in parts.
-constexpr int64_t kMaxBackwardElements = int64_t{1} << 31;
-
 // cuDNN takes the maximum of the scores before it scales them, so a scale that is not positive
 // overflows or gives NaN. Such a scale is folded into the query: scale * q == scale' * (sign * q)
 // with scale' > 0 and sign -1 or 0, both of which are exact.

@@ -8,12 +8,6 @@ namespace {
 
 using graph::TensorDesc;
 
-// cuDNN's backward is wrong beyond this many elements (sdpa_cuda.cpp), declared ones included.
-constexpr int64_t kMaxElements = int64_t{1} << 31;
-
-// CUDA launches no more rows of blocks, and the backward takes one for each batch entry.
-constexpr int64_t kMaxBatch = 65535;
-
 int64_t floor_power_of_2(int64_t n) {
   int64_t power = 1;
   while (power * 2 <= n) power *= 2;
@@ -39,7 +33,7 @@ int64_t declared_length(int64_t length) {
 int64_t declared_batch(int64_t batch) {
   if (batch <= 2) return batch;
   const int64_t step = std::max<int64_t>(floor_power_of_2(batch - 1) / 2, 1);
-  return std::min(round_up(batch, step), kMaxBatch);
+  return std::min(round_up(batch, step), kMaxBackwardRows);
 }
 
 void declare(TensorDesc& tensor, int64_t batch, int64_t length) {
@@ -71,13 +65,13 @@ void declare_all(Params& params, int64_t batch, int64_t length, int64_t length_k
 
 template <class Params>
 std::optional<Params> ragged_of(Params params) {
-  if (params.query.sizes[0] > kMaxBatch) return std::nullopt;
+  if (params.query.sizes[0] > kMaxBackwardRows) return std::nullopt;
   declare_all(params, declared_batch(params.query.sizes[0]), declared_length(params.query.sizes[2]),
               declared_length(params.key.sizes[2]));
   bool fits = true;
   Params::fields(params, [&](const char* /*name*/, const auto& field) {
     if constexpr (std::is_same_v<std::decay_t<decltype(field)>, TensorDesc>) {
-      fits = fits && field.sizes[0] * field.strides[0] <= kMaxElements;
+      fits = fits && field.sizes[0] * field.strides[0] <= kMaxBackwardElements;
     }
   });
   return fits ? std::optional<Params>(params) : std::nullopt;
