@@ -74,7 +74,7 @@ def polymorphic(rows: Sequence[Row]) -> Lines:
     lines = [["B, Hq, Hkv, S, D", *impls, *(f"{other} / exact" for other in others)]]
     for case, ms in times.items():
         ratios = (f"{ms[other] / ms['exact']:.3f}" for other in others)
-        lines.append([case.replace(",", ", "), *(short(ms[impl]) for impl in impls), *ratios])
+        lines.append([re.sub(r",(?! )", ", ", case), *(short(ms[impl]) for impl in impls), *ratios])
     return lines
 
 
