@@ -279,7 +279,7 @@ def test_bench_shape_churn_rows_make_its_tables(monkeypatch: pytest.MonkeyPatch)
         ],
         *(
             [f"{shape} {which}", "2.00", "2.00", "2.00", "1.000", "1.000"]
-            for which in ("fwd,  inference", "fwd", "bwd")
+            for which in ("fwd, inference", "fwd", "bwd")
         ),
     ]
 
