@@ -27,8 +27,8 @@ class Table(NamedTuple):
     lines: Callable[[Sequence[Row]], Lines]
     numbers: str
     benchmark: str
-    sampled: bool = True
-    """Whether the numbers are medians of as many samples as the environment says."""
+    samples: float = 1.0
+    """Of the rounds in the environment, how many samples a median is of; 0: of no samples."""
 
 
 def sdpa(rows: Sequence[Row]) -> Lines:
@@ -39,7 +39,7 @@ def sdpa(rows: Sequence[Row]) -> Lines:
     lines = [["B, Hq, Hkv, S, D", *impls, *(f"vs {peer}" for peer in peers)]]
     for shape in unique(case.rpartition(" ")[0] for case in times):
         fwd, bwd = times[f"{shape} fwd"], times[f"{shape} bwd"]
-        lines.append([shape.replace(",", ", ")])
+        lines.append([_spaced(shape)])
         lines[-1] += [f"{short(fwd[impl])} / {short(bwd[impl])}" for impl in impls]
         for peer in peers:
             gains = (times[peer] / times[OURS] for times in (fwd, bwd))
@@ -74,7 +74,7 @@ def polymorphic(rows: Sequence[Row]) -> Lines:
     lines = [["B, Hq, Hkv, S, D", *impls, *(f"{other} / exact" for other in others)]]
     for case, ms in times.items():
         ratios = (f"{ms[other] / ms['exact']:.3f}" for other in others)
-        lines.append([re.sub(r",(?! )", ", ", case), *(short(ms[impl]) for impl in impls), *ratios])
+        lines.append([_spaced(case), *(short(ms[impl]) for impl in impls), *ratios])
     return lines
 
 
@@ -92,6 +92,11 @@ def soak(rows: Sequence[Row]) -> Lines:
         ["", "device MiB", "host MiB"],
         *([case, *(f"{m[case][OURS]:.0f}" for m in (device, host))] for case in device),
     ]
+
+
+def _spaced(case: str) -> str:
+    """Each comma with a space behind it, so that a table may break the line there."""
+    return re.sub(r",(?! )", ", ", case)
 
 
 def _cells(
@@ -112,19 +117,17 @@ TABLES = {
         "4, 32, 8, S, 128 causal bf16, forward + backward; S drawn from 1 to 4096. Added is host "
         "time beyond that of the same call made again, calls that build a plan of ours left out.",
         "shape_churn",
-        sampled=False,
+        samples=0,
     ),
-    "polymorphic": Table(
-        polymorphic, "GPU time in ms, bf16; medians of 25 samples.", "shape_churn", sampled=False
-    ),
+    "polymorphic": Table(polymorphic, "GPU time in ms, bf16.", "shape_churn", samples=0.5),
     "cold_start": Table(
         cold_start,
         "Milliseconds, forward + backward with the GPU's work; medians of processes.",
         "cold_start",
-        sampled=False,
+        samples=0,
     ),
     "soak": Table(
-        soak, "Forward + backward at distinct shapes, at most 48 plans held.", "soak", sampled=False
+        soak, "Forward + backward at distinct shapes, at most 48 plans held.", "soak", samples=0
     ),
 }
 
@@ -166,7 +169,8 @@ def _markdown(table: Table, found: Mapping[str, Any]) -> str:
     rule = ["---", *["---:"] * (len(header) - 1)]
     lines = "".join(f"| {' | '.join(line)} |\n" for line in (header, rule, *body))
     env = found["env"]
-    samples = f"Median of {env['rounds']} samples. " if table.sampled else ""
+    count = int(env["rounds"] * table.samples)
+    samples = f"Median of {count} samples. " if count else ""
     # 40 hex digits say no more to a reader than 12 do; what follows them, as in "-dirty", does.
     commit = re.sub(r"^([0-9a-f]{12})[0-9a-f]*", r"\1", env["commit"])
     cudnn = f"{env['cudnn'] // 10000}.{env['cudnn'] // 100 % 100}.{env['cudnn'] % 100}"
