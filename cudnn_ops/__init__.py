@@ -15,6 +15,7 @@ from cudnn_ops.cache import (
     store_clear,
     store_info,
 )
+from cudnn_ops.ops import sdpa_cpu as _sdpa_cpu
 from cudnn_ops.ops.sdpa import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_with_lse,

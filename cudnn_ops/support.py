@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,10 +67,10 @@ def explain(
     k: TensorSpec | None = None,
     v: TensorSpec | None = None,
     *,
-    is_causal: bool = False,
     with_lse: bool = False,
     polymorphic: bool = False,
     device: str | Path = "current",
+    **options: Any,
 ) -> Explanation:
     """Asks cuDNN whether it takes a call, by building its plan. Takes about half a second.
 
@@ -80,18 +81,21 @@ def explain(
             [batch, heads, length, head size] and strides in elements.
         k: the key; None stands for one like the query.
         v: the value; None stands for one like the key.
-        is_causal: as in :func:`cudnn_ops.scaled_dot_product_attention`.
         with_lse: whether the forward also stores the log-sum-exp, as it does in training.
         polymorphic: asks about the plan that serves other batch sizes and lengths too
             (:mod:`cudnn_ops.policy`), not about the one for these sizes alone.
         device: ``"current"`` for the live GPU, a name of :func:`devices`, or the path of a
             file that :func:`describe_device` wrote.
+        options: as in :func:`cudnn_ops.scaled_dot_product_attention`, but that what a tensor holds
+            does not matter: ``attn_mask`` may be ``(shape, dtype)``, and ``alibi_slopes``,
+            ``sinks``, ``seq_lens_q`` and ``seq_lens_kv`` may be True. ``grad_mask=True`` asks for
+            the gradient of the mask too.
 
     Raises:
         ValueError: an unknown op or device; shapes that do not fit each other.
         RuntimeError: no libcudnn can be loaded, or no GPU is there for ``"current"``.
     """
-    words, refusal = plan_key(op, q, k, v, is_causal, with_lse, polymorphic)
+    words, refusal = plan_key(op, q, k, v, with_lse=with_lse, polymorphic=polymorphic, **options)
     description = prepare(device)
     supported, reason, engine, workspace = False, refusal, "", 0
     if not refusal:
@@ -116,16 +120,38 @@ def plan_key(
     q: TensorSpec,
     k: TensorSpec | None,
     v: TensorSpec | None,
-    is_causal: bool,
+    *,
     with_lse: bool,
     polymorphic: bool,
+    **options: Any,
 ) -> tuple[Sequence[int], str]:
     """The key of the plan that such a call needs; or why it has none."""
     if op not in ("sdpa", "sdpa_backward"):
         raise ValueError(f'op is "sdpa" or "sdpa_backward", got {op!r}')
     query, key, value = meta_tensors(q, k, v)
+    if options.get("attn_mask") is not None:
+        options["attn_mask"] = _meta_tensor(options["attn_mask"], "attn_mask")
+    small = {
+        "alibi_slopes": (query.shape[1], torch.float32),
+        "sinks": (query.shape[1], torch.float32),
+        "seq_lens_q": (query.shape[0], torch.int32),
+        "seq_lens_kv": (query.shape[0], torch.int32),
+    }
+    for name, (size, dtype) in small.items():
+        if options.get(name) is True:
+            options[name] = torch.empty(size, dtype=dtype, device="meta")
+        elif isinstance(options.get(name), Tensor):
+            options[name] = options[name].to("meta")
+        else:
+            options.pop(name, None)
     return torch.ops.cudnn_ops._sdpa_plan_key(
-        query, key, value, is_causal, with_lse, op == "sdpa_backward", polymorphic
+        query,
+        key,
+        value,
+        **options,
+        with_lse=with_lse,
+        backward=op == "sdpa_backward",
+        polymorphic=polymorphic,
     )
 
 

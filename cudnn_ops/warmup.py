@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from tqdm.auto import tqdm
@@ -56,9 +56,9 @@ def plan_requests(
     k: support.TensorSpec | None = None,
     v: support.TensorSpec | None = None,
     *,
-    is_causal: bool = False,
     training: bool = True,
     plans: Literal["exact", "polymorphic", "both"] | None = None,
+    **options: Any,
 ) -> list[PlanRequest]:
     """The plans that calls with these shapes need.
 
@@ -68,10 +68,11 @@ def plan_requests(
             or ``(shape, dtype, strides)``.
         k: the key; None stands for one like the query.
         v: the value; None stands for one like the key.
-        is_causal: as in the call.
         training: the forward that a gradient follows, and the backward; else the forward alone.
         plans: those of exactly these shapes, the polymorphic ones that serve them and others, or
             both. None stands for what the policy in force may need: both under ``"auto"``.
+        options: of the call, such as ``is_causal=True``; as in
+            :func:`cudnn_ops.support.explain`.
 
     Raises:
         ValueError: an unknown op; shapes that do not fit each other, or that no GPU takes.
@@ -88,7 +89,9 @@ def plan_requests(
     requests = []
     for polymorphic in kinds[plans]:
         for step in steps:
-            words, refusal = support.plan_key(step, q, k, v, is_causal, training, polymorphic)
+            words, refusal = support.plan_key(
+                step, q, k, v, with_lse=training, polymorphic=polymorphic, **options
+            )
             if refusal and not (polymorphic and plans == "both"):
                 raise ValueError(f"{step}: {refusal}")
             if words:

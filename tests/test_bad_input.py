@@ -97,11 +97,11 @@ def test_backward_checks_what_it_is_given():
     out, lse = torch.ops.cudnn_ops.sdpa_with_lse(query, query, query)
     backward = torch.ops.cudnn_ops._sdpa_backward
     with pytest.raises(ValueError, match="grad_out must have the shape of the output"):
-        backward(out[:, :2], query, query, query, out, lse, False, None)
+        backward(out[:, :2], query, query, query, out, lse)
     with pytest.raises(TypeError, match="grad_out"):
-        backward(out.float(), query, query, query, out, lse, False, None)
+        backward(out.float(), query, query, query, out, lse)
     with pytest.raises(ValueError, match="lse must be the float32 tensor"):
-        backward(out, query, query, query, out, lse.double(), False, None)
+        backward(out, query, query, query, out, lse.double())
     works("cuda")
 
 

@@ -10,6 +10,7 @@ import torch
 import cudnn_ops
 from tests.cases import sdpa as cases
 from tests.cases.sdpa import Case, Results
+from tests.cases.sdpa_features import Features
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_cache")]
 
@@ -142,15 +143,12 @@ def test_replay_with_other_lengths(layout, policy):
     grad_out = cases.make_grad_out(case, torch.bfloat16, "cuda")
     lens_q, lens_kv = (torch.ones(3, dtype=torch.int32, device="cuda") for _ in range(2))
 
+    options = {"is_causal": True, "seq_lens_q": lens_q, "seq_lens_kv": lens_kv}
+
     def step():
-        out, lse = torch.ops.cudnn_ops._sdpa_padded(*inputs, lens_q, lens_kv, True, None)
-        return [
-            out,
-            lse,
-            *torch.ops.cudnn_ops._sdpa_padded_backward(
-                grad_out, *inputs, out, lse, lens_q, lens_kv, True, None
-            ),
-        ]
+        out, lse = torch.ops.cudnn_ops.sdpa_with_lse(*inputs, enable_gqa=True, **options)
+        grads = torch.ops.cudnn_ops._sdpa_backward(grad_out, *inputs, out, lse, **options)
+        return [out, lse, *grads[:3]]
 
     with cudnn_ops.using_plan_policy(policy):
         on_a_side_stream(step)
@@ -193,9 +191,30 @@ def check_padded(case, results, inputs, grad_out, lengths, lengths_kv):
         assert not any(g[rows, :, n_kv:].any() for g in grads[1:])
 
 
-def test_lengths_have_to_fit():
-    query, key, value = cases.make_inputs(CASE, torch.bfloat16, "cuda")
-    good = torch.ones(2, dtype=torch.int32, device="cuda")
-    for bad in (good.long(), good[:1], good.cpu(), good.repeat(2)[::2]):
-        with pytest.raises(ValueError, match=r"seq_lens_kv must be a contiguous int32 tensor"):
-            torch.ops.cudnn_ops._sdpa_padded(query, key, value, good, bad, False, None)
+@pytest.mark.parametrize("policy", ["exact", "polymorphic"])
+def test_every_replay_drops_other_weights(policy):
+    """As torch's own dropout: the generator moves on, forward and backward stay together."""
+    case = Features(2, 4, 2, 64, 64, 64, 64, dropout_p=0.4)
+    inputs = cases.make_inputs(case, torch.bfloat16, "cuda")
+    eye = torch.eye(64, device="cuda", dtype=torch.bfloat16).expand(2, 2, 64, 64).contiguous()
+    leaves = [inputs[0], inputs[1], eye.requires_grad_()]
+
+    def step():
+        out = torch.ops.cudnn_ops.sdpa(*leaves, **case.kwargs())
+        return [out, *torch.autograd.grad(out, leaves[2], torch.ones_like(out))]
+
+    with cudnn_ops.using_plan_policy(policy):
+        on_a_side_stream(step)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, grad_value = step()
+    seen = []
+    for _ in range(3):
+        graph.replay()
+        weights = out.detach().clone()  # values are one-hot, so an output is a weight
+        assert not any(torch.equal(weights != 0, other != 0) for other in seen)
+        assert abs((weights != 0).float().mean().item() - 0.6) < 0.05
+        # with an output gradient of ones, the value's is the sum of the weights that were kept
+        expected = weights.float().sum(2).unflatten(1, (2, 2)).sum(2)
+        torch.testing.assert_close(grad_value.float()[..., 0], expected, rtol=3e-2, atol=3e-2)
+        seen.append(weights)

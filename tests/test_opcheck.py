@@ -59,12 +59,12 @@ def test_sdpa_backward(case, device):
     query, key, value = _arguments(case, device)
     out, lse = _ops.sdpa_with_lse(query, key, value, **case.kwargs())
     grad_out = cases.make_grad_out(case, _DTYPES[device], device)
-    arguments = (grad_out, query, key, value, out, lse, case.is_causal, case.scale)
-    _opcheck(_ops._sdpa_backward.default, arguments, {}, device)
+    arguments = (grad_out, query, key, value, out, lse)
+    options = {"is_causal": case.is_causal, "scale": case.scale}
+    _opcheck(_ops._sdpa_backward.default, arguments, options, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_sdpa_check(device):
     case = replace(CASES[0], heads_kv=2)
-    arguments = (*_arguments(case, device), None, 0.0, None, True)
-    _opcheck(_ops._sdpa_check.default, arguments, {}, device)
+    _opcheck(_ops._sdpa_check.default, _arguments(case, device), case.kwargs(), device)

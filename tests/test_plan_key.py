@@ -52,7 +52,11 @@ def meta_inputs(case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
 
 def key(case: Case, dtype: torch.dtype, with_lse: bool, backward: bool, polymorphic=False):
     words, refusal = torch.ops.cudnn_ops._sdpa_plan_key(
-        *meta_inputs(case, dtype), case.is_causal, with_lse, backward, polymorphic
+        *meta_inputs(case, dtype),
+        is_causal=case.is_causal,
+        with_lse=with_lse,
+        backward=backward,
+        polymorphic=polymorphic,
     )
     assert not refusal
     return words
@@ -89,7 +93,7 @@ def test_a_key_says_what_it_is_for(case, call):
     for field, sizes in zip(("key", "value"), case_sizes(case)[1:], strict=True):
         assert f", {field}={short}{[*sizes]}:" in text
     assert f"is_causal={int(case.is_causal)}" in text
-    assert "is_ragged=0" in text
+    assert "sequences=0" in text
 
 
 def case_sizes(case: Case) -> list[tuple[int, ...]]:

@@ -35,7 +35,7 @@ def attend(length: int, batch: int = 2, **changes) -> torch.Tensor:
 def plans_asked_for(function) -> list[str]:
     with cudnn_ops.record_shapes() as shapes:
         function()
-    return ["polymorphic" if "is_ragged=1" in str(shape) else "exact" for shape in shapes]
+    return ["polymorphic" if "sequences=2" in str(shape) else "exact" for shape in shapes]
 
 
 # --- settings ---------------------------------------------------------------------------
@@ -89,7 +89,11 @@ def test_the_environment(variables, prints):
 def key(case: Case, op: str = "sdpa", polymorphic: bool = True) -> list[int]:
     tensors = cases.make_inputs(case, torch.bfloat16, "cpu")
     words, refusal = torch.ops.cudnn_ops._sdpa_plan_key(
-        *(t.to("meta") for t in tensors), case.is_causal, True, op != "sdpa", polymorphic
+        *(t.to("meta") for t in tensors),
+        is_causal=case.is_causal,
+        with_lse=True,
+        backward=op != "sdpa",
+        polymorphic=polymorphic,
     )
     assert bool(words) != bool(refusal)
     return words
@@ -114,7 +118,9 @@ def test_at_most_three_polymorphic_plans_up_to_4096():
     plans = set()
     for length in range(1, 4097):
         part = tensor[:, :, :length]
-        words, _ = torch.ops.cudnn_ops._sdpa_plan_key(part, part, part, True, True, True, True)
+        words, _ = torch.ops.cudnn_ops._sdpa_plan_key(
+            part, part, part, is_causal=True, backward=True, polymorphic=True
+        )
         plans.add(tuple(words[1:]))
     # The batch's stride is of the tensor, and no part of a polymorphic plan.
     assert len(plans) == 3
@@ -251,7 +257,7 @@ def test_warmed_up_families_need_no_first_shape():
     # The warmed keys were views of the queries' memory: another family than dense ones.
     with cudnn_ops.record_shapes() as shapes:
         attend(200)
-    assert "is_ragged=0" in str(shapes[0])
+    assert "sequences=0" in str(shapes[0])
     with cudnn_ops.record_shapes() as shapes:
         query = contiguous(200)[0]
         torch.ops.cudnn_ops.sdpa(query, query[:, :2], query[:, :2], is_causal=True, enable_gqa=True)

@@ -166,6 +166,6 @@ def test_named_shapes_are_those_that_calls_ask_for():
                     out = torch.ops.cudnn_ops.sdpa_with_lse(*inputs, **case.kwargs())
                     dense = torch.empty_like(out[0]).copy_(grad_out)
                     torch.ops.cudnn_ops._sdpa_backward(
-                        dense, *inputs, *out, case.is_causal, case.scale
+                        dense, *inputs, *out, is_causal=case.is_causal, scale=case.scale
                     )
             assert shapes == requests, str(case)

@@ -2,15 +2,26 @@
 // results. Kernels: sdpa_cuda.cpp here, the CPU and fake ones in cudnn_ops/ops/sdpa.py.
 
 #include "sdpa.h"
+#include "sdpa_call.h"
 
+#include <ATen/ops/max.h>
+#include <ATen/ops/min.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
+#include <cstring>
 #include <limits>
 
 namespace cudnn_ops {
 namespace {
+
+// Whether CUDNN_OPS_CHECK asks for the checks that have to wait for the GPU.
+bool checks_values() {
+  const char* value = std::getenv("CUDNN_OPS_CHECK");
+  return value != nullptr && std::strcmp(value, "") != 0 && std::strcmp(value, "0") != 0;
+}
 
 // Adds no guard for sizes that a compiler keeps symbolic beyond the fact that is checked.
 bool holds(const c10::SymBool& condition) {
@@ -60,16 +71,8 @@ void check_same(const at::Tensor& query, const at::Tensor& other, const char* na
                     other.sym_size(0), "; expand the smaller one");
 }
 
-void check_op(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-              const std::optional<at::Tensor>& attn_mask, double dropout_p,
-              std::optional<double> scale, bool enable_gqa) {
-  check_sdpa(query, key, value, attn_mask, dropout_p, scale, enable_gqa);
-}
-
-}  // namespace
-
-void check_sdpa_shapes(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                       bool enable_gqa) {
+void check_shapes(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                  bool enable_gqa) {
   check_layout(query, "query");
   check_layout(key, "key");
   check_layout(value, "value");
@@ -96,39 +99,116 @@ void check_sdpa_shapes(const at::Tensor& query, const at::Tensor& key, const at:
   }
 }
 
-void check_sdpa(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                const std::optional<at::Tensor>& attn_mask, double dropout_p,
-                std::optional<double> scale, bool enable_gqa) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!attn_mask.has_value(),
-                              "cudnn_ops.sdpa: attn_mask is not supported; pass attn_mask=None "
-                              "with is_causal=True for a causal mask, or use "
-                              "torch.nn.functional.scaled_dot_product_attention");
-  TORCH_CHECK_NOT_IMPLEMENTED(dropout_p == 0.0, "cudnn_ops.sdpa: dropout_p must be 0.0, got ",
-                              dropout_p, "; dropout inside attention is not supported");
-  TORCH_CHECK_VALUE(!scale.has_value() || std::isfinite(static_cast<float>(*scale)),
-                    "cudnn_ops.sdpa: scale must be a finite float32, got ", scale.value_or(0.0),
-                    "; None stands for 1/sqrt(head size)");
-  check_sdpa_shapes(query, key, value, enable_gqa);
-  check_supported(query, "query");
-  check_supported(key, "key");
-  check_supported(value, "value");
+void check_mask(const at::Tensor& mask, const at::Tensor& query, const at::Tensor& key) {
+  const auto dtype = mask.scalar_type();
+  TORCH_CHECK_TYPE(dtype == at::kBool || dtype == at::kHalf || dtype == at::kBFloat16 ||
+                       dtype == at::kFloat || dtype == query.scalar_type(),
+                   "cudnn_ops.sdpa: attn_mask has dtype ", dtype,
+                   "; it takes bool (True: attend), or what is added to the scores as float16, "
+                   "bfloat16 or float32");
+  TORCH_CHECK_VALUE(mask.device() == query.device() && mask.layout() == at::kStrided,
+                    "cudnn_ops.sdpa: attn_mask must be a dense tensor on ", query.device(),
+                    ", as the query is; it is ", mask.layout(), " on ", mask.device());
+  const std::array<c10::SymInt, 4> full{query.sym_size(0), query.sym_size(1), query.sym_size(2),
+                                        key.sym_size(2)};
+  bool fits = mask.dim() <= 4;
+  for (int64_t i = 1; fits && i <= mask.dim(); ++i) {
+    const auto size = mask.sym_size(-i);
+    fits = holds(size.sym_eq(1).sym_or(size.sym_eq(full[4 - i])));
+  }
+  TORCH_CHECK_VALUE(fits, "cudnn_ops.sdpa: attn_mask of shape ", mask.sym_sizes(),
+                    " does not broadcast to [batch, heads, length, length of the keys], ",
+                    c10::SymIntArrayRef(full));
 }
 
-void check_sdpa_backward(const at::Tensor& grad_out, const at::Tensor& query, const at::Tensor& key,
-                         const at::Tensor& value, const at::Tensor& out, const at::Tensor& lse) {
-  check_sdpa(query, key, value, std::nullopt, 0.0, std::nullopt, /*enable_gqa=*/true);
-  const std::array<int64_t, 4> sizes{query.size(0), query.size(1), query.size(2), value.size(3)};
-  for (const auto& [tensor, name] : {std::pair{&grad_out, "grad_out"}, std::pair{&out, "out"}}) {
+// A number for each head.
+void check_per_head(const at::Tensor& tensor, const at::Tensor& query, const char* name) {
+  TORCH_CHECK_VALUE(tensor.dim() == 1 && holds(tensor.sym_size(0).sym_eq(query.sym_size(1))) &&
+                        tensor.device() == query.device() && tensor.is_floating_point(),
+                    "cudnn_ops.sdpa: ", name,
+                    " must hold one floating-point number for each query head, [",
+                    query.sym_size(1), "] on ", query.device(), "; got ", tensor.scalar_type(), " ",
+                    tensor.sym_sizes(), " on ", tensor.device());
+}
+
+void check_seq_lens(const OptionalTensor& lengths, const at::Tensor& query,
+                    const c10::SymInt& length, const char* name) {
+  if (!lengths) return;
+  TORCH_CHECK_VALUE(lengths->dim() == 1 && holds(lengths->sym_size(0).sym_eq(query.sym_size(0))) &&
+                        lengths->device() == query.device() &&
+                        (lengths->scalar_type() == at::kInt || lengths->scalar_type() == at::kLong),
+                    "cudnn_ops.sdpa: ", name, " must be an int32 tensor [batch], [",
+                    query.sym_size(0), "] on ", query.device(), "; got ", lengths->scalar_type(),
+                    " ", lengths->sym_sizes(), " on ", lengths->device());
+  if (!checks_values() || lengths->is_meta() || lengths->numel() == 0) return;
+  const auto least = lengths->min().item<int64_t>(), most = lengths->max().item<int64_t>();
+  TORCH_CHECK_VALUE(least >= 0 && length >= most, "cudnn_ops.sdpa: ", name, " holds lengths from ",
+                    least, " to ", most, "; the tensors have ", length);
+}
+
+void check_options(const Attention& args) {
+  TORCH_CHECK_VALUE(!args.scale || std::isfinite(static_cast<float>(*args.scale)),
+                    "cudnn_ops.sdpa: scale must be a finite float32, got ",
+                    args.scale.value_or(0.0), "; None stands for 1/sqrt(head size)");
+  TORCH_CHECK_VALUE(args.dropout_p >= 0.0 && args.dropout_p < 1.0,
+                    "cudnn_ops.sdpa: dropout_p must be at least 0 and less than 1, got ",
+                    args.dropout_p);
+  TORCH_CHECK_VALUE(std::isfinite(static_cast<float>(args.softcap)) && args.softcap >= 0.0,
+                    "cudnn_ops.sdpa: softcap must be finite and positive, or 0 for none, got ",
+                    args.softcap);
+  TORCH_CHECK_VALUE(
+      args.window_size.size() == 2 && args.window_size[0] >= -1 && args.window_size[1] >= -1,
+      "cudnn_ops.sdpa: window_size must be (left, right), each -1 for no bound or "
+      "the number of keys on that side, got ",
+      args.window_size);
+  TORCH_CHECK_VALUE(
+      !args.rng_state ||
+          (args.rng_state->scalar_type() == at::kLong && args.rng_state->dim() == 1 &&
+           args.rng_state->sym_size(0) == 2 && args.rng_state->device() == args.query.device()),
+      "cudnn_ops.sdpa: rng_state must be an int64 tensor [2], seed and offset, on ",
+      args.query.device());
+}
+
+}  // namespace
+
+void check_sdpa_arguments(const Attention& args) {
+  const auto &query = args.query, &key = args.key;
+  check_options(args);
+  check_shapes(query, key, args.value, args.enable_gqa);
+  if (args.attn_mask) check_mask(*args.attn_mask, query, key);
+  if (args.alibi_slopes) check_per_head(*args.alibi_slopes, query, "alibi_slopes");
+  if (args.sinks) check_per_head(*args.sinks, query, "sinks");
+  check_seq_lens(args.seq_lens_q, query, query.sym_size(2), "seq_lens_q");
+  check_seq_lens(args.seq_lens_kv, query, key.sym_size(2), "seq_lens_kv");
+}
+
+void check_sdpa(const Attention& args) {
+  check_sdpa_arguments(args);
+  check_supported(args.query, "query");
+  check_supported(args.key, "key");
+  check_supported(args.value, "value");
+}
+
+void check_sdpa_backward(const Attention& args, const AttentionGrad& grad) {
+  check_sdpa(args);
+  const auto& query = args.query;
+  const std::array<int64_t, 4> sizes{query.size(0), query.size(1), query.size(2),
+                                     args.value.size(3)};
+  for (const auto& [tensor, name] :
+       {std::pair{&grad.grad_out, "grad_out"}, std::pair{&grad.out, "out"}}) {
     check_same(query, *tensor, name);
     TORCH_CHECK_VALUE(tensor->sizes() == c10::IntArrayRef(sizes), "cudnn_ops.sdpa backward: ", name,
                       " must have the shape of the output, ", c10::IntArrayRef(sizes), ", got ",
                       tensor->sizes());
   }
+  const auto& lse = grad.lse;
   TORCH_CHECK_VALUE(lse.sizes() == c10::IntArrayRef(sizes.data(), 3) &&
                         lse.scalar_type() == at::kFloat && lse.device() == query.device(),
                     "cudnn_ops.sdpa backward: lse must be the float32 tensor [batch, heads, "
                     "length] that sdpa_with_lse returned, got ",
                     lse.scalar_type(), " of shape ", lse.sizes(), " on ", lse.device());
+  TORCH_CHECK_VALUE(args.dropout_p == 0.0 || args.rng_state,
+                    "cudnn_ops.sdpa backward: dropout needs the rng_state of the forward");
 }
 
 std::array<int64_t, 4> dense_strides_like(c10::IntArrayRef sizes, const at::Tensor& like) {
@@ -150,23 +230,31 @@ std::array<int64_t, 4> dense_strides_like(c10::IntArrayRef sizes, const at::Tens
   return strides;
 }
 
-const c10::TypedOperatorHandle<Sdpa>& sdpa_op() {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("cudnn_ops::sdpa", "").typed<Sdpa>();
+const c10::TypedOperatorHandle<AttentionOp<at::Tensor>>& sdpa_op() {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("cudnn_ops::sdpa", "")
+                             .typed<AttentionOp<at::Tensor>>();
   return op;
 }
 
-const c10::TypedOperatorHandle<SdpaWithLse>& sdpa_with_lse_op() {
+const c10::TypedOperatorHandle<AttentionOp<OutAndLse>>& sdpa_with_lse_op() {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("cudnn_ops::sdpa_with_lse", "")
-                             .typed<SdpaWithLse>();
+                             .typed<AttentionOp<OutAndLse>>();
   return op;
 }
 
-const c10::TypedOperatorHandle<SdpaBackward>& sdpa_backward_op() {
+const c10::TypedOperatorHandle<BackwardOp>& sdpa_backward_op() {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("cudnn_ops::_sdpa_backward", "")
-                             .typed<SdpaBackward>();
+                             .typed<BackwardOp>();
+  return op;
+}
+
+const c10::TypedOperatorHandle<RngStateOp>& sdpa_rng_state_op() {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("cudnn_ops::_sdpa_rng_state", "")
+                             .typed<RngStateOp>();
   return op;
 }
 
@@ -176,23 +264,28 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   // Results are laid out as their inputs are, so a compiler must hand over the very strides
   // that it traced with.
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
-  m.def(
-      "sdpa(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, "
-      "bool is_causal=False, *, float? scale=None, bool enable_gqa=False) -> Tensor",
-      tags);
-  m.def(
-      "sdpa_with_lse(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
-      "float dropout_p=0.0, bool is_causal=False, *, float? scale=None, bool enable_gqa=False) -> "
-      "(Tensor out, Tensor lse)",
-      tags);
+  const std::string arguments =
+      "(Tensor query, Tensor key, Tensor value, "
+      "Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, *, float? scale=None, "
+      "bool enable_gqa=False, int[2] window_size=[-1, -1], bool bottom_right=False, "
+      "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, "
+      "Tensor? seq_lens_q=None, Tensor? seq_lens_kv=None, bool? deterministic=None, "
+      "Tensor? rng_state=None)";
+  m.def(("sdpa" + arguments + " -> Tensor").c_str(), tags);
+  m.def(("sdpa_with_lse" + arguments + " -> (Tensor out, Tensor lse)").c_str(), tags);
   m.def(
       "_sdpa_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
-      "Tensor lse, bool is_causal, float? scale) -> "
-      "(Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+      "Tensor lse, Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, "
+      "float? scale=None, int[2] window_size=[-1, -1], bool bottom_right=False, "
+      "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, "
+      "Tensor? seq_lens_q=None, Tensor? seq_lens_kv=None, bool? deterministic=None, "
+      "Tensor? rng_state=None, bool grad_mask=False) -> "
+      "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, "
+      "Tensor grad_sinks)",
       tags);
+  m.def("_sdpa_rng_state(Tensor query, Tensor key) -> Tensor",
+        {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
   // The checks alone, for the kernels that are written in Python.
-  m.def(
-      "_sdpa_check(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, "
-      "float? scale, bool enable_gqa) -> ()",
-      cudnn_ops::check_op, tags);
+  m.def(("_sdpa_check" + arguments + " -> ()").c_str(),
+        cudnn_ops::attention_kernel<void, cudnn_ops::check_sdpa>, tags);
 }

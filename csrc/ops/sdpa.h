@@ -2,7 +2,6 @@
 // meaning of the arguments and the formulas.
 #pragma once
 
-#include "../graph/plan_key.h"
 #include "../graph/tensor_desc.h"
 
 #include <ATen/core/Tensor.h>
@@ -23,86 +22,64 @@ constexpr int64_t kMaxBackwardElements = int64_t{1} << 31;
 // takes no more rows than this.
 constexpr int64_t kMaxBackwardRows = 65535;
 
-// Everything that a forward plan bakes in. The scale is passed at run time; log-sum-exp is
-// always a dense [B, Hq, Sq], so its layout follows from the query's sizes.
-//
-// A ragged plan is declared for a batch and for lengths that its calls need not fill: it is told
-// at run time where each sequence begins and how long it is (sdpa_ragged.h).
-struct SdpaForwardParams {
-  static constexpr const char* kName = "sdpa";
-  graph::TensorDesc query, key, value, out;
-  bool is_causal = false;
-  bool with_lse = false;
-  bool is_ragged = false;
+using OptionalTensor = std::optional<at::Tensor>;
 
-  template <class Self, class Visitor>
-  static void fields(Self& self, Visitor&& visit) {
-    visit("query", self.query);
-    visit("key", self.key);
-    visit("value", self.value);
-    visit("out", self.out);
-    visit("is_causal", self.is_causal);
-    visit("with_lse", self.with_lse);
-    visit("is_ragged", self.is_ragged);
-  }
+// The arguments of a call, in the order of the schema (sdpa_call.h takes them apart).
+struct Attention {
+  const at::Tensor &query, &key, &value;
+  const OptionalTensor& attn_mask;
+  double dropout_p;
+  bool is_causal;
+  std::optional<double> scale;
+  bool enable_gqa;
+  c10::IntArrayRef window_size;
+  bool bottom_right;
+  double softcap;
+  const OptionalTensor &alibi_slopes, &sinks, &seq_lens_q, &seq_lens_kv;
+  std::optional<bool> deterministic;
+  const OptionalTensor& rng_state;
 };
 
-struct SdpaBackwardParams {
-  static constexpr const char* kName = "sdpa_backward";
-  graph::TensorDesc query, key, value, out, grad_out, grad_query, grad_key, grad_value;
-  bool is_causal = false;
-  bool is_deterministic = false;
-  bool is_ragged = false;
-
-  template <class Self, class Visitor>
-  static void fields(Self& self, Visitor&& visit) {
-    visit("query", self.query);
-    visit("key", self.key);
-    visit("value", self.value);
-    visit("out", self.out);
-    visit("grad_out", self.grad_out);
-    visit("grad_query", self.grad_query);
-    visit("grad_key", self.grad_key);
-    visit("grad_value", self.grad_value);
-    visit("is_causal", self.is_causal);
-    visit("is_deterministic", self.is_deterministic);
-    visit("is_ragged", self.is_ragged);
-  }
+// Beside the arguments of the forward. `grad_mask` says whether the gradient of attn_mask is
+// wanted; that of the sinks is given wherever there are sinks.
+struct AttentionGrad {
+  const at::Tensor &grad_out, &out, &lse;
+  bool grad_mask;
 };
-
-// Plans (sdpa_graph.cpp) take their addresses in the order  query, key, value, scale, out[, lse]
-// and  query, key, value, scale, out, lse, grad_out, grad_query, grad_key, grad_value.  Ragged
-// ones then take the offsets of every tensor of 4 dimensions in that order, and the lengths of
-// the queries and of the keys.
 
 // Raises ValueError, TypeError or NotImplementedError with a sentence that names the argument.
 // Sizes may be symbolic: it serves the fake kernel as well as the real ones.
-void check_sdpa(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                const std::optional<at::Tensor>& attn_mask, double dropout_p,
-                std::optional<double> scale, bool enable_gqa);
-// The part of it that is about sizes, strides and devices.
-void check_sdpa_shapes(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                       bool enable_gqa);
-void check_sdpa_backward(const at::Tensor& grad_out, const at::Tensor& query, const at::Tensor& key,
-                         const at::Tensor& value, const at::Tensor& out, const at::Tensor& lse);
+void check_sdpa(const Attention& args);
+// The same but for the dtypes and head sizes that no GPU takes.
+void check_sdpa_arguments(const Attention& args);
+void check_sdpa_backward(const Attention& args, const AttentionGrad& grad);
 
 // Strides of a dense tensor of `sizes` [B, H, S, D] whose first three dimensions lie in memory
 // in the order of those of `like`, and whose last is contiguous.
 std::array<int64_t, 4> dense_strides_like(c10::IntArrayRef sizes, const at::Tensor& like);
 
-using Sdpa = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                        const std::optional<at::Tensor>&, double, bool, std::optional<double>,
-                        bool);
-using SdpaWithLse = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&,
-                                                       const at::Tensor&,
-                                                       const std::optional<at::Tensor>&, double,
-                                                       bool, std::optional<double>, bool);
-using SdpaBackward = std::tuple<at::Tensor, at::Tensor, at::Tensor>(
-    const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-    const at::Tensor&, bool, std::optional<double>);
+template <class Result>
+using AttentionOp = Result(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                           const OptionalTensor&, double, bool, std::optional<double>, bool,
+                           c10::IntArrayRef, bool, double, const OptionalTensor&,
+                           const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                           std::optional<bool>, const OptionalTensor&);
+using OutAndLse = std::tuple<at::Tensor, at::Tensor>;
+// Of query, key, value, attn_mask and sinks; empty for the last two where they are not wanted.
+using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using BackwardOp = Gradients(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                             const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                             const OptionalTensor&, double, bool, std::optional<double>,
+                             c10::IntArrayRef, bool, double, const OptionalTensor&,
+                             const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                             std::optional<bool>, const OptionalTensor&, bool);
+using RngStateOp = at::Tensor(const at::Tensor&, const at::Tensor&);
 
-const c10::TypedOperatorHandle<Sdpa>& sdpa_op();
-const c10::TypedOperatorHandle<SdpaWithLse>& sdpa_with_lse_op();
-const c10::TypedOperatorHandle<SdpaBackward>& sdpa_backward_op();
+const c10::TypedOperatorHandle<AttentionOp<at::Tensor>>& sdpa_op();
+const c10::TypedOperatorHandle<AttentionOp<OutAndLse>>& sdpa_with_lse_op();
+const c10::TypedOperatorHandle<BackwardOp>& sdpa_backward_op();
+// Takes what a dropout over query and key needs from torch's generator of their device: seed and
+// offset, int64 [2].
+const c10::TypedOperatorHandle<RngStateOp>& sdpa_rng_state_op();
 
 }  // namespace cudnn_ops

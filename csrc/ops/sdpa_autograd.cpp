@@ -1,18 +1,19 @@
-// Scaled dot-product attention: its derivative and its autocast rule.
+// Scaled dot-product attention: its derivative.
 
 #include "autograd_node.h"
-#include "sdpa.h"
+#include "sdpa_call.h"
 
-#include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/mul.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
-#include <cmath>
+#include <array>
 
 namespace cudnn_ops {
 namespace {
@@ -20,10 +21,18 @@ namespace {
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
+// The tensors and options of a call, kept from the forward to the backward.
 struct SdpaBackwardNode : public torch::autograd::Node {
-  SavedVariable query, key, value, out, lse;
+  SavedVariable query, key, value, attn_mask, sinks, out, lse;
+  OptionalTensor alibi_slopes, seq_lens_q, seq_lens_kv, rng_state;  // never differentiated
+  bool has_mask = false, has_sinks = false;
+  double dropout_p = 0.0;
   bool is_causal = false;
   std::optional<double> scale;
+  std::array<int64_t, 2> window_size{};
+  bool bottom_right = false;
+  double softcap = 0.0;
+  std::optional<bool> deterministic;
 
   std::string name() const override {
     return "SdpaBackward";
@@ -31,7 +40,29 @@ struct SdpaBackwardNode : public torch::autograd::Node {
 
   void release_variables() override {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (auto* saved : {&query, &key, &value, &out, &lse}) saved->reset_data();
+    for (auto* saved : {&query, &key, &value, &attn_mask, &sinks, &out, &lse}) saved->reset_data();
+    for (auto* saved : {&alibi_slopes, &seq_lens_q, &seq_lens_kv, &rng_state}) saved->reset();
+  }
+
+  void save(const Attention& args) {
+    query = SavedVariable(args.query, /*is_output=*/false);
+    key = SavedVariable(args.key, /*is_output=*/false);
+    value = SavedVariable(args.value, /*is_output=*/false);
+    has_mask = args.attn_mask.has_value();
+    if (has_mask) attn_mask = SavedVariable(*args.attn_mask, /*is_output=*/false);
+    has_sinks = args.sinks.has_value();
+    if (has_sinks) sinks = SavedVariable(*args.sinks, /*is_output=*/false);
+    alibi_slopes = args.alibi_slopes;
+    seq_lens_q = args.seq_lens_q;
+    seq_lens_kv = args.seq_lens_kv;
+    rng_state = args.rng_state;
+    dropout_p = args.dropout_p;
+    is_causal = args.is_causal;
+    scale = args.scale;
+    window_size = {args.window_size[0], args.window_size[1]};
+    bottom_right = args.bottom_right;
+    softcap = args.softcap;
+    deterministic = args.deterministic;
   }
 
   variable_list apply(variable_list&& grads) override {
@@ -41,38 +72,74 @@ struct SdpaBackwardNode : public torch::autograd::Node {
     const auto self = owner_of(*this);
     const at::Tensor q = query.unpack(), k = key.unpack(), v = value.unpack();
     const at::Tensor o = out.unpack(self), l = lse.unpack(self);
+    const OptionalTensor mask = has_mask ? OptionalTensor(attn_mask.unpack()) : std::nullopt;
+    const OptionalTensor sink = has_sinks ? OptionalTensor(sinks.unpack()) : std::nullopt;
+    const Attention args{q,     k,          v,           mask,          dropout_p, is_causal,
+                         scale, true,       window_size, bottom_right,  softcap,   alibi_slopes,
+                         sink,  seq_lens_q, seq_lens_kv, deterministic, rng_state};
+    const bool grad_mask = has_mask && task_should_compute_output(3);
 
-    at::Tensor grad_query, grad_key, grad_value;
-    if (grad_out.defined()) {
-      std::tie(grad_query, grad_key, grad_value) =
-          sdpa_backward_op().call(grad_out, q, k, v, o, l, is_causal, scale);
-    }
-    if (grad_lse.defined()) add_lse_gradient(grad_lse, q, k, l, grad_query, grad_key);
-    variable_list result(3);
-    if (task_should_compute_output(0)) result[0] = std::move(grad_query);
-    if (task_should_compute_output(1)) result[1] = std::move(grad_key);
-    if (task_should_compute_output(2)) result[2] = std::move(grad_value);
+    Gradients results;
+    if (grad_out.defined()) results = call_backward(args, {grad_out, o, l, grad_mask});
+    if (grad_lse.defined()) add_lse_gradient(args, grad_lse, l, grad_mask, results);
+    variable_list result(5);
+    if (task_should_compute_output(0)) result[0] = std::get<0>(results);
+    if (task_should_compute_output(1)) result[1] = std::get<1>(results);
+    if (task_should_compute_output(2)) result[2] = std::get<2>(results);
+    if (grad_mask) result[3] = std::get<3>(results);
+    if (has_sinks && task_should_compute_output(4)) result[4] = std::get<4>(results);
     return result;
   }
 
  private:
-  // d lse_i / d score_ij is the probability P_ij, so with g the gradient of lse
-  //   grad_query_i += scale * g_i * sum_j P_ij key_j     (attention with the keys as values)
-  //   grad_key_j   += scale * sum_i P_ij g_i query_i     (its gradient for the values)
-  // cuDNN's backward takes no gradient of lse, but it computes both sums exactly.
-  void add_lse_gradient(const at::Tensor& grad_lse, const at::Tensor& q, const at::Tensor& k,
-                        const at::Tensor& l, at::Tensor& grad_query, at::Tensor& grad_key) const {
-    const at::Tensor mean_key =
-        sdpa_op().call(q, k, k, std::nullopt, 0.0, is_causal, scale, /*enable_gqa=*/true);
-    const double factor = scale.value_or(
-        1.0 / std::sqrt(static_cast<double>(q.sym_size(3).guard_int(__FILE__, __LINE__))));
-    const at::Tensor weight = grad_lse.mul(factor).unsqueeze(-1);
-    const at::Tensor query_part = weight.mul(mean_key).to(q.scalar_type());
-    const at::Tensor weighted_query = weight.mul(q).to(q.scalar_type());
-    const at::Tensor key_part = std::get<2>(
-        sdpa_backward_op().call(weighted_query, q, k, k, mean_key, l, is_causal, scale));
-    grad_query = grad_query.defined() ? grad_query.add(query_part) : query_part;
-    grad_key = grad_key.defined() ? grad_key.add(key_part) : key_part;
+  // d lse_i / d score_ij is the probability P_ij, so with g the gradient of lse that of the scores
+  // is P_ij g_i. The backward computes P_ij (grad_out_i . value_j - grad_out_i . out_i): with out
+  // zero and grad_out_i . value_j = g_i that is it. In the value's type g is kept as a sum of two.
+  static void add_lse_gradient(const Attention& args, const at::Tensor& grad_lse,
+                               const at::Tensor& l, bool grad_mask, Gradients& results) {
+    const auto dtype = args.value.scalar_type();
+    const at::Tensor ones = at::zeros_like(args.value);
+    ones.narrow(-1, 0, 2).fill_(1.0);
+    auto sizes = args.query.sym_sizes().vec();
+    sizes[3] = args.value.sym_size(3);
+    const at::Tensor zeros = args.query.new_zeros_symint(sizes);
+    // Where there is nothing to attend to, the log-sum-exp is a constant.
+    const at::Tensor g = grad_lse.masked_fill(l.isneginf(), 0.0);
+    const at::Tensor high = g.to(dtype), low = g.sub(high).to(dtype);
+    const at::Tensor weights =
+        at::cat({at::stack({high, low}, -1), zeros.narrow_symint(-1, 2, sizes[3] - 2)}, -1);
+    const OptionalTensor none;
+    const Attention scores{args.query,
+                           args.key,
+                           ones,
+                           args.attn_mask,
+                           0.0,
+                           args.is_causal,
+                           args.scale,
+                           true,
+                           args.window_size,
+                           args.bottom_right,
+                           args.softcap,
+                           args.alibi_slopes,
+                           none,
+                           args.seq_lens_q,
+                           args.seq_lens_kv,
+                           args.deterministic,
+                           none};
+    const auto of_scores = call_backward(scores, {weights, zeros, l, grad_mask});
+    const auto add = [](at::Tensor& sum, const at::Tensor& term) {
+      sum = sum.defined() ? sum.add(term) : term;
+    };
+    add(std::get<0>(results), std::get<0>(of_scores));
+    add(std::get<1>(results), std::get<1>(of_scores));
+    if (grad_mask) add(std::get<3>(results), std::get<3>(of_scores));
+    if (args.sinks) {
+      const at::Tensor weight = args.sinks->to(l.scalar_type()).view({1, -1, 1}).sub(l).exp();
+      add(std::get<4>(results), weight.mul(g)
+                                    .masked_fill(l.isneginf(), 0.0)
+                                    .sum(at::IntArrayRef{0, 2})
+                                    .to(args.sinks->scalar_type()));
+    }
   }
 };
 
@@ -88,133 +155,97 @@ c10::DispatchKeySet below_autograd(c10::DispatchKeySet keys) {
   return keys & c10::after_ADInplaceOrView_keyset;
 }
 
+bool requires_grad(const Attention& args) {
+  return torch::autograd::compute_requires_grad(args.query, args.key, args.value, args.attn_mask,
+                                                args.sinks);
+}
+
+void check_differentiable(const Attention& args) {
+  refuse_forward_mode({args.query, args.key, args.value});
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !torch::autograd::compute_requires_grad(args.alibi_slopes),
+      "cudnn_ops.sdpa: cuDNN has no gradient for alibi_slopes; detach them");
+}
+
+// Draws the numbers of a dropout before anything else, so that what follows depends on nothing
+// but its arguments: a compiler may compute it again, and the backward drops the same.
+template <class Function>
+auto with_rng_state(const Attention& args, const Function& function) {
+  if (args.dropout_p == 0 || args.rng_state) return function(args);
+  const OptionalTensor state = sdpa_rng_state_op().call(args.query, args.key);
+  return function(Attention{args.query, args.key, args.value, args.attn_mask, args.dropout_p,
+                            args.is_causal, args.scale, args.enable_gqa, args.window_size,
+                            args.bottom_right, args.softcap, args.alibi_slopes, args.sinks,
+                            args.seq_lens_q, args.seq_lens_kv, args.deterministic, state});
+}
+
 // Runs the forward that saves what the derivative needs, and attaches the Node to `out`, and
 // to `lse` where the caller gets it.
-std::tuple<at::Tensor, at::Tensor> forward_with_node(
-    c10::DispatchKeySet keys, const at::Tensor& query, const at::Tensor& key,
-    const at::Tensor& value, const std::optional<at::Tensor>& attn_mask, double dropout_p,
-    bool is_causal, std::optional<double> scale, bool enable_gqa, bool returns_lse) {
+OutAndLse forward_with_node(c10::DispatchKeySet keys, const Attention& args, bool returns_lse) {
   auto node = make_node<SdpaBackwardNode>();
-  node->set_next_edges(torch::autograd::collect_next_edges(query, key, value));
+  node->set_next_edges(torch::autograd::collect_next_edges(args.query, args.key, args.value,
+                                                           args.attn_mask, args.sinks));
   at::Tensor out, lse;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    std::tie(out, lse) =
-        sdpa_with_lse_op().redispatch(below_autograd(keys), query, key, value, attn_mask, dropout_p,
-                                      is_causal, scale, enable_gqa);
+    std::tie(out, lse) = redispatch(sdpa_with_lse_op(), below_autograd(keys), args);
   }
   torch::autograd::set_history(out, node);
   if (returns_lse) torch::autograd::set_history(lse, node);
-  node->query = SavedVariable(query, /*is_output=*/false);
-  node->key = SavedVariable(key, /*is_output=*/false);
-  node->value = SavedVariable(value, /*is_output=*/false);
+  node->save(args);
   node->out = SavedVariable(out, /*is_output=*/true);
   node->lse = SavedVariable(lse, /*is_output=*/returns_lse);
-  node->is_causal = is_causal;
-  node->scale = scale;
   return {std::move(out), std::move(lse)};
 }
 
-at::Tensor sdpa_autograd(c10::DispatchKeySet keys, const at::Tensor& query, const at::Tensor& key,
-                         const at::Tensor& value, const std::optional<at::Tensor>& attn_mask,
-                         double dropout_p, bool is_causal, std::optional<double> scale,
-                         bool enable_gqa) {
-  refuse_forward_mode({query, key, value});
-  if (torch::autograd::compute_requires_grad(query, key, value)) {
-    return std::get<0>(forward_with_node(keys, query, key, value, attn_mask, dropout_p, is_causal,
-                                         scale, enable_gqa, /*returns_lse=*/false));
-  }
-  at::AutoDispatchBelowADInplaceOrView guard;
-  return sdpa_op().redispatch(below_autograd(keys), query, key, value, attn_mask, dropout_p,
-                              is_causal, scale, enable_gqa);
+at::Tensor sdpa_autograd(c10::DispatchKeySet keys, const Attention& given) {
+  check_differentiable(given);
+  return with_rng_state(given, [&](const Attention& args) {
+    if (requires_grad(args)) {
+      return std::get<0>(forward_with_node(keys, args, /*returns_lse=*/false));
+    }
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return redispatch(sdpa_op(), below_autograd(keys), args);
+  });
 }
 
-std::tuple<at::Tensor, at::Tensor> sdpa_with_lse_autograd(
-    c10::DispatchKeySet keys, const at::Tensor& query, const at::Tensor& key,
-    const at::Tensor& value, const std::optional<at::Tensor>& attn_mask, double dropout_p,
-    bool is_causal, std::optional<double> scale, bool enable_gqa) {
-  refuse_forward_mode({query, key, value});
-  if (torch::autograd::compute_requires_grad(query, key, value)) {
-    return forward_with_node(keys, query, key, value, attn_mask, dropout_p, is_causal, scale,
-                             enable_gqa, /*returns_lse=*/true);
-  }
-  at::AutoDispatchBelowADInplaceOrView guard;
-  return sdpa_with_lse_op().redispatch(below_autograd(keys), query, key, value, attn_mask,
-                                       dropout_p, is_causal, scale, enable_gqa);
+OutAndLse sdpa_with_lse_autograd(c10::DispatchKeySet keys, const Attention& given) {
+  check_differentiable(given);
+  return with_rng_state(given, [&](const Attention& args) {
+    if (requires_grad(args)) return forward_with_node(keys, args, /*returns_lse=*/true);
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return redispatch(sdpa_with_lse_op(), below_autograd(keys), args);
+  });
 }
 
 // cuDNN has no derivative of its attention backward: its results can be used, but asking for
 // a gradient through them raises.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_backward_autograd(
-    c10::DispatchKeySet keys, const at::Tensor& grad_out, const at::Tensor& query,
-    const at::Tensor& key, const at::Tensor& value, const at::Tensor& out, const at::Tensor& lse,
-    bool is_causal, std::optional<double> scale) {
-  std::tuple<at::Tensor, at::Tensor, at::Tensor> grads;
+Gradients sdpa_backward_autograd(c10::DispatchKeySet keys, const Attention& args,
+                                 const AttentionGrad& grad) {
+  Gradients grads;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    grads = sdpa_backward_op().redispatch(below_autograd(keys), grad_out, query, key, value, out,
-                                          lse, is_causal, scale);
+    grads = redispatch_backward(below_autograd(keys), args, grad);
   }
-  if (torch::autograd::compute_requires_grad(grad_out, query, key, value, out, lse)) {
+  if (torch::autograd::compute_requires_grad(grad.grad_out, args.query, args.key, args.value,
+                                             grad.out, grad.lse, args.attn_mask, args.sinks)) {
     auto node = make_node<torch::autograd::Error>(
         "cudnn_ops.sdpa: double backward is not available, cuDNN has no second derivative of "
         "attention; compute that part with torch.nn.functional.scaled_dot_product_attention "
         "under torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)",
-        torch::autograd::collect_next_edges(grad_out, query, key, value, out, lse));
-    std::apply([&](auto&... grad) { (torch::autograd::set_history(grad, node), ...); }, grads);
+        torch::autograd::collect_next_edges(grad.grad_out, args.query, args.key, args.value,
+                                            grad.out, grad.lse, args.attn_mask, args.sinks));
+    std::apply([&](auto&... tensor) { (torch::autograd::set_history(tensor, node), ...); }, grads);
   }
   return grads;
-}
-
-// The rule that torch has for its own attention: what is float32 becomes the lower precision.
-template <c10::DeviceType device, class Result>
-Result sdpa_autocast(
-    const c10::TypedOperatorHandle<Result(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                          const std::optional<at::Tensor>&, double, bool,
-                                          std::optional<double>, bool)>& op,
-    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-    const std::optional<at::Tensor>& attn_mask, double dropout_p, bool is_causal,
-    std::optional<double> scale, bool enable_gqa) {
-  constexpr auto key_of_device =
-      device == at::kCUDA ? c10::DispatchKey::AutocastCUDA : c10::DispatchKey::AutocastCPU;
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_of_device);
-  const auto cast = [dtype = at::autocast::get_autocast_dtype(device)](const at::Tensor& tensor) {
-    return at::autocast::cached_cast(dtype, tensor, device);
-  };
-  return op.call(cast(query), cast(key), cast(value), attn_mask, dropout_p, is_causal, scale,
-                 enable_gqa);
-}
-
-template <c10::DeviceType device>
-void register_autocast(torch::Library& m) {
-  m.impl("sdpa", [](const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                    const std::optional<at::Tensor>& attn_mask, double dropout_p, bool is_causal,
-                    std::optional<double> scale, bool enable_gqa) {
-    return sdpa_autocast<device>(sdpa_op(), query, key, value, attn_mask, dropout_p, is_causal,
-                                 scale, enable_gqa);
-  });
-  m.impl("sdpa_with_lse",
-         [](const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-            const std::optional<at::Tensor>& attn_mask, double dropout_p, bool is_causal,
-            std::optional<double> scale, bool enable_gqa) {
-           return sdpa_autocast<device>(sdpa_with_lse_op(), query, key, value, attn_mask, dropout_p,
-                                        is_causal, scale, enable_gqa);
-         });
 }
 
 }  // namespace
 }  // namespace cudnn_ops
 
 TORCH_LIBRARY_IMPL(cudnn_ops, Autograd, m) {
-  m.impl("sdpa", cudnn_ops::sdpa_autograd);
-  m.impl("sdpa_with_lse", cudnn_ops::sdpa_with_lse_autograd);
-  m.impl("_sdpa_backward", cudnn_ops::sdpa_backward_autograd);
-}
-
-TORCH_LIBRARY_IMPL(cudnn_ops, AutocastCUDA, m) {
-  cudnn_ops::register_autocast<at::kCUDA>(m);
-}
-
-TORCH_LIBRARY_IMPL(cudnn_ops, AutocastCPU, m) {
-  cudnn_ops::register_autocast<at::kCPU>(m);
+  using namespace cudnn_ops;
+  m.impl("sdpa", attention_kernel<at::Tensor, sdpa_autograd>);
+  m.impl("sdpa_with_lse", attention_kernel<OutAndLse, sdpa_with_lse_autograd>);
+  m.impl("_sdpa_backward", backward_kernel<sdpa_backward_autograd>);
 }

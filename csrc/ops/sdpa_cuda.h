@@ -1,9 +1,13 @@
-// What attention's CUDA kernels share: the tensors of a call, and how it is described to a plan.
+// What attention's CUDA kernels share: the tensors of a call as a plan takes them.
 #pragma once
 
 #include "sdpa.h"
+#include "sdpa_band.h"
+#include "sdpa_params.h"
 
 #include "../graph/cuda_call.h"
+
+#include <c10/util/SmallVector.h>
 
 #include <limits>
 
@@ -27,58 +31,63 @@ struct Scale {
   at::Tensor applied_to(const at::Tensor& query) const;
 };
 
+// The mask of a call: what a plan bakes in of it, and what it reads. Undefined: there is none.
+struct MaskTensors {
+  at::Tensor bias, alibi_slopes, sinks, rng_state;
+  at::Tensor lengths, lengths_kv;  // int32 [B] on the device
+
+  MaskTensors(const Attention& args, const Band& band, bool backward);
+};
+
+// What a plan reads, `scale` and `softcap` from the host, and writes. Undefined where it does not.
 struct SdpaForwardTensors {
-  const at::Tensor &query, &key, &value;
-  const at::Tensor &out, &lse;  // written; lse may be undefined
+  at::Tensor query, key, value;
+  MaskTensors mask;
+  float scale, softcap;
+  at::Tensor out, lse;
 };
 
 struct SdpaBackwardTensors {
-  const at::Tensor &query, &key, &value, &out, &lse, &grad_out;
-  const at::Tensor &grad_query, &grad_key, &grad_value;  // written
+  at::Tensor query, key, value, out, lse, grad_out;
+  MaskTensors mask;
+  float scale, softcap;
+  at::Tensor grad_query, grad_key, grad_value, grad_bias;
 };
 
-// Int32 [B] on the device: how many of each sequence's queries and keys there are.
-struct SequenceLengths {
-  const at::Tensor &query, &key;
+// The addresses in the order that plans take them (sdpa_graph.cpp), but for a ragged one's table.
+struct SdpaPointers {
+  c10::SmallVector<void*, 40> all;
+  c10::SmallVector<graph::Call::Written, 4> written;
+
+  SdpaPointers(const SdpaForwardParams& params, SdpaForwardTensors& tensors);
+  SdpaPointers(const SdpaBackwardParams& params, SdpaBackwardTensors& tensors);
+
+ private:
+  template <class Params, class Tensors>
+  void add_inputs(const Params& params, Tensors& tensors);
+  void write(const at::Tensor& tensor);
 };
 
 // Runs the problem on its family's polymorphic plan, repacking what offsets cannot address
-// (sdpa_ragged_cuda.cpp). False, with nothing done, when the policy or cuDNN wants an exact plan.
+// (sdpa_ragged_cuda.cpp), with `band` in place of the exact one. False, with nothing done, when the
+// policy or cuDNN wants an exact plan.
 bool run_ragged(const SdpaForwardParams& params, const graph::PlanKey& exact,
-                const SdpaForwardTensors& tensors, float* scale);
+                const SdpaForwardTensors& tensors, const Band& band);
 bool run_ragged(const SdpaBackwardParams& params, const graph::PlanKey& exact,
-                const SdpaBackwardTensors& tensors, float* scale);
+                const SdpaBackwardTensors& tensors, const Band& band);
 
-// The same whatever the policy is, with lengths that are read when the plan runs. What lies
-// beyond them becomes 0, and -inf in the log-sum-exp. Raises when cuDNN has no such plan.
-void run_padded(const SdpaForwardParams& params, const SdpaForwardTensors& tensors,
-                const SequenceLengths& lengths, float* scale);
-void run_padded(const SdpaBackwardParams& params, const SdpaBackwardTensors& tensors,
-                const SequenceLengths& lengths, float* scale);
-
-inline graph::Call forward_call(c10::ArrayRef<void*> pointers,
-                                c10::ArrayRef<graph::Call::Written> written) {
+inline graph::Call forward_call(const SdpaPointers& pointers) {
   return {"cudnn_ops.sdpa",
           "`python -m cudnn_ops explain sdpa` shows what cuDNN takes on a GPU; "
           "torch.nn.functional.scaled_dot_product_attention has kernels for the rest",
-          pointers, written};
+          pointers.all, pointers.written};
 }
 
-inline graph::Call backward_call(c10::ArrayRef<void*> pointers,
-                                 c10::ArrayRef<graph::Call::Written> written) {
+inline graph::Call backward_call(const SdpaPointers& pointers) {
   return {"cudnn_ops.sdpa backward",
           "`python -m cudnn_ops explain sdpa_backward` shows what cuDNN takes on a GPU; call the "
           "forward under torch.no_grad(), or use torch.nn.functional.scaled_dot_product_attention",
-          pointers, written};
-}
-
-// A plan takes plain addresses of what it reads and of what it writes.
-inline void* read(const at::Tensor& tensor) {
-  return const_cast<void*>(tensor.const_data_ptr());
-}
-
-inline void* write(const at::Tensor& tensor) {
-  return tensor.mutable_data_ptr();
+          pointers.all, pointers.written};
 }
 
 }  // namespace cudnn_ops

@@ -9,6 +9,7 @@
 #include <ATen/cuda/EmptyTensor.h>
 
 #include <limits>
+#include <utility>
 
 namespace cudnn_ops {
 namespace {
@@ -30,11 +31,13 @@ at::Tensor packed(const at::Tensor& tensor) {
   return lies_well(tensor) ? tensor : empty_token_major(tensor).copy_(tensor);
 }
 
-// What the plan writes in place of a result: the result itself where offsets can address it.
+// What the plan writes in place of a result: the result itself where offsets can address it. With
+// `zero`, it is 0 where the plan writes nothing.
 class Result {
  public:
-  explicit Result(const at::Tensor& result)
+  Result(const at::Tensor& result, bool zero)
       : result_(result), written_(lies_well(result) ? result : empty_token_major(result)) {
+    if (zero) written_.zero_();
   }
   const at::Tensor& tensor() const {
     return written_;
@@ -44,8 +47,7 @@ class Result {
   }
 
  private:
-  const at::Tensor& result_;
-  at::Tensor written_;
+  at::Tensor result_, written_;
 };
 
 // The log-sum-exp as the plan is declared, [declared batch, H, declared length], of which the
@@ -71,81 +73,75 @@ int64_t step(const at::Tensor& tensor) {
   return tensor.size(0) > 1 ? tensor.stride(0) : tensor.size(2) * tensor.stride(2);
 }
 
-using Pointers = c10::SmallVector<void*, 24>;
-
-void add_lengths(graph::RaggedTable& table, const at::Tensor& query, const at::Tensor& key,
-                 const SequenceLengths* lengths) {
-  if (lengths != nullptr) {
-    table.add_lengths(lengths->query.const_data_ptr());
-    table.add_lengths(lengths->key.const_data_ptr());
+void add_lengths(graph::RaggedTable& table, const MaskTensors& mask, const at::Tensor& query,
+                 const at::Tensor& key) {
+  if (mask.lengths.defined()) {
+    table.add_lengths(mask.lengths.const_data_ptr());
+    table.add_lengths(mask.lengths_kv.const_data_ptr());
   } else {
     table.add_lengths(query.size(2));
     table.add_lengths(key.size(2));
   }
 }
 
-// Runs the plan that `find` gives for the call; false if there is none. With `lengths`, what
-// lies beyond them is 0 in the results, and minus infinity in the log-sum-exp.
+// Runs the plan that `find` gives for the call; false if there is none. It leaves alone what lies
+// beyond lengths that only the device knows: that is 0, and minus infinity in the log-sum-exp.
 template <class FindPlan>
-bool run(const SdpaForwardParams& declared, const SdpaForwardTensors& tensors, float* scale,
-         const SequenceLengths* lengths, const FindPlan& find) {
-  const at::Tensor query = packed(tensors.query), key = packed(tensors.key),
-                   value = packed(tensors.value);
-  const Result out(tensors.out);
-  Pointers pointers{read(query), read(key), read(value), scale, write(out.tensor())};
+bool run(const SdpaForwardParams& declared, SdpaForwardTensors tensors, const FindPlan& find) {
+  for (auto* tensor : {&tensors.query, &tensors.key, &tensors.value}) *tensor = packed(*tensor);
+  const Result out(tensors.out, tensors.mask.lengths.defined());
   std::optional<PaddedLse> lse;
   if (declared.with_lse) {
     lse.emplace(declared.query, tensors.lse);
-    pointers.push_back(write(lse->memory));
+    if (tensors.mask.lengths.defined()) {
+      lse->values.fill_(-std::numeric_limits<double>::infinity());
+    }
   }
-  if (lengths != nullptr) {
-    out.tensor().zero_();
-    if (lse) lse->values.fill_(-std::numeric_limits<double>::infinity());
+  const at::Tensor lse_result = std::exchange(tensors.lse, lse ? lse->memory : at::Tensor());
+  tensors.out = out.tensor();
+  SdpaPointers pointers(declared, tensors);
+  pointers.written.clear();
+  graph::RaggedTable table(tensors.query.size(0), declared.query.sizes[0]);
+  for (const auto* tensor : {&tensors.query, &tensors.key, &tensors.value, &tensors.out}) {
+    table.add_offsets(step(*tensor));
   }
-  graph::RaggedTable table(query.size(0), declared.query.sizes[0]);
-  for (const auto* tensor : {&query, &key, &value, &out.tensor()}) table.add_offsets(step(*tensor));
-  add_lengths(table, query, key, lengths);
-  const auto memory = table.upload(pointers, graph::is_capturing());
-  const graph::Call call = forward_call(pointers, {});
+  add_lengths(table, tensors.mask, tensors.query, tensors.key);
+  const auto memory = table.upload(pointers.all, graph::is_capturing());
+  const graph::Call call = forward_call(pointers);
   const auto plan = find(call);
   if (plan == nullptr) return false;
   graph::execute(call, *plan);
   out.finish();
-  if (lse && lse->is_copy) tensors.lse.copy_(lse->values);
+  if (lse && lse->is_copy) lse_result.copy_(lse->values);
   return true;
 }
 
 template <class FindPlan>
-bool run(const SdpaBackwardParams& declared, const SdpaBackwardTensors& tensors, float* scale,
-         const SequenceLengths* lengths, const FindPlan& find) {
-  const at::Tensor query = packed(tensors.query), key = packed(tensors.key),
-                   value = packed(tensors.value), out = packed(tensors.out),
-                   grad_out = packed(tensors.grad_out);
-  const Result grad_query(tensors.grad_query), grad_key(tensors.grad_key),
-      grad_value(tensors.grad_value);
+bool run(const SdpaBackwardParams& declared, SdpaBackwardTensors tensors, const FindPlan& find) {
+  for (auto* tensor :
+       {&tensors.query, &tensors.key, &tensors.value, &tensors.out, &tensors.grad_out}) {
+    *tensor = packed(*tensor);
+  }
+  const bool zero = tensors.mask.lengths.defined();
+  const Result grad_query(tensors.grad_query, zero), grad_key(tensors.grad_key, zero),
+      grad_value(tensors.grad_value, zero);
   const PaddedLse lse(declared.query, tensors.lse);
   if (lse.is_copy) lse.values.copy_(tensors.lse);
-  Pointers pointers{read(query),
-                    read(key),
-                    read(value),
-                    scale,
-                    read(out),
-                    read(lse.memory),
-                    read(grad_out),
-                    write(grad_query.tensor()),
-                    write(grad_key.tensor()),
-                    write(grad_value.tensor())};
-  if (lengths != nullptr) {
-    for (const auto* result : {&grad_query, &grad_key, &grad_value}) result->tensor().zero_();
-  }
-  graph::RaggedTable table(query.size(0), declared.query.sizes[0]);
-  for (const auto* tensor : {&query, &key, &value, &out, &grad_out, &grad_query.tensor(),
-                             &grad_key.tensor(), &grad_value.tensor()}) {
+  tensors.lse = lse.memory;
+  tensors.grad_query = grad_query.tensor();
+  tensors.grad_key = grad_key.tensor();
+  tensors.grad_value = grad_value.tensor();
+  SdpaPointers pointers(declared, tensors);
+  pointers.written.clear();
+  graph::RaggedTable table(tensors.query.size(0), declared.query.sizes[0]);
+  for (const auto* tensor :
+       {&tensors.query, &tensors.key, &tensors.value, &tensors.out, &tensors.grad_out,
+        &tensors.grad_query, &tensors.grad_key, &tensors.grad_value}) {
     table.add_offsets(step(*tensor));
   }
-  add_lengths(table, query, key, lengths);
-  const auto memory = table.upload(pointers, graph::is_capturing());
-  const graph::Call call = backward_call(pointers, {});
+  add_lengths(table, tensors.mask, tensors.query, tensors.key);
+  const auto memory = table.upload(pointers.all, graph::is_capturing());
+  const graph::Call call = backward_call(pointers);
   const auto plan = find(call);
   if (plan == nullptr) return false;
   graph::execute(call, *plan);
@@ -155,49 +151,27 @@ bool run(const SdpaBackwardParams& declared, const SdpaBackwardTensors& tensors,
 
 template <class Params, class Tensors>
 bool run_if_taken(const Params& params, const graph::PlanKey& exact, const Tensors& tensors,
-                  float* scale) {
-  const auto declared = ragged(params);
+                  const Band& band) {
+  const auto declared = ragged(params, band);
   if (!declared) return false;
   const auto polymorphic = graph::PlanKey::of(*declared, exact.target());
   const auto family = graph::PlanKey::of(family_of(*declared), exact.target());
   if (!graph::takes_polymorphic(exact, polymorphic, family)) return false;
-  return run(*declared, tensors, scale, nullptr, [&](const graph::Call& call) {
+  return run(*declared, tensors, [&](const graph::Call& call) {
     return graph::polymorphic_plan(call, polymorphic, family);
-  });
-}
-
-template <class Params, class Tensors>
-void run_always(const Params& params, const Tensors& tensors, const SequenceLengths& lengths,
-                float* scale) {
-  const auto declared = ragged(params);
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      declared, "cudnn_ops.sdpa: ", tensors.query.sizes(), " and ", tensors.key.sizes(),
-      " with lengths on the device is more than cuDNN takes: 2^31 elements, 65535 sequences");
-  run(*declared, tensors, scale, &lengths, [&](const graph::Call& call) {
-    return graph::get_plan(call, graph::PlanKey::of(*declared, tensors.query.get_device()));
   });
 }
 
 }  // namespace
 
 bool run_ragged(const SdpaForwardParams& params, const graph::PlanKey& exact,
-                const SdpaForwardTensors& tensors, float* scale) {
-  return run_if_taken(params, exact, tensors, scale);
+                const SdpaForwardTensors& tensors, const Band& band) {
+  return run_if_taken(params, exact, tensors, band);
 }
 
 bool run_ragged(const SdpaBackwardParams& params, const graph::PlanKey& exact,
-                const SdpaBackwardTensors& tensors, float* scale) {
-  return run_if_taken(params, exact, tensors, scale);
-}
-
-void run_padded(const SdpaForwardParams& params, const SdpaForwardTensors& tensors,
-                const SequenceLengths& lengths, float* scale) {
-  run_always(params, tensors, lengths, scale);
-}
-
-void run_padded(const SdpaBackwardParams& params, const SdpaBackwardTensors& tensors,
-                const SequenceLengths& lengths, float* scale) {
-  run_always(params, tensors, lengths, scale);
+                const SdpaBackwardTensors& tensors, const Band& band) {
+  return run_if_taken(params, exact, tensors, band);
 }
 
 }  // namespace cudnn_ops

@@ -1,22 +1,18 @@
-"""Scaled dot-product attention: public functions, fake kernels, CPU kernels, FLOP formulas.
+"""Scaled dot-product attention: public functions, fake kernels, FLOP formulas.
 
-The CUDA kernel, the derivative and the autocast rule are in ``csrc/ops/sdpa*.cpp``.
+The CUDA kernel, the derivative and the autocast rule are in ``csrc/ops/sdpa*.cpp``, the CPU
+kernels in ``ops/sdpa_cpu.py``.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
-from torch.utils.flop_counter import (
-    register_flop_formula,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+from torch.utils.flop_counter import register_flop_formula
 
 _ops = torch.ops.cudnn_ops
 
@@ -30,14 +26,27 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    window_size: tuple[int, int] = (-1, -1),
+    bottom_right: bool = False,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    seq_lens_q: Tensor | None = None,
+    seq_lens_kv: Tensor | None = None,
+    deterministic: bool | None = None,
+    rng_state: Tensor | None = None,
 ) -> Tensor:
     r"""Attention by cuDNN; replaces ``torch.nn.functional.scaled_dot_product_attention`` by name.
 
-    .. math:: \mathrm{out} = \mathrm{softmax}(\mathrm{scale} \cdot Q K^T + M)\, V
+    .. math::
+        s_{ij} &= \mathrm{cap}(\mathrm{scale} \cdot q_i \cdot k_j)
+                  - \mathrm{slope}_h\, |j - i - \mathrm{shift}| + M_{ij} \\
+        \mathrm{out}_i &= \sum_j \mathrm{drop}\Bigl(
+            \frac{\exp s_{ij}}{\exp \mathrm{sink}_h + \sum_k \exp s_{ik}}\Bigr) v_j
 
-    with :math:`M_{ij} = -\infty` where ``is_causal`` and :math:`j > i`, else 0 (Vaswani et al.,
-    "Attention is all you need", equation 1). Differentiable once; the gradients are the same bits
-    at every run under ``torch.use_deterministic_algorithms(True)``.
+    (Vaswani et al., "Attention is all you need", equation 1), where the pieces that are not asked
+    for fall away. Differentiable once.
 
     Args:
         query: [batch, heads, length, head size]. Any strides with a last one of 1; memory in
@@ -45,26 +54,68 @@ def scaled_dot_product_attention(
             the fast path. float16 or bfloat16; on a CPU float32 and float64 too.
         key: [batch, heads_kv, length_kv, head size], of the query's dtype and device.
         value: [batch, heads_kv, length_kv, value head size].
-        attn_mask: must be None.
-        dropout_p: must be 0.0.
-        is_causal: query ``i`` attends to keys ``0..i`` (aligned top-left, as torch does it).
+        attn_mask: broadcasts to [batch, heads, length, length_kv]. bool: False hides a key.
+            float16, bfloat16 or float32: added to the scores, and differentiable (with
+            ``softcap``, cuDNN has no right gradient for it: NotImplementedError). May stand beside
+            ``is_causal`` and ``window_size``.
+        dropout_p: probability, in [0, 1), that a weight is dropped; the others are divided by
+            ``1 - dropout_p``. The numbers come from torch's generator of the device, also in a
+            CUDA graph, where every replay draws new ones.
+        is_causal: query ``i`` attends to no key beyond ``i`` (aligned top-left, as torch does
+            it; see ``bottom_right``).
         scale: factor of the scores; None stands for ``1 / sqrt(head size)``. No plan is built
             anew for another value.
         enable_gqa: allows ``heads`` to be a multiple of ``heads_kv``; each key head then serves
             ``heads // heads_kv`` consecutive query heads, and is not expanded.
+        window_size: (left, right), how many keys query ``i`` sees before and after key
+            ``i + shift``, that one besides; -1: all. As in FlashAttention.
+        bottom_right: where queries and keys differ in number, the last query belongs to the last
+            key (``shift = length_kv - length``), and not the first to the first
+            (``shift = 0``). It places ``is_causal``, ``window_size`` and ``alibi_slopes``.
+        softcap: above 0, scores become ``softcap * tanh(score / softcap)`` (Gemma 2). Not baked
+            into a plan.
+        alibi_slopes: [heads], one for each head (Press et al., "Train short, test long"). Has no
+            gradient.
+        sinks: [heads], a learned logit for each head that takes part in the sum of the softmax
+            and has no value (as in gpt-oss). Differentiable.
+        seq_lens_q: int32 [batch], how many queries of each sequence there are; the rest is
+            padding, for which the output is 0. Read by the GPU alone.
+        seq_lens_kv: int32 [batch], likewise for the keys.
+        deterministic: whether the gradients are the same bits at every run; None follows
+            ``torch.use_deterministic_algorithms``.
+        rng_state: int64 [2] on the device, seed and offset for ``dropout_p``; None takes them
+            from the generator.
 
     Returns:
         [batch, heads, length, value head size]; dense, with the query's order of dimensions in
-        memory. Zero where there is nothing to attend to (``length_kv == 0``).
+        memory. Zero where there is nothing to attend to.
 
     Raises:
-        ValueError: shapes, strides, devices or scale that do not fit; head sizes that are not
-            multiples of 8.
+        ValueError: shapes, strides, devices or options that do not fit; head sizes that are not
+            multiples of 8. With ``CUDNN_OPS_CHECK=1`` also lengths that are greater than the
+            tensors, for which it waits for the GPU.
         TypeError: a dtype that cuDNN does not take, or two different ones.
-        NotImplementedError: cuDNN has no kernel for this on this GPU; the message has its reason.
+        NotImplementedError: cuDNN has no kernel for this on this GPU, or is known to compute it
+            wrongly; the message has the reason.
     """
     return _ops.sdpa.default(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        window_size=window_size,
+        bottom_right=bottom_right,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        seq_lens_q=seq_lens_q,
+        seq_lens_kv=seq_lens_kv,
+        deterministic=deterministic,
+        rng_state=rng_state,
     )
 
 
@@ -77,24 +128,38 @@ def scaled_dot_product_attention_with_lse(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     r"""Like :func:`scaled_dot_product_attention`, and returns the log-sum-exp of the scores too.
 
-    .. math:: \mathrm{lse}_i = \log \sum_j \exp(\mathrm{scale} \cdot q_i \cdot k_j + M_{ij})
+    .. math:: \mathrm{lse}_i = \log \Bigl(\exp \mathrm{sink}_h + \sum_j \exp s_{ij}\Bigr)
 
-    Both results are differentiable; a gradient of the log-sum-exp costs one more forward and
-    one more backward pass, for cuDNN's own backward does not take one.
+    Both results are differentiable; a gradient of the log-sum-exp costs one more backward pass,
+    for cuDNN's own takes none.
+
+    Args:
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, options: as
+            there.
 
     Returns:
         The output, and the log-sum-exp: [batch, heads, length], float32 (float64 for float64
-        inputs), contiguous, natural logarithm, ``-inf`` where there is nothing to attend to.
+        inputs), contiguous, natural logarithm, ``-inf`` where there is nothing to attend to and
+        no sink, and in padding. Dropout does not change it.
     """
     return _ops.sdpa_with_lse.default(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        **options,
     )
 
 
-def _empty_like_order(sizes: Sequence[int], like: Tensor) -> Tensor:
+def empty_like_order(sizes: Sequence[int], like: Tensor) -> Tensor:
     """A dense tensor of ``sizes`` whose dimensions lie in memory in the order of ``like``'s.
 
     The same rule as ``dense_strides_like`` in csrc/ops/sdpa.cpp, for sizes that may be symbolic.
@@ -116,37 +181,31 @@ def _empty_like_order(sizes: Sequence[int], like: Tensor) -> Tensor:
     return like.new_empty([sizes[dim] for dim in order]).permute(inverse)
 
 
-def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What the log-sum-exp is computed and kept in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    scale: float | None,
-    enable_gqa: bool,
-) -> None:
-    _ops._sdpa_check.default(query, key, value, attn_mask, dropout_p, scale, enable_gqa)
+def empty_gradients(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, sinks: Tensor | None
+) -> tuple[Tensor, ...]:
+    """As ``_sdpa_backward`` returns them; empty for those that are not wanted."""
+    return (
+        empty_like_order(query.shape, query),
+        empty_like_order(key.shape, key),
+        empty_like_order(value.shape, value),
+        query.new_empty(0) if attn_mask is None else attn_mask.new_empty(attn_mask.shape),
+        query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape),
+    )
 
 
 def _sdpa_with_lse_fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    _check(query, key, value, attn_mask, dropout_p, scale, enable_gqa)
+    _ops._sdpa_check.default(query, key, value, *args, **kwargs)
     sizes = [*query.shape[:3], value.shape[3]]
-    lse = query.new_empty(sizes[:3], dtype=_lse_dtype(query.dtype))
-    return _empty_like_order(sizes, query), lse
+    lse = query.new_empty(sizes[:3], dtype=lse_dtype(query.dtype))
+    return empty_like_order(sizes, query), lse
 
 
 def _sdpa_fake(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -160,112 +219,77 @@ def _sdpa_backward_fake(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        _empty_like_order(query.shape, query),
-        _empty_like_order(key.shape, key),
-        _empty_like_order(value.shape, value),
-    )
-
-
-def _scores(query: Tensor, key: Tensor, is_causal: bool, scale: float | None) -> Tensor:
-    """Masked scores in the accumulation type, [B, Hkv, group, Sq, Skv]."""
-    batch, heads, length, head_size = query.shape
-    heads_kv, length_kv = key.shape[1:3]
-    group = heads // heads_kv
-    dtype = _lse_dtype(query.dtype)
-    factor = 1.0 / math.sqrt(head_size) if scale is None else scale
-    # Query heads that share a key head are rows of one product: the keys are not expanded.
-    rows = query.to(dtype).reshape(batch, heads_kv, group * length, head_size)
-    scores = (rows @ key.to(dtype).transpose(-1, -2)).mul_(factor)
-    scores = scores.view(batch, heads_kv, group, length, length_kv)
-    if is_causal:
-        future = torch.ones(length, length_kv, dtype=torch.bool).triu_(1)
-        scores.masked_fill_(future, -math.inf)
-    return scores
-
-
-def _sdpa_with_lse_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    *,
     scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[Tensor, Tensor]:
-    _check(query, key, value, attn_mask, dropout_p, scale, enable_gqa)
-    sizes = [*query.shape[:3], value.shape[3]]
-    out = _empty_like_order(sizes, query)
-    lse = query.new_empty(sizes[:3], dtype=_lse_dtype(query.dtype))
-    if out.numel() == 0 or key.shape[2] == 0:
-        return out.zero_(), lse.fill_(-math.inf)
-    scores = _scores(query, key, is_causal, scale)
-    lse_rows = scores.logsumexp(-1, keepdim=True)
-    probabilities = scores.sub_(lse_rows).exp_().flatten(2, 3)
-    out.copy_((probabilities @ value.to(scores.dtype)).view(sizes))
-    return out, lse.copy_(lse_rows.view(lse.shape))
+    window_size: Sequence[int] = (-1, -1),
+    bottom_right: bool = False,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    seq_lens_q: Tensor | None = None,
+    seq_lens_kv: Tensor | None = None,
+    deterministic: bool | None = None,
+    rng_state: Tensor | None = None,
+    grad_mask: bool = False,
+) -> tuple[Tensor, ...]:
+    return empty_gradients(query, key, value, attn_mask if grad_mask else None, sinks)
 
 
-def _sdpa_cpu(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return _sdpa_with_lse_cpu(query, key, value, *args, **kwargs)[0]
-
-
-def _sdpa_backward_cpu(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Equations 1 to 5 of Dao et al., "FlashAttention", appendix B.2, without the tiles."""
-    grads = _sdpa_backward_fake(grad_out, query, key, value, out, lse, is_causal, scale)
-    grad_query, grad_key, grad_value = grads
-    if out.numel() == 0 or key.shape[2] == 0:
-        return grad_query.zero_(), grad_key.zero_(), grad_value.zero_()
-    batch, heads, length, head_size = query.shape
-    heads_kv = key.shape[1]
-    dtype = _lse_dtype(query.dtype)
-    factor = 1.0 / math.sqrt(head_size) if scale is None else scale
-
-    def by_kv_head(tensor: Tensor) -> Tensor:  # [B, Hq, Sq, *] -> [B, Hkv, group * Sq, *]
-        return tensor.to(dtype).reshape(batch, heads_kv, -1, tensor.shape[-1])
-
-    grad_rows, out_rows, query_rows = by_kv_head(grad_out), by_kv_head(out), by_kv_head(query)
-    lse_rows = by_kv_head(lse.unsqueeze(-1))
-    scores = _scores(query, key, is_causal, scale).flatten(2, 3)
-    probabilities = scores.sub_(lse_rows).exp_()
-    delta = (grad_rows * out_rows).sum(-1, keepdim=True)
-    grad_probabilities = grad_rows @ value.to(dtype).transpose(-1, -2)
-    grad_scores = grad_probabilities.sub_(delta).mul_(probabilities).mul_(factor)
-    grad_value.copy_(probabilities.transpose(-1, -2) @ grad_rows)
-    grad_key.copy_(grad_scores.transpose(-1, -2) @ query_rows)
-    grad_query.copy_((grad_scores @ key.to(dtype)).view(batch, heads, length, head_size))
-    return grad_query, grad_key, grad_value
+def _sdpa_rng_state_fake(query: Tensor, key: Tensor) -> Tensor:
+    return query.new_empty(2, dtype=torch.int64)
 
 
 torch.library.register_fake("cudnn_ops::sdpa", _sdpa_fake)
 torch.library.register_fake("cudnn_ops::sdpa_with_lse", _sdpa_with_lse_fake)
 torch.library.register_fake("cudnn_ops::_sdpa_backward", _sdpa_backward_fake)
-torch.library.impl("cudnn_ops::sdpa", "CPU", _sdpa_cpu)
-torch.library.impl("cudnn_ops::sdpa_with_lse", "CPU", _sdpa_with_lse_cpu)
-torch.library.impl("cudnn_ops::_sdpa_backward", "CPU", _sdpa_backward_cpu)
+torch.library.register_fake("cudnn_ops::_sdpa_rng_state", _sdpa_rng_state_fake)
 
 
-# torch's own convention for attention, so that models can be compared: the whole rectangle of
-# scores counts, whatever the mask. Grouped heads count once for each query head.
+def visible_pairs(
+    length: int, length_kv: int, window_size: Sequence[int], is_causal: bool, bottom_right: bool
+) -> int:
+    """How many (query, key) pairs a window leaves. Without one it is all of them, causal or not:
+    torch's own convention for attention, so that models can be compared.
+    """
+    left, right = window_size
+    if left < 0 and right < 0:
+        return length * length_kv
+    right = 0 if is_causal else right
+    shift = length_kv - length if bottom_right else 0
+    pairs = 0
+    for i in range(length):
+        first = max(0, i + shift - left) if left >= 0 else 0
+        last = min(length_kv - 1, i + shift + right) if right >= 0 else length_kv - 1
+        pairs += max(0, last - first + 1)
+    return pairs
+
+
+def _pairs(
+    query: Sequence[int],
+    key: Sequence[int],
+    is_causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    bottom_right: bool = False,
+    **_: Any,
+) -> int:
+    pairs = visible_pairs(query[2], key[2], window_size, is_causal, bottom_right)
+    return query[0] * query[1] * pairs
+
+
 @register_flop_formula([_ops.sdpa, _ops.sdpa_with_lse])
 def _sdpa_flop(
-    query: Sequence[int], key: Sequence[int], value: Sequence[int], *args: Any, **kwargs: Any
+    query: Sequence[int],
+    key: Sequence[int],
+    value: Sequence[int],
+    attn_mask: Sequence[int] | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *args: Any,
+    **options: Any,
 ) -> int:
-    return sdpa_flop_count(query, _per_query_head(query, key), _per_query_head(query, value))
+    return 2 * _pairs(query, key, is_causal, **options) * (query[3] + value[3])
 
 
 @register_flop_formula(_ops._sdpa_backward)
@@ -274,12 +298,17 @@ def _sdpa_backward_flop(
     query: Sequence[int],
     key: Sequence[int],
     value: Sequence[int],
+    out: Sequence[int],
+    lse: Sequence[int],
+    attn_mask: Sequence[int] | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: Sequence[int] = (-1, -1),
+    bottom_right: bool = False,
     *args: Any,
     **kwargs: Any,
 ) -> int:
-    key, value = _per_query_head(query, key), _per_query_head(query, value)
-    return sdpa_backward_flop_count(grad_out, query, key, value)
-
-
-def _per_query_head(query: Sequence[int], shape: Sequence[int]) -> list[int]:
-    return [shape[0], query[1], *shape[2:]]
+    pairs = _pairs(query, key, is_causal, window_size, bottom_right)
+    # The scores again, and the gradients of query and key; of the weights and of value.
+    return 2 * pairs * (3 * query[3] + 2 * value[3])

@@ -1,0 +1,106 @@
+#include "sdpa_problem.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/where.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+namespace cudnn_ops {
+
+bool needs_lengths(const Attention& args, const Band& band) {
+  // cuDNN bounds the left side of more queries than keys only where it is told the lengths.
+  return args.seq_lens_q || args.seq_lens_kv ||
+         (band.left != kUnbounded && args.query.size(2) > args.key.size(2));
+}
+
+bool has_slopes_in_bias(const Attention& args) {
+  return args.alibi_slopes && args.bottom_right && (args.seq_lens_q || args.seq_lens_kv);
+}
+
+namespace {
+
+at::Tensor slopes_as_bias(const Attention& args) {
+  const auto options = args.query.options().dtype(at::kFloat);
+  const auto length = [&](const OptionalTensor& lengths, const at::Tensor& like) {
+    return lengths ? lengths->to(at::kFloat).view({-1, 1, 1, 1})
+                   : at::full({1, 1, 1, 1}, static_cast<double>(like.size(2)), options);
+  };
+  const at::Tensor shift =
+      length(args.seq_lens_kv, args.key).sub(length(args.seq_lens_q, args.query));
+  const at::Tensor row = at::arange(args.query.size(2), options).unsqueeze(-1);
+  const at::Tensor distance = at::arange(args.key.size(2), options).sub(row.add(shift)).abs_();
+  return distance.mul(args.alibi_slopes->to(at::kFloat).neg().view({-1, 1, 1}));
+}
+
+}  // namespace
+
+at::Tensor bias_of(const Attention& args) {
+  if (!args.attn_mask) return has_slopes_in_bias(args) ? slopes_as_bias(args) : at::Tensor();
+  at::Tensor bias = *args.attn_mask;
+  while (bias.dim() < 4) bias = bias.unsqueeze(0);
+  const auto dtype = args.query.scalar_type();
+  if (bias.scalar_type() == at::kBool) {
+    const auto scalar = [&](double value) {
+      return at::scalar_tensor(value, at::TensorOptions().dtype(dtype));
+    };
+    bias = at::where(bias, scalar(0), scalar(-std::numeric_limits<double>::infinity()));
+  } else if (bias.scalar_type() != dtype && bias.scalar_type() != at::kFloat) {
+    bias = bias.to(at::kFloat);  // exact, where the query's 16 bits are the other kind
+  }
+  if (has_slopes_in_bias(args)) bias = slopes_as_bias(args).add_(bias);
+  const int64_t length_kv = args.key.size(2);
+  if (bias.size(3) != length_kv) bias = bias.expand({-1, -1, -1, length_kv});
+  const bool is_readable =
+      (bias.stride(3) == 1 || length_kv == 1) &&
+      reinterpret_cast<uintptr_t>(bias.const_data_ptr()) % graph::TensorDesc::kAlignment == 0;
+  if (!is_readable) bias = bias.clone(at::MemoryFormat::Contiguous);
+  return bias.expand({-1, -1, args.query.size(2), -1});
+}
+
+bool needs_two_queries(const Attention& args) {
+  return args.query.size(2) == 1 &&
+         (args.sinks || args.dropout_p > 0 || (args.alibi_slopes && !has_slopes_in_bias(args)));
+}
+
+std::pair<int64_t, int64_t> place_of_second_query(const Attention& args) {
+  const bool has_lengths = args.seq_lens_q || args.seq_lens_kv;
+  if (args.bottom_right && !has_lengths) return {1, 0};
+  return {0, 1};
+}
+
+SdpaMask mask_of(const Attention& args, const Band& band, const at::Tensor& bias, bool backward) {
+  SdpaMask mask;
+  mask.left = band.left;
+  mask.right = band.right;
+  mask.has_softcap = args.softcap > 0;
+  mask.has_alibi = args.alibi_slopes && !has_slopes_in_bias(args);
+  mask.bottom_right = band.bottom_right && (band.is_bounded() || mask.has_alibi);
+  mask.has_sinks = args.sinks.has_value() && !backward;
+  if (needs_lengths(args, band)) mask.sequences = Sequences::kLengths;
+  if (bias.defined()) mask.bias = graph::TensorDesc::of(bias);
+  if (args.dropout_p > 0) std::memcpy(&mask.dropout_p, &args.dropout_p, sizeof mask.dropout_p);
+  return mask;
+}
+
+int64_t queries_to_align(const Attention& args, const VisibleBand& visible) {
+  if (visible.bands.exact.right == kUnbounded) return 0;
+  const int64_t before = visible.bands.exact.right + visible.shift();
+  // A slope's distances would move with the diagonal, unless it was the causal one.
+  const bool moves_slopes = args.alibi_slopes && visible.bands.exact.right != 0;
+  if (before <= 0 || args.attn_mask || args.dropout_p > 0 || moves_slopes) return 0;
+  const int64_t left = left_when_aligned(visible, before);
+  const int64_t width =
+      left == kUnbounded ? visible.columns / 2 : std::min(visible.columns / 2, left + 1);
+  return 10 * (visible.rows + before) * width < 8 * visible.rows * visible.columns ? before : 0;
+}
+
+int64_t left_when_aligned(const VisibleBand& visible, int64_t before) {
+  const int64_t left = visible.bands.exact.left;
+  return left == kUnbounded ? left : left - visible.shift() + before;
+}
+
+}  // namespace cudnn_ops

@@ -1,0 +1,50 @@
+// The random numbers of dropout: torch's CUDA generator says where cuDNN's Philox starts.
+
+#include "sdpa.h"
+
+#include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <ATen/cuda/EmptyTensor.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/tensor.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/library.h>
+
+#include <mutex>
+
+namespace cudnn_ops {
+namespace {
+
+// On the device, so that a CUDA graph that holds this call draws new numbers at each replay: while
+// one is captured, torch keeps seed and offset in device memory, and moves the offset on.
+at::Tensor rng_state(const at::Tensor& query, const at::Tensor& key) {
+  const c10::cuda::CUDAGuard device_guard(query.device());
+  auto* generator = at::get_generator_or_default<at::CUDAGeneratorImpl>(
+      std::nullopt, at::cuda::detail::getDefaultCUDAGenerator(query.get_device()));
+  // What one thread may draw, as TransformerEngine counts it for these kernels: the scores of a
+  // head among the 128 threads of a block.
+  const auto scores = static_cast<uint64_t>(query.size(2)) * static_cast<uint64_t>(key.size(2));
+  const uint64_t count = (scores + 127) / 128;
+  at::PhiloxCudaState state;
+  {
+    const std::lock_guard<std::mutex> lock(generator->mutex_);
+    state = generator->philox_cuda_state(count);
+  }
+  if (!state.captured_) {
+    const std::array<int64_t, 2> words{static_cast<int64_t>(state.seed_.val),
+                                       static_cast<int64_t>(state.offset_.val)};
+    return at::tensor(words, at::kLong).to(query.device(), /*non_blocking=*/true);
+  }
+  const auto on_device = at::TensorOptions().dtype(at::kLong).device(query.device());
+  const at::Tensor result = at::detail::empty_cuda({2}, on_device);
+  result.select(0, 0).copy_(at::from_blob(state.seed_.ptr, {}, on_device));
+  const at::Tensor offset = at::from_blob(state.offset_.ptr, {}, on_device);
+  result.select(0, 1).copy_(offset.add(static_cast<int64_t>(state.offset_intragraph_)));
+  return result;
+}
+
+}  // namespace
+}  // namespace cudnn_ops
+
+TORCH_LIBRARY_IMPL(cudnn_ops, CUDA, m) {
+  m.impl("_sdpa_rng_state", cudnn_ops::rng_state);
+}
