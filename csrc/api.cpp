@@ -3,6 +3,7 @@
 #include "graph/cudnn_library.h"
 #include "graph/device_query.h"
 #include "graph/engine_table.h"
+#include "graph/known_bad.h"
 #include "graph/plan_cache.h"
 #include "graph/plan_kind.h"
 #include "graph/plan_policy.h"
@@ -99,6 +100,21 @@ void set_engine_table(int sm_version, int64_t cudnn_version,
   std::vector<graph::TunedEngine> table;
   for (const auto& [words, engine] : engines) table.push_back({words, engine});
   graph::set_engine_table(sm_version, static_cast<size_t>(cudnn_version), table);
+}
+
+void set_known_bad(const std::vector<KnownBad>& rules) {
+  std::vector<graph::KnownBad> all;
+  for (const auto& rule : rules) {
+    all.push_back({rule.id, rule.plan, rule.cudnn, rule.sm, {}, rule.reason});
+    for (const auto& [fact, comparison, value] : rule.when) {
+      all.back().when.push_back({fact, comparison, value});
+    }
+  }
+  graph::set_known_bad(std::move(all));
+}
+
+std::string known_bad(const Words& words, int64_t sm_version, int64_t cudnn_version) {
+  return graph::known_bad(graph::PlanKey(words, 0), sm_version, cudnn_version);
 }
 
 void set_store(const std::string& folder, int64_t limit) {

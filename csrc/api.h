@@ -61,6 +61,17 @@ take_measurements();
 CUDNN_OPS_API void set_engine_table(int sm_version, int64_t cudnn_version,
                                     const std::vector<std::pair<Words, std::string>>& engines);
 
+// What cuDNN is known to compute wrongly (graph/known_bad.h): rules, each with its conditions, and
+// what one says of a plan. Both throw std::invalid_argument.
+struct KnownBad {
+  std::string id, plan;
+  std::pair<int64_t, int64_t> cudnn, sm;
+  std::vector<std::tuple<std::string, std::string, int64_t>> when;
+  std::string reason;
+};
+CUDNN_OPS_API void set_known_bad(const std::vector<KnownBad>& rules);
+CUDNN_OPS_API std::string known_bad(const Words& words, int64_t sm_version, int64_t cudnn_version);
+
 // The store on disk (graph/plan_store.h).
 CUDNN_OPS_API void set_store(const std::string& folder, int64_t limit);
 CUDNN_OPS_API StoreInfo store_info();

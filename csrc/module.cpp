@@ -41,6 +41,19 @@ PYBIND11_MODULE(_C, m) {
   m.def("take_measurements", &api::take_measurements);
   m.def("set_engine_table", &api::set_engine_table, py::arg("sm_version"), py::arg("cudnn_version"),
         py::arg("engines"));
+  m.def("set_known_bad", [](const std::vector<py::dict>& rules) {
+    std::vector<api::KnownBad> all;
+    for (const auto& rule : rules) {
+      using Range = std::pair<int64_t, int64_t>;
+      all.push_back({rule["id"].cast<std::string>(), rule["plan"].cast<std::string>(),
+                     rule["cudnn"].cast<Range>(), rule["sm"].cast<Range>(),
+                     rule["when"].cast<decltype(api::KnownBad::when)>(),
+                     rule["reason"].cast<std::string>()});
+    }
+    api::set_known_bad(all);
+  });
+  m.def("known_bad", &api::known_bad, py::arg("words"), py::arg("sm_version"),
+        py::arg("cudnn_version"));
   m.def("set_store", &api::set_store, py::arg("folder"), py::arg("limit"));
   m.def("store_info", [] {
     const auto info = api::store_info();

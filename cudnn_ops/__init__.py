@@ -15,7 +15,8 @@ from cudnn_ops.cache import (
     store_clear,
     store_info,
 )
-from cudnn_ops.ops import sdpa_cpu as _sdpa_cpu
+from cudnn_ops.known_bad import KnownBad, known_bad
+from cudnn_ops.ops import sdpa_cpu as _sdpa_cpu  # noqa: F401  registers the CPU kernels
 from cudnn_ops.ops.sdpa import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_with_lse,
@@ -28,12 +29,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CacheInfo",
+    "KnownBad",
     "PlanRequest",
     "StoreInfo",
     "TunedPlan",
     "WarmupReport",
     "cache_clear",
     "cache_info",
+    "known_bad",
     "plan_policy",
     "plan_requests",
     "record_shapes",

@@ -20,6 +20,8 @@
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <utility>
+#include <vector>
 
 namespace cudnn_ops::graph {
 
@@ -143,6 +145,33 @@ class KeyReader {
   c10::ArrayRef<int64_t> words_;
   size_t position_ = 0;
 };
+
+// Every field by name as whole numbers: "is_causal"; of a tensor "query.rank", "query.dtype" (a
+// c10::ScalarType), "query.size0" and so on, and "query.extent", how many elements lie from its
+// first to its last; 0 for what it has not.
+using Facts = std::vector<std::pair<std::string, int64_t>>;
+
+template <class Params>
+Facts facts(const Params& params) {
+  Facts result;
+  Params::fields(params, [&](const char* name, const auto& value) {
+    if constexpr (std::is_same_v<std::decay_t<decltype(value)>, TensorDesc>) {
+      const std::string tensor = std::string(name) + ".";
+      int64_t extent = value.rank > 0 ? 1 : 0;
+      for (int i = 0; i < TensorDesc::kMaxRank; ++i) {
+        const int64_t size = i < value.rank ? value.sizes[i] : 0;
+        result.emplace_back(tensor + "size" + std::to_string(i), size);
+        if (size > 1) extent += (size - 1) * value.strides[i];
+      }
+      result.emplace_back(tensor + "extent", extent);
+      result.emplace_back(tensor + "rank", value.rank);
+      result.emplace_back(tensor + "dtype", static_cast<int64_t>(value.dtype));
+    } else {
+      result.emplace_back(name, static_cast<int64_t>(value));
+    }
+  });
+  return result;
+}
 
 // "sdpa(query=bf16[...]:[...], is_causal=1)"
 template <class Params>

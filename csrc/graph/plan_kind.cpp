@@ -21,6 +21,14 @@ const PlanKind& kind_of(const PlanKey& key) {
   return found->second;
 }
 
+const PlanKind& kind_named(const std::string& name) {
+  const auto found = kinds().find(PlanKey::name_word(name.c_str()));
+  if (found == kinds().end()) {
+    throw std::invalid_argument("cudnn_ops: there are no plans of " + name);
+  }
+  return found->second;
+}
+
 void add_plan_kind(const PlanKind& kind) {
   kinds().emplace(PlanKey::name_word(kind.name), kind);
 }

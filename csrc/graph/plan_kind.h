@@ -17,10 +17,13 @@ struct PlanKind {
   // Both throw std::invalid_argument for words that are no such parameters.
   std::shared_ptr<FrontendGraph> (*make_graph)(const PlanKey& key, const Target& target);
   std::string (*describe)(const PlanKey& key);
+  Facts (*facts)(const PlanKey& key);
+  Facts (*facts_of_nothing)();  // the names alone
 };
 
-// The kind of a key. Throws std::invalid_argument when there is none.
+// The kind of a key, or of that name. Throws std::invalid_argument when there is none.
 const PlanKind& kind_of(const PlanKey& key);
+const PlanKind& kind_named(const std::string& name);
 
 void add_plan_kind(const PlanKind& kind);
 
@@ -31,7 +34,9 @@ struct RegisterPlanKind {
                    [](const PlanKey& key, const Target& target) {
                      return make(KeyReader::read<Params>(key), target);
                    },
-                   [](const PlanKey& key) { return describe(KeyReader::read<Params>(key)); }});
+                   [](const PlanKey& key) { return describe(KeyReader::read<Params>(key)); },
+                   [](const PlanKey& key) { return graph::facts(KeyReader::read<Params>(key)); },
+                   [] { return graph::facts(Params()); }});
   }
 };
 

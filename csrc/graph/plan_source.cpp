@@ -1,7 +1,9 @@
 #include "plan_source.h"
 
+#include "cudnn_library.h"
 #include "engine_table.h"
 #include "error.h"
+#include "known_bad.h"
 #include "plan_kind.h"
 #include "plan_store.h"
 
@@ -37,10 +39,17 @@ void save(const PlanKey& key, const Target& target, const Plan& plan, EngineChoi
   PlanStore::global().save(key, target.gpu(), plan.serialize(choice));
 }
 
+void refuse_known_bad(const PlanKey& key, const Target& target) {
+  const auto version = static_cast<int64_t>(cudnn().version);
+  const std::string reason = known_bad(key, target.sm_version(), version);
+  if (!reason.empty()) throw NotSupported("it takes this and is known to " + reason);
+}
+
 }  // namespace
 
 std::shared_ptr<const Plan> make_plan(const PlanKey& key, const Target& target) {
   const auto& kind = kind_of(key);
+  refuse_known_bad(key, target);
   if (auto plan = load(key, target, /*only_measured=*/false)) return plan;
   const std::string engine = tuned_engine(key, target.sm_version());
   auto plan = Plan::build(kind.make_graph(key, target), target, engine);
@@ -53,6 +62,7 @@ std::shared_ptr<const Plan> make_plan(const PlanKey& key, const Target& target) 
 std::shared_ptr<const Plan> make_measured_plan(const PlanKey& key, const Target& target, bool again,
                                                TimePlans time) {
   const auto& kind = kind_of(key);
+  refuse_known_bad(key, target);
   if (!again) {
     if (auto plan = load(key, target, /*only_measured=*/true)) return plan;
   }

@@ -208,8 +208,8 @@ Gradients compute(const Attention& args, const AttentionGrad& grad) {
     return compute_in_parts(cut, args, grad);
   }
   // cuDNN refuses a length of 1 on both sides.
-  if (needs_two_queries(args) || (length == 1 && length_kv == 1)) {
-    const auto [before, behind] = place_of_second_query(args);
+  if (needs_two_queries(args, visible.bands.exact) || (length == 1 && length_kv == 1)) {
+    const auto [before, behind] = place_of_second_query(args, visible.bands.exact);
     return compute_with_more_queries(args, grad, before, behind, visible.bands.exact);
   }
   if (!has_lengths) {

@@ -102,8 +102,8 @@ void run_forward(const Attention& args, const Bands& bands, const at::Tensor& ou
 
 void run_forward_or_two_queries(const Attention& args, const Bands& bands, const at::Tensor& out,
                                 const at::Tensor& lse) {
-  if (!needs_two_queries(args)) return run_forward(args, bands, out, lse);
-  const auto [before, behind] = place_of_second_query(args);
+  if (!needs_two_queries(args, bands.exact)) return run_forward(args, bands, out, lse);
+  const auto [before, behind] = place_of_second_query(args, bands.exact);
   const AttentionWithMoreQueries more(args, before, behind, bands.exact);
   const Attention two = more.attention();
   const at::Tensor out_of_two =

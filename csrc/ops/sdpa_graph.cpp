@@ -95,8 +95,8 @@ struct Modifier {
   }
 
  private:
-  // Less the slope times how far the key lies from the diagonal. In floating point, all but the
-  // indices themselves: cuDNN 9.19 subtracts whole numbers that it reads from memory wrongly.
+  // Less the slope times how far the key lies from the diagonal, of a plan that is told no lengths
+  // (has_slopes_in_bias).
   Tensor with_alibi(fe::graph::Graph& graph, const Tensor& scores) const {
     const auto index = [&](const char* name, int64_t axis) {
       const auto result =
@@ -108,10 +108,7 @@ struct Modifier {
     };
     auto distance = graph.pointwise(index("alibi_key", 3), index("alibi_query", 2),
                                     named("alibi_distance", PointwiseMode_t::SUB));
-    if (mask.bottom_right && lengths) {
-      distance = graph.pointwise(distance, lengths_kv, named("alibi_end", PointwiseMode_t::SUB));
-      distance = graph.pointwise(distance, lengths, named("alibi_shifted", PointwiseMode_t::ADD));
-    } else if (mask.bottom_right) {
+    if (mask.bottom_right) {
       const auto shift =
           std::make_shared<fe::graph::Tensor_attributes>(static_cast<float>(length_kv - length));
       distance = graph.pointwise(distance, shift, named("alibi_shifted", PointwiseMode_t::SUB));

@@ -20,8 +20,8 @@ void* read(const at::Tensor& tensor) {
 }  // namespace
 
 MaskTensors::MaskTensors(const Attention& args, const Band& band, bool backward)
-    : bias(bias_of(args)) {
-  if (args.alibi_slopes && !has_slopes_in_bias(args))
+    : bias(bias_of(args, band)) {
+  if (args.alibi_slopes && !has_slopes_in_bias(args, band))
     alibi_slopes = args.alibi_slopes->to(at::kFloat).contiguous();
   if (args.sinks && !backward) sinks = args.sinks->to(at::kFloat).contiguous();
   if (args.dropout_p > 0) {

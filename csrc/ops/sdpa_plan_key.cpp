@@ -45,14 +45,15 @@ Answer forward_key(const Attention& args, const Bands& bands, bool with_lse, boo
   return answer(
       SdpaForwardParams{desc_of(q), desc_of(args.key), desc_of(args.value),
                         dense_desc({q.size(0), q.size(1), q.size(2), args.value.size(3)}, q),
-                        mask_of(args, bands.exact, bias_of(args), /*backward=*/false), with_lse},
+                        mask_of(args, bands.exact, bias_of(args, bands.exact), /*backward=*/false),
+                        with_lse},
       bands.general, polymorphic);
 }
 
 Answer backward_key(const Attention& args, const Bands& bands, bool grad_mask, bool polymorphic) {
   const auto &q = args.query, &k = args.key, &v = args.value;
   const auto out = dense_desc({q.size(0), q.size(1), q.size(2), v.size(3)}, q);
-  const at::Tensor bias = bias_of(args);
+  const at::Tensor bias = bias_of(args, bands.exact);
   SdpaBackwardParams params{desc_of(q),
                             desc_of(k),
                             desc_of(v),
@@ -98,8 +99,8 @@ Answer plan_key(const Attention& args, bool with_lse, bool backward, bool grad_m
     bands = visible.bands;
   }
   const bool is_one_by_one = backward && args.query.size(2) == 1 && args.key.size(2) == 1;
-  if (needs_two_queries(args) || is_one_by_one) {
-    const auto [before, behind] = place_of_second_query(args);
+  if (needs_two_queries(args, bands.exact) || is_one_by_one) {
+    const auto [before, behind] = place_of_second_query(args, bands.exact);
     const AttentionWithMoreQueries more(args, before, behind, bands.exact);
     return plan_key(more.attention(), with_lse, backward, grad_mask, polymorphic);
   }

@@ -17,8 +17,8 @@ bool needs_lengths(const Attention& args, const Band& band) {
          (band.left != kUnbounded && args.query.size(2) > args.key.size(2));
 }
 
-bool has_slopes_in_bias(const Attention& args) {
-  return args.alibi_slopes && args.bottom_right && (args.seq_lens_q || args.seq_lens_kv);
+bool has_slopes_in_bias(const Attention& args, const Band& band) {
+  return args.alibi_slopes && band.bottom_right && needs_lengths(args, band);
 }
 
 namespace {
@@ -38,8 +38,8 @@ at::Tensor slopes_as_bias(const Attention& args) {
 
 }  // namespace
 
-at::Tensor bias_of(const Attention& args) {
-  if (!args.attn_mask) return has_slopes_in_bias(args) ? slopes_as_bias(args) : at::Tensor();
+at::Tensor bias_of(const Attention& args, const Band& band) {
+  if (!args.attn_mask) return has_slopes_in_bias(args, band) ? slopes_as_bias(args) : at::Tensor();
   at::Tensor bias = *args.attn_mask;
   while (bias.dim() < 4) bias = bias.unsqueeze(0);
   const auto dtype = args.query.scalar_type();
@@ -51,7 +51,7 @@ at::Tensor bias_of(const Attention& args) {
   } else if (bias.scalar_type() != dtype && bias.scalar_type() != at::kFloat) {
     bias = bias.to(at::kFloat);  // exact, where the query's 16 bits are the other kind
   }
-  if (has_slopes_in_bias(args)) bias = slopes_as_bias(args).add_(bias);
+  if (has_slopes_in_bias(args, band)) bias = slopes_as_bias(args).add_(bias);
   const int64_t length_kv = args.key.size(2);
   if (bias.size(3) != length_kv) bias = bias.expand({-1, -1, -1, length_kv});
   const bool is_readable =
@@ -61,15 +61,14 @@ at::Tensor bias_of(const Attention& args) {
   return bias.expand({-1, -1, args.query.size(2), -1});
 }
 
-bool needs_two_queries(const Attention& args) {
-  return args.query.size(2) == 1 &&
-         (args.sinks || args.dropout_p > 0 || (args.alibi_slopes && !has_slopes_in_bias(args)));
+bool needs_two_queries(const Attention& args, const Band& band) {
+  return args.query.size(2) == 1 && (args.sinks || args.dropout_p > 0 ||
+                                     (args.alibi_slopes && !has_slopes_in_bias(args, band)));
 }
 
-std::pair<int64_t, int64_t> place_of_second_query(const Attention& args) {
-  const bool has_lengths = args.seq_lens_q || args.seq_lens_kv;
-  if (args.bottom_right && !has_lengths) return {1, 0};
-  return {0, 1};
+std::pair<int64_t, int64_t> place_of_second_query(const Attention& args, const Band& band) {
+  const bool is_last = band.bottom_right && !args.seq_lens_q && !args.seq_lens_kv;
+  return is_last ? std::pair<int64_t, int64_t>{1, 0} : std::pair<int64_t, int64_t>{0, 1};
 }
 
 SdpaMask mask_of(const Attention& args, const Band& band, const at::Tensor& bias, bool backward) {
@@ -77,7 +76,7 @@ SdpaMask mask_of(const Attention& args, const Band& band, const at::Tensor& bias
   mask.left = band.left;
   mask.right = band.right;
   mask.has_softcap = args.softcap > 0;
-  mask.has_alibi = args.alibi_slopes && !has_slopes_in_bias(args);
+  mask.has_alibi = args.alibi_slopes && !has_slopes_in_bias(args, band);
   mask.bottom_right = band.bottom_right && (band.is_bounded() || mask.has_alibi);
   mask.has_sinks = args.sinks.has_value() && !backward;
   if (needs_lengths(args, band)) mask.sequences = Sequences::kLengths;

@@ -16,19 +16,19 @@ bool needs_lengths(const Attention& args, const Band& band);
 // The mask as numbers that are added to the scores, [1 or B, 1 or H, Sq, Skv]; undefined without
 // one. One that is the same for all queries stays so in memory, with a stride of 0: told that its
 // size is 1, cuDNN 9.19 computes wrong gradients, and writes beyond the end of the mask's own.
-// Slopes whose distances depend on lengths that the device knows are part of it: cuDNN 9.19 reads
-// the lengths wrongly in such arithmetic.
-at::Tensor bias_of(const Attention& args);
-bool has_slopes_in_bias(const Attention& args);
+// Slopes that are measured from the end of sequences whose lengths the plan is told are part of it:
+// cuDNN 9.19 reads the lengths wrongly in such arithmetic.
+at::Tensor bias_of(const Attention& args, const Band& band);
+bool has_slopes_in_bias(const Attention& args, const Band& band);
 
 // What a plan bakes in of the mask. The backward needs no sinks: they are in the log-sum-exp.
 SdpaMask mask_of(const Attention& args, const Band& band, const at::Tensor& bias, bool backward);
 
 // Whether a single query is given to cuDNN as one of two. It has no sinks for one; its kernel for
 // one computes slopes wrongly and reads beyond memory with dropout (9.19, measured on an H200).
-bool needs_two_queries(const Attention& args);
+bool needs_two_queries(const Attention& args, const Band& band);
 // How many come before and behind the one: so that its distance from the diagonal stays.
-std::pair<int64_t, int64_t> place_of_second_query(const Attention& args);
+std::pair<int64_t, int64_t> place_of_second_query(const Attention& args, const Band& band);
 
 // cuDNN 9.19 skips what a band hides only where it ends at the diagonal of the top left corner;
 // else its backward computes all scores (measured on an H200: 22 ms and not 1.8 for a window of

@@ -297,7 +297,7 @@ def fused(
     out = rounded(given @ many_values)
     grad = grad_out.float()
     delta = (grad * out).sum(-1, keepdim=True)
-    grad_scores = probabilities * ((grad @ many_values.mT) * scale - delta)
+    grad_scores = rounded(probabilities) * ((grad @ many_values.mT) * scale - delta)
     grads = {}
     if grad_lse is not None:
         live = grad_lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)

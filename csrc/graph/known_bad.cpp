@@ -1,0 +1,73 @@
+#include "known_bad.h"
+
+#include "plan_kind.h"
+
+#include <algorithm>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+
+namespace cudnn_ops::graph {
+namespace {
+
+std::mutex mutex;
+
+std::vector<KnownBad>& rules() {
+  static auto* all = new std::vector<KnownBad>();
+  return *all;
+}
+
+std::optional<int64_t> find(const Facts& facts, const std::string& name) {
+  const auto found = std::find_if(facts.begin(), facts.end(),
+                                  [&](const auto& fact) { return fact.first == name; });
+  return found == facts.end() ? std::nullopt : std::optional<int64_t>(found->second);
+}
+
+bool holds(int64_t a, const std::string& comparison, int64_t b) {
+  if (comparison == "==") return a == b;
+  if (comparison == "!=") return a != b;
+  if (comparison == "<") return a < b;
+  if (comparison == "<=") return a <= b;
+  if (comparison == ">") return a > b;
+  if (comparison == ">=") return a >= b;
+  throw std::invalid_argument("cudnn_ops: " + comparison + " is no comparison");
+}
+
+bool is_within(int64_t version, const std::pair<int64_t, int64_t>& range) {
+  return version >= range.first && version <= range.second;
+}
+
+}  // namespace
+
+void set_known_bad(std::vector<KnownBad> all) {
+  for (const auto& rule : all) {
+    const Facts facts = kind_named(rule.plan).facts_of_nothing();
+    for (const auto& [fact, comparison, value] : rule.when) {
+      holds(0, comparison, value);
+      if (!find(facts, fact)) {
+        throw std::invalid_argument("cudnn_ops: a plan of " + rule.plan + " has no " + fact);
+      }
+    }
+  }
+  const std::lock_guard<std::mutex> lock(mutex);
+  rules() = std::move(all);
+}
+
+std::string known_bad(const PlanKey& key, int64_t sm_version, int64_t cudnn_version) {
+  const auto& kind = kind_of(key);
+  const Facts facts = kind.facts(key);
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (const auto& rule : rules()) {
+    if (rule.plan != kind.name || !is_within(cudnn_version, rule.cudnn) ||
+        !is_within(sm_version, rule.sm)) {
+      continue;
+    }
+    const bool is_met = std::all_of(rule.when.begin(), rule.when.end(), [&](const auto& condition) {
+      return holds(*find(facts, condition.fact), condition.comparison, condition.value);
+    });
+    if (is_met) return rule.reason + " (" + rule.id + ")";
+  }
+  return {};
+}
+
+}  // namespace cudnn_ops::graph

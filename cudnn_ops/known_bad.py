@@ -1,0 +1,77 @@
+"""What cuDNN takes and is known to compute wrongly: ``known_bad.json``, consulted for every plan."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from cudnn_ops import _C
+
+_FILE = Path(__file__).with_name("known_bad.json")
+_CONDITION = re.compile(r"([\w.]+) (==|!=|<=?|>=?) (-?\d+)")
+
+
+@dataclass(frozen=True)
+class KnownBad:
+    """One rule: a plan that meets it is refused with its reason.
+
+    Where the operators have another way to the right result they take that, and the rule guards
+    against going back.
+    """
+
+    id: str
+    plan: str
+    """``"sdpa"`` or ``"sdpa_backward"``."""
+    cudnn: tuple[str, str]
+    """First and last version."""
+    when: tuple[str, ...]
+    """Conditions on the plan's parameters, all of which must hold: ``"key.size2 == 1"``."""
+    reason: str
+    """Continues "it is known to"."""
+    source: str
+    """Who found it, or what we measured."""
+    sm: tuple[int, int] = (80, 129)
+    """First and last architecture, 90 for compute capability 9.0."""
+
+
+@cache
+def known_bad() -> tuple[KnownBad, ...]:
+    """The rules that come with the package."""
+    return tuple(
+        KnownBad(**{name: tuple(v) if isinstance(v, list) else v for name, v in rule.items()})
+        for rule in json.loads(_FILE.read_text())
+    )
+
+
+def version_number(text: str) -> int:
+    """``"9.19.0"`` as 91900, as cuDNN numbers its versions."""
+    major, minor, patch = (int(part) for part in text.split("."))
+    return major * 10000 + minor * 100 + patch
+
+
+def _as_numbers(rule: KnownBad) -> dict[str, object]:
+    conditions = []
+    for text in rule.when:
+        found = _CONDITION.fullmatch(text)
+        if found is None:
+            raise ValueError(f"{rule.id}: {text!r} is not a fact, a comparison and a number")
+        conditions.append((found[1], found[2], int(found[3])))
+    return {
+        "id": rule.id,
+        "plan": rule.plan,
+        "cudnn": tuple(version_number(version) for version in rule.cudnn),
+        "sm": rule.sm,
+        "when": conditions,
+        "reason": rule.reason,
+    }
+
+
+def set_known_bad(rules: tuple[KnownBad, ...]) -> None:
+    """Puts other rules in force, for tests."""
+    _C.set_known_bad([_as_numbers(rule) for rule in rules])
+
+
+set_known_bad(known_bad())
