@@ -16,11 +16,12 @@ from cudnn_ops.cache import (
     store_info,
 )
 from cudnn_ops.known_bad import KnownBad, known_bad
-from cudnn_ops.ops import sdpa_cpu as _sdpa_cpu  # noqa: F401  registers the CPU kernels
 from cudnn_ops.ops.sdpa import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_with_lse,
 )
+from cudnn_ops.ops.merge import merge_attention_states
+from cudnn_ops.ops.varlen import varlen_attention, varlen_attention_with_lse
 from cudnn_ops.policy import plan_policy, set_autotune, set_plan_policy, using_plan_policy
 from cudnn_ops.tune import TunedPlan, tune_sdpa
 from cudnn_ops.warmup import PlanRequest, WarmupReport, plan_requests, record_shapes, warmup
@@ -37,6 +38,7 @@ __all__ = [
     "cache_clear",
     "cache_info",
     "known_bad",
+    "merge_attention_states",
     "plan_policy",
     "plan_requests",
     "record_shapes",
@@ -51,5 +53,7 @@ __all__ = [
     "support",
     "tune_sdpa",
     "using_plan_policy",
+    "varlen_attention",
+    "varlen_attention_with_lse",
     "warmup",
 ]

@@ -3,6 +3,7 @@
 
 #include "sdpa.h"
 #include "sdpa_call.h"
+#include "sdpa_check.h"
 
 #include <ATen/ops/max.h>
 #include <ATen/ops/min.h>
@@ -17,22 +18,61 @@
 namespace cudnn_ops {
 namespace {
 
-// Whether CUDNN_OPS_CHECK asks for the checks that have to wait for the GPU.
-bool checks_values() {
-  const char* value = std::getenv("CUDNN_OPS_CHECK");
-  return value != nullptr && std::strcmp(value, "") != 0 && std::strcmp(value, "0") != 0;
-}
-
-// Adds no guard for sizes that a compiler keeps symbolic beyond the fact that is checked.
-bool holds(const c10::SymBool& condition) {
-  return condition.expect_true(__FILE__, __LINE__);
-}
+constexpr const char* kOp = "cudnn_ops.sdpa: ";
 
 bool is_attention_dtype(const at::Tensor& tensor) {
   const auto dtype = tensor.scalar_type();
   if (dtype == at::kHalf || dtype == at::kBFloat16) return true;
   return !tensor.is_cuda() && (dtype == at::kFloat || dtype == at::kDouble);
 }
+
+}  // namespace
+
+bool checks_values() {
+  const char* value = std::getenv("CUDNN_OPS_CHECK");
+  return value != nullptr && std::strcmp(value, "") != 0 && std::strcmp(value, "0") != 0;
+}
+
+void check_supported(const at::Tensor& tensor, const char* name, const char* op) {
+  TORCH_CHECK_TYPE(is_attention_dtype(tensor), op, name, " has dtype ", tensor.scalar_type(),
+                   "; on a GPU it takes float16 and bfloat16 (use torch.autocast or "
+                   ".bfloat16()), on a CPU float32 and float64 too");
+  const auto head_size = tensor.sym_size(-1);
+  TORCH_CHECK_VALUE(holds((head_size % 8).sym_eq(0)) && holds(head_size.sym_ge(8)), op,
+                    "the head size of ", name, " is ", head_size,
+                    "; cuDNN takes multiples of 8 from 8 on: pad the last dimension with zeros");
+}
+
+void check_per_head(const at::Tensor& tensor, const at::Tensor& query, const char* name,
+                    const char* op) {
+  TORCH_CHECK_VALUE(tensor.dim() == 1 && holds(tensor.sym_size(0).sym_eq(query.sym_size(1))) &&
+                        tensor.device() == query.device() && tensor.is_floating_point(),
+                    op, name, " must hold one floating-point number for each query head, [",
+                    query.sym_size(1), "] on ", query.device(), "; got ", tensor.scalar_type(), " ",
+                    tensor.sym_sizes(), " on ", tensor.device());
+}
+
+void check_scalars(std::optional<double> scale, double dropout_p, double softcap,
+                   c10::IntArrayRef window_size, const OptionalTensor& rng_state,
+                   const at::Tensor& query, const char* op) {
+  TORCH_CHECK_VALUE(!scale || std::isfinite(static_cast<float>(*scale)), op,
+                    "scale must be a finite float32, got ", scale.value_or(0.0),
+                    "; None stands for 1/sqrt(head size)");
+  TORCH_CHECK_VALUE(dropout_p >= 0.0 && dropout_p < 1.0, op,
+                    "dropout_p must be at least 0 and less than 1, got ", dropout_p);
+  TORCH_CHECK_VALUE(std::isfinite(static_cast<float>(softcap)) && softcap >= 0.0, op,
+                    "softcap must be finite and positive, or 0 for none, got ", softcap);
+  TORCH_CHECK_VALUE(window_size.size() == 2 && window_size[0] >= -1 && window_size[1] >= -1, op,
+                    "window_size must be (left, right), each -1 for no bound or "
+                    "the number of keys on that side, got ",
+                    window_size);
+  TORCH_CHECK_VALUE(
+      !rng_state || (rng_state->scalar_type() == at::kLong && rng_state->dim() == 1 &&
+                     rng_state->sym_size(0) == 2 && rng_state->device() == query.device()),
+      op, "rng_state must be an int64 tensor [2], seed and offset, on ", query.device());
+}
+
+namespace {
 
 void check_layout(const at::Tensor& tensor, const char* name) {
   TORCH_CHECK_TYPE(tensor.defined(), "cudnn_ops.sdpa: ", name, " must be a tensor, got None");
@@ -45,18 +85,6 @@ void check_layout(const at::Tensor& tensor, const char* name) {
   TORCH_CHECK_VALUE(holds(tensor.sym_stride(3).sym_eq(1)), "cudnn_ops.sdpa: ", name,
                     " must have a last stride of 1, got strides ", tensor.sym_strides(),
                     "; call .contiguous() first");
-}
-
-// What no GPU takes, said before a graph is built.
-void check_supported(const at::Tensor& tensor, const char* name) {
-  TORCH_CHECK_TYPE(is_attention_dtype(tensor), "cudnn_ops.sdpa: ", name, " has dtype ",
-                   tensor.scalar_type(),
-                   "; on a GPU it takes float16 and bfloat16 (use torch.autocast or "
-                   ".bfloat16()), on a CPU float32 and float64 too");
-  const auto head_size = tensor.sym_size(3);
-  TORCH_CHECK_VALUE(holds((head_size % 8).sym_eq(0)) && holds(head_size.sym_ge(8)),
-                    "cudnn_ops.sdpa: the head size of ", name, " is ", head_size,
-                    "; cuDNN takes multiples of 8 from 8 on: pad the last dimension with zeros");
 }
 
 void check_same(const at::Tensor& query, const at::Tensor& other, const char* name) {
@@ -121,16 +149,6 @@ void check_mask(const at::Tensor& mask, const at::Tensor& query, const at::Tenso
                     c10::SymIntArrayRef(full));
 }
 
-// A number for each head.
-void check_per_head(const at::Tensor& tensor, const at::Tensor& query, const char* name) {
-  TORCH_CHECK_VALUE(tensor.dim() == 1 && holds(tensor.sym_size(0).sym_eq(query.sym_size(1))) &&
-                        tensor.device() == query.device() && tensor.is_floating_point(),
-                    "cudnn_ops.sdpa: ", name,
-                    " must hold one floating-point number for each query head, [",
-                    query.sym_size(1), "] on ", query.device(), "; got ", tensor.scalar_type(), " ",
-                    tensor.sym_sizes(), " on ", tensor.device());
-}
-
 void check_seq_lens(const OptionalTensor& lengths, const at::Tensor& query,
                     const c10::SymInt& length, const char* name) {
   if (!lengths) return;
@@ -146,47 +164,25 @@ void check_seq_lens(const OptionalTensor& lengths, const at::Tensor& query,
                     least, " to ", most, "; the tensors have ", length);
 }
 
-void check_options(const Attention& args) {
-  TORCH_CHECK_VALUE(!args.scale || std::isfinite(static_cast<float>(*args.scale)),
-                    "cudnn_ops.sdpa: scale must be a finite float32, got ",
-                    args.scale.value_or(0.0), "; None stands for 1/sqrt(head size)");
-  TORCH_CHECK_VALUE(args.dropout_p >= 0.0 && args.dropout_p < 1.0,
-                    "cudnn_ops.sdpa: dropout_p must be at least 0 and less than 1, got ",
-                    args.dropout_p);
-  TORCH_CHECK_VALUE(std::isfinite(static_cast<float>(args.softcap)) && args.softcap >= 0.0,
-                    "cudnn_ops.sdpa: softcap must be finite and positive, or 0 for none, got ",
-                    args.softcap);
-  TORCH_CHECK_VALUE(
-      args.window_size.size() == 2 && args.window_size[0] >= -1 && args.window_size[1] >= -1,
-      "cudnn_ops.sdpa: window_size must be (left, right), each -1 for no bound or "
-      "the number of keys on that side, got ",
-      args.window_size);
-  TORCH_CHECK_VALUE(
-      !args.rng_state ||
-          (args.rng_state->scalar_type() == at::kLong && args.rng_state->dim() == 1 &&
-           args.rng_state->sym_size(0) == 2 && args.rng_state->device() == args.query.device()),
-      "cudnn_ops.sdpa: rng_state must be an int64 tensor [2], seed and offset, on ",
-      args.query.device());
-}
-
 }  // namespace
 
 void check_sdpa_arguments(const Attention& args) {
   const auto &query = args.query, &key = args.key;
-  check_options(args);
+  check_scalars(args.scale, args.dropout_p, args.softcap, args.window_size, args.rng_state, query,
+                kOp);
   check_shapes(query, key, args.value, args.enable_gqa);
   if (args.attn_mask) check_mask(*args.attn_mask, query, key);
-  if (args.alibi_slopes) check_per_head(*args.alibi_slopes, query, "alibi_slopes");
-  if (args.sinks) check_per_head(*args.sinks, query, "sinks");
+  if (args.alibi_slopes) check_per_head(*args.alibi_slopes, query, "alibi_slopes", kOp);
+  if (args.sinks) check_per_head(*args.sinks, query, "sinks", kOp);
   check_seq_lens(args.seq_lens_q, query, query.sym_size(2), "seq_lens_q");
   check_seq_lens(args.seq_lens_kv, query, key.sym_size(2), "seq_lens_kv");
 }
 
 void check_sdpa(const Attention& args) {
   check_sdpa_arguments(args);
-  check_supported(args.query, "query");
-  check_supported(args.key, "key");
-  check_supported(args.value, "value");
+  check_supported(args.query, "query", kOp);
+  check_supported(args.key, "key", kOp);
+  check_supported(args.value, "value", kOp);
 }
 
 void check_sdpa_backward(const Attention& args, const AttentionGrad& grad) {
@@ -251,9 +247,9 @@ const c10::TypedOperatorHandle<BackwardOp>& sdpa_backward_op() {
   return op;
 }
 
-const c10::TypedOperatorHandle<RngStateOp>& sdpa_rng_state_op() {
+const c10::TypedOperatorHandle<RngStateOp>& attention_rng_state_op() {
   static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("cudnn_ops::_sdpa_rng_state", "")
+                             .findSchemaOrThrow("cudnn_ops::_attention_rng_state", "")
                              .typed<RngStateOp>();
   return op;
 }
@@ -283,7 +279,7 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
       "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, "
       "Tensor grad_sinks)",
       tags);
-  m.def("_sdpa_rng_state(Tensor query, Tensor key) -> Tensor",
+  m.def("_attention_rng_state(Tensor query, SymInt length, SymInt length_kv) -> Tensor",
         {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
   // The checks alone, for the kernels that are written in Python.
   m.def(("_sdpa_check" + arguments + " -> ()").c_str(),

@@ -73,13 +73,13 @@ using BackwardOp = Gradients(const at::Tensor&, const at::Tensor&, const at::Ten
                              c10::IntArrayRef, bool, double, const OptionalTensor&,
                              const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                              std::optional<bool>, const OptionalTensor&, bool);
-using RngStateOp = at::Tensor(const at::Tensor&, const at::Tensor&);
+using RngStateOp = at::Tensor(const at::Tensor&, c10::SymInt, c10::SymInt);
 
 const c10::TypedOperatorHandle<AttentionOp<at::Tensor>>& sdpa_op();
 const c10::TypedOperatorHandle<AttentionOp<OutAndLse>>& sdpa_with_lse_op();
 const c10::TypedOperatorHandle<BackwardOp>& sdpa_backward_op();
-// Takes what a dropout over query and key needs from torch's generator of their device: seed and
-// offset, int64 [2].
-const c10::TypedOperatorHandle<RngStateOp>& sdpa_rng_state_op();
+// Takes what a dropout over so many queries and keys needs from torch's generator of the query's
+// device: seed and offset, int64 [2].
+const c10::TypedOperatorHandle<RngStateOp>& attention_rng_state_op();
 
 }  // namespace cudnn_ops

@@ -172,7 +172,8 @@ void check_differentiable(const Attention& args) {
 template <class Function>
 auto with_rng_state(const Attention& args, const Function& function) {
   if (args.dropout_p == 0 || args.rng_state) return function(args);
-  const OptionalTensor state = sdpa_rng_state_op().call(args.query, args.key);
+  const OptionalTensor state =
+      attention_rng_state_op().call(args.query, args.query.sym_size(2), args.key.sym_size(2));
   return function(Attention{args.query, args.key, args.value, args.attn_mask, args.dropout_p,
                             args.is_causal, args.scale, args.enable_gqa, args.window_size,
                             args.bottom_right, args.softcap, args.alibi_slopes, args.sinks,

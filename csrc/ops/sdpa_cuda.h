@@ -36,6 +36,7 @@ struct MaskTensors {
   at::Tensor bias, alibi_slopes, sinks, rng_state;
   at::Tensor lengths, lengths_kv;  // int32 [B] on the device
 
+  MaskTensors() = default;
   MaskTensors(const Attention& args, const Band& band, bool backward);
 };
 
@@ -87,6 +88,20 @@ inline graph::Call backward_call(const SdpaPointers& pointers) {
   return {"cudnn_ops.sdpa backward",
           "`python -m cudnn_ops explain sdpa_backward` shows what cuDNN takes on a GPU; call the "
           "forward under torch.no_grad(), or use torch.nn.functional.scaled_dot_product_attention",
+          pointers.all, pointers.written};
+}
+
+inline graph::Call varlen_call(const SdpaPointers& pointers) {
+  return {"cudnn_ops.varlen_attention",
+          "`python -m cudnn_ops support` shows what cuDNN takes on a GPU; "
+          "torch.nn.attention.varlen has kernels for the rest",
+          pointers.all, pointers.written};
+}
+
+inline graph::Call varlen_backward_call(const SdpaPointers& pointers) {
+  return {"cudnn_ops.varlen_attention backward",
+          "`python -m cudnn_ops support` shows what cuDNN takes on a GPU; call the forward under "
+          "torch.no_grad(), or use torch.nn.attention.varlen",
           pointers.all, pointers.written};
 }
 

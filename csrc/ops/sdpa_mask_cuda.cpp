@@ -26,7 +26,8 @@ MaskTensors::MaskTensors(const Attention& args, const Band& band, bool backward)
   if (args.sinks && !backward) sinks = args.sinks->to(at::kFloat).contiguous();
   if (args.dropout_p > 0) {
     rng_state = args.rng_state ? args.rng_state->contiguous()
-                               : sdpa_rng_state_op().call(args.query, args.key);
+                               : attention_rng_state_op().call(args.query, args.query.sym_size(2),
+                                                               args.key.sym_size(2));
   }
   if (needs_lengths(args, band)) {
     lengths = lengths_of(args.seq_lens_q, args.query);

@@ -237,14 +237,14 @@ def _sdpa_backward_fake(
     return empty_gradients(query, key, value, attn_mask if grad_mask else None, sinks)
 
 
-def _sdpa_rng_state_fake(query: Tensor, key: Tensor) -> Tensor:
+def _attention_rng_state_fake(query: Tensor, length: int, length_kv: int) -> Tensor:
     return query.new_empty(2, dtype=torch.int64)
 
 
 torch.library.register_fake("cudnn_ops::sdpa", _sdpa_fake)
 torch.library.register_fake("cudnn_ops::sdpa_with_lse", _sdpa_with_lse_fake)
 torch.library.register_fake("cudnn_ops::_sdpa_backward", _sdpa_backward_fake)
-torch.library.register_fake("cudnn_ops::_sdpa_rng_state", _sdpa_rng_state_fake)
+torch.library.register_fake("cudnn_ops::_attention_rng_state", _attention_rng_state_fake)
 
 
 def visible_pairs(

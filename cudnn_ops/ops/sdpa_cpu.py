@@ -108,7 +108,9 @@ class _Call:
             return None
         state = self.rng_state
         if state is None:
-            state = _ops._sdpa_rng_state.default(self.query, self.key)
+            state = _ops._attention_rng_state.default(
+                self.query, self.query.shape[2], self.key.shape[2]
+            )
         generator = torch.Generator().manual_seed(int(state[0]) + int(state[1]))
         shape = (*self.query.shape[:3], self.key.shape[2])
         kept = torch.rand(shape, generator=generator) >= self.dropout_p
@@ -221,7 +223,7 @@ def _four(mask: Tensor) -> list[int]:
     return [1] * (4 - mask.dim()) + list(mask.shape)
 
 
-def rng_state(query: Tensor, key: Tensor) -> Tensor:
+def rng_state(query: Tensor, length: int, length_kv: int) -> Tensor:
     seed = torch.randint(2**62, (1,))
     return torch.cat([seed, torch.zeros_like(seed)])
 
@@ -229,4 +231,4 @@ def rng_state(query: Tensor, key: Tensor) -> Tensor:
 torch.library.impl("cudnn_ops::sdpa", "CPU", lambda *args, **kwargs: forward(*args, **kwargs)[0])
 torch.library.impl("cudnn_ops::sdpa_with_lse", "CPU", forward)
 torch.library.impl("cudnn_ops::_sdpa_backward", "CPU", backward)
-torch.library.impl("cudnn_ops::_sdpa_rng_state", "CPU", rng_state)
+torch.library.impl("cudnn_ops::_attention_rng_state", "CPU", rng_state)

@@ -207,9 +207,12 @@ def _differentiate(
             extras[name] = extras[name].detach().requires_grad_()
             wanted.append(extras[name])
     out, lse = function(*leaves, extras)
-    grads = iter(
-        torch.autograd.grad(losses(out, lse), wanted, allow_unused=True, materialize_grads=True)
-    )
+    loss = losses(out, lse)
+    if loss.requires_grad:
+        found = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
+    else:  # nothing to attend to
+        found = tuple(torch.zeros_like(leaf) for leaf in wanted)
+    grads = iter(found)
     grad_inputs = [next(grads) for _ in range(3)]
     grad_mask = next(grads) if case.wants_grad_mask else None
     grad_sinks = next(grads) if case.sinks else None
@@ -339,13 +342,15 @@ def check(
     grad_out: Tensor,
     actual: Results,
     grad_lse: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> None:
     """Holds results against the float64 reference, by the rule of ``cases.sdpa.check``.
 
     Low-precision math is the formula in the inputs' type, and the same as fused kernels order it:
     whichever is farther off.
     """
-    kept = dropout_mask(case, inputs, extras) if case.dropout_p else None
+    if kept is None and case.dropout_p:
+        kept = dropout_mask(case, inputs, extras)
     dtype = inputs[0].dtype
     exact = reference(case, inputs, extras, grad_out, torch.float64, kept, grad_lse)
     rough = reference(case, inputs, extras, grad_out, dtype, kept, grad_lse)

@@ -1,0 +1,25 @@
+// The checks that all attention operators share. `op` begins the message: "cudnn_ops.sdpa: ".
+#pragma once
+
+#include "sdpa.h"
+
+namespace cudnn_ops {
+
+// Whether CUDNN_OPS_CHECK asks for the checks that have to wait for the GPU.
+bool checks_values();
+
+// Adds no guard for sizes that a compiler keeps symbolic beyond the fact that is checked.
+inline bool holds(const c10::SymBool& condition) {
+  return condition.expect_true(__FILE__, __LINE__);
+}
+
+// Dtypes and head sizes that no GPU takes, said before a graph is built.
+void check_supported(const at::Tensor& tensor, const char* name, const char* op);
+// A number for each head; heads are the last dimension but one of the query's, or its second.
+void check_per_head(const at::Tensor& tensor, const at::Tensor& query, const char* name,
+                    const char* op);
+void check_scalars(std::optional<double> scale, double dropout_p, double softcap,
+                   c10::IntArrayRef window_size, const OptionalTensor& rng_state,
+                   const at::Tensor& query, const char* op);
+
+}  // namespace cudnn_ops

@@ -1,0 +1,140 @@
+// Attention over packed sequences: schemas and the checks of their arguments. Kernels:
+// varlen_cuda.cpp here, the CPU and fake ones in cudnn_ops/ops/varlen.py.
+
+#include "varlen.h"
+#include "sdpa_check.h"
+#include "varlen_call.h"
+
+#include <ATen/ops/diff.h>
+#include <torch/library.h>
+
+namespace cudnn_ops {
+namespace {
+
+constexpr const char* kOp = "cudnn_ops.varlen_attention: ";
+
+void check_packed(const at::Tensor& tensor, const at::Tensor& query, const char* name) {
+  TORCH_CHECK_VALUE(
+      tensor.layout() == at::kStrided && tensor.dim() == 3 && holds(tensor.sym_stride(2).sym_eq(1)),
+      kOp, name, " must be [tokens, heads, head size] with a last stride of 1; got ",
+      tensor.sym_sizes(), " with strides ", tensor.sym_strides());
+  TORCH_CHECK_TYPE(tensor.scalar_type() == query.scalar_type(), kOp, "q has dtype ",
+                   query.scalar_type(), " and ", name, " ", tensor.scalar_type(),
+                   "; cast them to one dtype");
+  TORCH_CHECK_VALUE(tensor.device() == query.device(), kOp, "q is on ", query.device(), " and ",
+                    name, " on ", tensor.device(), "; move them to one device");
+  check_supported(tensor, name, kOp);
+}
+
+// Offsets: [B + 1] whole numbers. What they are is for the GPU to read, unless CUDNN_OPS_CHECK
+// asks.
+void check_offsets(const at::Tensor& offsets, const at::Tensor& packed, const c10::SymInt& longest,
+                   const char* name, const char* longest_name) {
+  TORCH_CHECK_VALUE(offsets.dim() == 1 && holds(offsets.sym_size(0).sym_ge(1)) &&
+                        offsets.device() == packed.device() &&
+                        (offsets.scalar_type() == at::kInt || offsets.scalar_type() == at::kLong),
+                    kOp, name, " must be an int32 or int64 tensor [sequences + 1] on ",
+                    packed.device(), "; got ", offsets.scalar_type(), " ", offsets.sym_sizes(),
+                    " on ", offsets.device());
+  TORCH_CHECK_VALUE(holds(longest.sym_ge(0)), kOp, longest_name, " must not be negative, got ",
+                    longest);
+  if (!checks_values() || offsets.is_meta()) return;
+  TORCH_CHECK_VALUE(offsets[0].item<int64_t>() == 0, kOp, name, " must start at 0, got ",
+                    offsets[0].item<int64_t>());
+  const auto last = offsets[-1].item<int64_t>();
+  TORCH_CHECK_VALUE(packed.sym_size(0) == last, kOp, name, " ends at ", last, ", and there are ",
+                    packed.sym_size(0), " tokens");
+  if (offsets.size(0) == 1) return;
+  const at::Tensor lengths = offsets.diff();
+  const auto least = lengths.min().item<int64_t>(), most = lengths.max().item<int64_t>();
+  TORCH_CHECK_VALUE(least >= 0, kOp, name, " must not decrease, and does by ", -least);
+  TORCH_CHECK_VALUE(longest >= most, kOp, longest_name, " is ", longest,
+                    ", and there is a sequence of ", most, " tokens in ", name);
+}
+
+void check_used(const OptionalTensor& used, const at::Tensor& offsets, const char* name) {
+  if (!used) return;
+  TORCH_CHECK_VALUE(used->dim() == 1 &&
+                        holds((used->sym_size(0) + 1).sym_eq(offsets.sym_size(0))) &&
+                        used->device() == offsets.device() &&
+                        (used->scalar_type() == at::kInt || used->scalar_type() == at::kLong),
+                    kOp, name, " must be an int32 tensor [sequences] on ", offsets.device(),
+                    "; got ", used->scalar_type(), " ", used->sym_sizes(), " on ", used->device());
+  if (!checks_values() || used->is_meta() || used->numel() == 0) return;
+  TORCH_CHECK_VALUE(used->ge(0).all().item<bool>() && used->le(offsets.diff()).all().item<bool>(),
+                    kOp, name, " must lie between 0 and the length of each sequence");
+}
+
+}  // namespace
+
+void check_varlen(const Varlen& args) {
+  const auto &query = args.query, &key = args.key, &value = args.value;
+  check_scalars(args.scale, args.dropout_p, args.softcap, args.window_size, args.rng_state, query,
+                kOp);
+  check_packed(query, query, "q");
+  check_packed(key, query, "k");
+  check_packed(value, query, "v");
+  TORCH_CHECK_VALUE(holds(query.sym_size(2).sym_eq(key.sym_size(2))), kOp, "q has head size ",
+                    query.sym_size(2), " and k ", key.sym_size(2), "; they must be equal");
+  TORCH_CHECK_VALUE(holds(key.sym_size(0).sym_eq(value.sym_size(0))) &&
+                        holds(key.sym_size(1).sym_eq(value.sym_size(1))),
+                    kOp, "k is ", key.sym_sizes(), " and v ", value.sym_sizes(),
+                    "; tokens and heads must be equal");
+  TORCH_CHECK_VALUE(
+      holds(key.sym_size(1).sym_ge(1)) && holds((query.sym_size(1) % key.sym_size(1)).sym_eq(0)),
+      kOp, "q has ", query.sym_size(1), " heads and k ", key.sym_size(1),
+      "; the first must be a multiple of the second");
+  if (args.alibi_slopes) check_per_head(*args.alibi_slopes, query, "alibi_slopes", kOp);
+  if (args.sinks) check_per_head(*args.sinks, query, "sinks", kOp);
+  check_offsets(args.cu_seqlens_q, query, args.max_seqlen_q, "cu_seqlens_q", "max_seqlen_q");
+  check_offsets(args.cu_seqlens_k, key, args.max_seqlen_k, "cu_seqlens_k", "max_seqlen_k");
+  TORCH_CHECK_VALUE(holds(args.cu_seqlens_q.sym_size(0).sym_eq(args.cu_seqlens_k.sym_size(0))), kOp,
+                    "cu_seqlens_q is of ", args.cu_seqlens_q.sym_size(0) - 1,
+                    " sequences and cu_seqlens_k of ", args.cu_seqlens_k.sym_size(0) - 1);
+  check_used(args.seqused_q, args.cu_seqlens_q, "seqused_q");
+  check_used(args.seqused_k, args.cu_seqlens_k, "seqused_k");
+}
+
+const c10::TypedOperatorHandle<VarlenOp<at::Tensor>>& varlen_op() {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("cudnn_ops::varlen_attention", "")
+                             .typed<VarlenOp<at::Tensor>>();
+  return op;
+}
+
+const c10::TypedOperatorHandle<VarlenOp<OutAndLse>>& varlen_with_lse_op() {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("cudnn_ops::varlen_attention_with_lse", "")
+                             .typed<VarlenOp<OutAndLse>>();
+  return op;
+}
+
+const c10::TypedOperatorHandle<VarlenBackwardOp>& varlen_backward_op() {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("cudnn_ops::_varlen_backward", "")
+                             .typed<VarlenBackwardOp>();
+  return op;
+}
+
+}  // namespace cudnn_ops
+
+TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
+  const std::string offsets =
+      "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+      "float dropout_p=0.0, float? softmax_scale=None, bool causal=False, ";
+  const std::string options =
+      "int[2] window_size=[-1, -1], float softcap=0.0, Tensor? alibi_slopes=None, "
+      "Tensor? sinks=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
+      "bool bottom_right=True, bool? deterministic=None, Tensor? rng_state=None)";
+  const std::string arguments = "(Tensor q, Tensor k, Tensor v, " + offsets + "*, " + options;
+  m.def(("varlen_attention" + arguments + " -> Tensor").c_str(), tags);
+  m.def(("varlen_attention_with_lse" + arguments + " -> (Tensor out, Tensor lse)").c_str(), tags);
+  m.def(
+      ("_varlen_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, " +
+       offsets + options + " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_sinks)")
+          .c_str(),
+      tags);
+  m.def(("_varlen_check" + arguments + " -> ()").c_str(),
+        cudnn_ops::varlen_kernel<void, cudnn_ops::check_varlen>, tags);
+}

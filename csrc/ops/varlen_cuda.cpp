@@ -1,0 +1,430 @@
+// Attention over packed sequences on CUDA: a ragged plan, declared for a rounded-up number of
+// sequences and length, that is told at run time where each begins. The host reads none of it.
+
+#include "sdpa_cuda.h"
+#include "sdpa_ragged.h"
+#include "varlen_call.h"
+
+#include <ATen/Context.h>
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/EmptyTensor.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/index.h>
+#include <ATen/ops/searchsorted.h>
+#include <ATen/ops/sub.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+namespace cudnn_ops {
+namespace {
+
+using graph::TensorDesc;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// What is declared, the same for a call's forward and backward: their random numbers agree only so.
+struct Declared {
+  int64_t sequences, length, length_kv;
+
+  explicit Declared(const Varlen& args)
+      : sequences(declared_batch(args.cu_seqlens_q.size(0) - 1)),
+        length(declared_length(args.max_seqlen_q.expect_int())),
+        length_kv(declared_length(args.max_seqlen_k.expect_int())) {
+  }
+};
+
+// Whether queries and keys are the same tokens, so that each finds itself and nothing is unwritten.
+bool are_same_tokens(const Varlen& args) {
+  const auto &q = args.cu_seqlens_q, &k = args.cu_seqlens_k;
+  return !args.seqused_q && !args.seqused_k && q.const_data_ptr() == k.const_data_ptr() &&
+         q.scalar_type() == k.scalar_type() && q.strides() == k.strides();
+}
+
+// [tokens, H, D] as a ragged plan declares it. Strides other than the token's and the head's are of
+// no account.
+TensorDesc declare(const at::Tensor& packed, int64_t sequences, int64_t length) {
+  const int64_t token = packed.size(0) > 1 ? packed.stride(0) : packed.size(1) * packed.size(2);
+  const int64_t head = packed.size(1) > 1 ? packed.stride(1) : packed.size(2);
+  TensorDesc desc(packed.scalar_type(), {sequences, packed.size(1), length, packed.size(2)},
+                  {0, 0, 0, 1});
+  desc.strides = {length * token, head, token, 1};
+  return desc;
+}
+
+at::Tensor readable(const at::Tensor& packed) {
+  return graph::is_addressable(packed) ? packed : packed.contiguous();
+}
+
+SdpaMask mask_of(const Varlen& args, bool backward) {
+  SdpaMask mask;
+  mask.left = args.window_size[0];
+  mask.right = args.is_causal ? 0 : args.window_size[1];
+  mask.has_softcap = args.softcap > 0;
+  mask.has_alibi = args.alibi_slopes.has_value();
+  mask.has_sinks = args.sinks.has_value() && !backward;
+  mask.sequences = Sequences::kRagged;
+  // At the top left cuDNN's backward skips what is hidden; here that is the bottom right too.
+  const bool is_bounded = mask.left != kUnbounded || mask.right != kUnbounded;
+  mask.bottom_right = args.bottom_right && (is_bounded || mask.has_alibi) && !are_same_tokens(args);
+  if (args.dropout_p > 0) std::memcpy(&mask.dropout_p, &args.dropout_p, sizeof mask.dropout_p);
+  return mask;
+}
+
+MaskTensors mask_tensors_of(const Varlen& args, bool backward) {
+  MaskTensors mask;
+  if (args.alibi_slopes) mask.alibi_slopes = args.alibi_slopes->to(at::kFloat).contiguous();
+  if (args.sinks && !backward) mask.sinks = args.sinks->to(at::kFloat).contiguous();
+  if (args.dropout_p > 0) {
+    mask.rng_state = args.rng_state ? args.rng_state->contiguous()
+                                    : attention_rng_state_op().call(args.query, args.max_seqlen_q,
+                                                                    args.max_seqlen_k);
+  }
+  return mask;
+}
+
+// Where the sequences begin in each tensor, and how many tokens each has, as cuDNN reads it: made
+// on the device. What is declared beyond the sequences that there are is empty.
+class Table {
+ public:
+  Table(const Varlen& args, const Declared& declared, c10::SmallVectorImpl<void*>& pointers)
+      : args_(args), declared_(declared), pointers_(pointers) {
+  }
+
+  void add_offsets(const at::Tensor& packed, bool of_keys) {
+    add_offsets(packed.size(0), packed.size(0) > 1 ? packed.stride(0) : packed.numel(), of_keys);
+  }
+  // Int64 [sequences + 1], in elements.
+  void add_offsets(int64_t tokens, int64_t step, bool of_keys) {
+    const bool same = are_same_tokens(args_);
+    for (const auto& column : columns_) {
+      if (column.step == step && (column.of_keys == of_keys || same)) {
+        pointers_.push_back(column.offsets.mutable_data_ptr());
+        return;
+      }
+    }
+    const at::Tensor& given = of_keys ? args_.cu_seqlens_k : args_.cu_seqlens_q;
+    const at::Tensor offsets = empty(declared_.sequences + 1, at::kLong);
+    at::Tensor own = offsets.narrow(0, 0, given.size(0));
+    own.copy_(given).mul_(step);
+    if (offsets.size(0) > given.size(0)) {
+      offsets.narrow(0, given.size(0), offsets.size(0) - given.size(0)).fill_(tokens * step);
+    }
+    columns_.push_back({of_keys, step, offsets});
+    pointers_.push_back(offsets.mutable_data_ptr());
+  }
+  void add_lengths() {
+    lengths_ = lengths(args_.cu_seqlens_q, args_.seqused_q);
+    lengths_kv_ = are_same_tokens(args_) ? lengths_ : lengths(args_.cu_seqlens_k, args_.seqused_k);
+    pointers_.push_back(lengths_.mutable_data_ptr());
+    pointers_.push_back(lengths_kv_.mutable_data_ptr());
+  }
+
+ private:
+  struct Column {
+    bool of_keys;
+    int64_t step;
+    at::Tensor offsets;
+  };
+
+  at::Tensor empty(int64_t size, at::ScalarType dtype) const {
+    return at::detail::empty_cuda({size}, dtype, args_.query.device(), std::nullopt);
+  }
+  // Int32 [sequences].
+  at::Tensor lengths(const at::Tensor& offsets, const OptionalTensor& used) const {
+    const int64_t count = offsets.size(0) - 1;
+    const at::Tensor result = empty(declared_.sequences, at::kInt);
+    at::Tensor own = result.narrow(0, 0, count);
+    if (used) {
+      own.copy_(*used);
+    } else {
+      at::sub_out(own, offsets.narrow(0, 1, count), offsets.narrow(0, 0, count));
+    }
+    if (result.size(0) > count) result.narrow(0, count, result.size(0) - count).zero_();
+    return result;
+  }
+
+  const Varlen& args_;
+  const Declared& declared_;
+  c10::SmallVectorImpl<void*>& pointers_;
+  c10::SmallVector<Column, 8> columns_;
+  at::Tensor lengths_, lengths_kv_;
+};
+
+// The log-sum-exp lies [tokens, H] in memory. cuDNN's backward takes it so but on sm8x and sm12x,
+// where it wants [sequences, H, length].
+bool takes_packed_lse() {
+  const int major = at::cuda::getCurrentDeviceProperties()->major;
+  return major != 8 && major != 12;
+}
+
+// Which sequence each query belongs to, and which one it is there: indices into a dense
+// log-sum-exp.
+c10::List<std::optional<at::Tensor>> places(const Varlen& args) {
+  const at::Tensor token = at::arange(args.query.size(0), args.cu_seqlens_q.options());
+  const at::Tensor ends = args.cu_seqlens_q.narrow(0, 1, args.cu_seqlens_q.size(0) - 1);
+  const at::Tensor sequence =
+      at::searchsorted(ends.contiguous(), token, false, /*right=*/true).clamp_max(ends.size(0) - 1);
+  const at::Tensor position = token.sub(args.cu_seqlens_q.index_select(0, sequence));
+  c10::List<std::optional<at::Tensor>> indices;
+  indices.push_back(sequence);
+  indices.push_back(position.to(at::kLong));
+  return indices;
+}
+
+at::Tensor dense_lse(const Varlen& args, const Declared& declared) {
+  return at::detail::empty_cuda({declared.sequences, args.query.size(1), declared.length},
+                                at::kFloat, args.query.device(), std::nullopt);
+}
+
+// Where nothing is attended to: the output is 0, and the log-sum-exp that of the sink alone.
+void fill_with_nothing(const Varlen& args, const at::Tensor& out, const at::Tensor& lse) {
+  out.zero_();
+  if (!lse.defined()) return;
+  if (args.sinks) {
+    lse.copy_(args.sinks->unsqueeze(-1));
+  } else {
+    lse.fill_(-kInfinity);
+  }
+}
+
+// `lse` is [H, tokens], and lies [tokens, H]; it may be undefined.
+void run_forward(const Varlen& args, const at::Tensor& out, const at::Tensor& lse) {
+  const Declared declared(args);
+  const bool packed_lse = lse.defined() && takes_packed_lse();
+  const Scale scale(args.scale, args.query);
+  SdpaForwardTensors tensors{readable(scale.applied_to(args.query)),
+                             readable(args.key),
+                             readable(args.value),
+                             mask_tensors_of(args, /*backward=*/false),
+                             scale.value,
+                             static_cast<float>(args.softcap),
+                             out,
+                             packed_lse || !lse.defined() ? lse : dense_lse(args, declared)};
+  const SdpaForwardParams params{declare(tensors.query, declared.sequences, declared.length),
+                                 declare(tensors.key, declared.sequences, declared.length_kv),
+                                 declare(tensors.value, declared.sequences, declared.length_kv),
+                                 declare(out, declared.sequences, declared.length),
+                                 mask_of(args, /*backward=*/false),
+                                 lse.defined(),
+                                 packed_lse};
+  SdpaPointers pointers(params, tensors);
+  pointers.written.clear();
+  Table table(args, declared, pointers.all);
+  table.add_offsets(tensors.query, false);
+  table.add_offsets(tensors.key, true);
+  table.add_offsets(tensors.value, true);
+  table.add_offsets(out, false);
+  if (packed_lse) table.add_offsets(args.query.size(0), args.query.size(1), false);
+  table.add_lengths();
+  const graph::Call call = varlen_call(pointers);
+  graph::execute(call, *graph::get_plan(call, graph::PlanKey::of(params, args.query.get_device())));
+  if (lse.defined() && !packed_lse) {
+    lse.t().copy_(at::index(tensors.lse.transpose(1, 2), places(args)));
+  }
+}
+
+OutAndLse forward(const Varlen& args, bool with_lse) {
+  check_varlen(args);
+  const auto& query = args.query;
+  const c10::cuda::CUDAGuard device_guard(query.device());
+  graph::require_sm80("cudnn_ops.varlen_attention", query.get_device());
+  const at::Tensor out = at::detail::empty_cuda({query.size(0), query.size(1), args.value.size(2)},
+                                                query.scalar_type(), query.device(), std::nullopt);
+  at::Tensor lse;
+  if (with_lse) {
+    const at::Tensor memory = at::detail::empty_cuda({query.size(0), query.size(1)}, at::kFloat,
+                                                     query.device(), std::nullopt);
+    lse = memory.t();
+  }
+  const bool is_empty = out.numel() == 0 || args.key.size(0) == 0 || args.cu_seqlens_q.size(0) == 1;
+  if (is_empty || !are_same_tokens(args)) fill_with_nothing(args, out, lse);
+  if (!is_empty) run_forward(args, out, lse);
+  return {out, lse};
+}
+
+at::Tensor varlen_cuda(const Varlen& args) {
+  return std::get<0>(forward(args, /*with_lse=*/false));
+}
+
+OutAndLse varlen_with_lse_cuda(const Varlen& args) {
+  return forward(args, /*with_lse=*/true);
+}
+
+struct Results {
+  at::Tensor grad_query, grad_key, grad_value;
+};
+
+void run_backward(const Varlen& args, const VarlenGrad& grad, const Results& results) {
+  const Declared declared(args);
+  const bool packed_lse = takes_packed_lse();
+  const Scale scale(args.scale, args.query);
+  at::Tensor lse = grad.lse.t().contiguous();
+  if (!packed_lse) {
+    const at::Tensor dense = dense_lse(args, declared);
+    dense.transpose(1, 2).index_put_(places(args), lse);
+    lse = dense;
+  }
+  SdpaBackwardTensors tensors{readable(scale.applied_to(args.query)),
+                              readable(args.key),
+                              readable(args.value),
+                              readable(grad.out),
+                              lse,
+                              readable(grad.grad_out),
+                              mask_tensors_of(args, /*backward=*/true),
+                              scale.value,
+                              static_cast<float>(args.softcap),
+                              results.grad_query,
+                              results.grad_key,
+                              results.grad_value,
+                              at::Tensor()};
+  const auto of_queries = [&](const at::Tensor& tensor) {
+    return declare(tensor, declared.sequences, declared.length);
+  };
+  const auto of_keys = [&](const at::Tensor& tensor) {
+    return declare(tensor, declared.sequences, declared.length_kv);
+  };
+  SdpaBackwardParams params{of_queries(tensors.query),
+                            of_keys(tensors.key),
+                            of_keys(tensors.value),
+                            of_queries(tensors.out),
+                            of_queries(tensors.grad_out),
+                            of_queries(tensors.grad_query),
+                            of_keys(tensors.grad_key),
+                            of_keys(tensors.grad_value),
+                            TensorDesc(),
+                            mask_of(args, /*backward=*/true),
+                            packed_lse};
+  params.is_deterministic =
+      args.deterministic.value_or(at::globalContext().deterministicAlgorithms());
+  SdpaPointers pointers(params, tensors);
+  pointers.written.clear();
+  Table table(args, declared, pointers.all);
+  table.add_offsets(tensors.query, false);
+  table.add_offsets(tensors.key, true);
+  table.add_offsets(tensors.value, true);
+  table.add_offsets(tensors.out, false);
+  if (packed_lse) table.add_offsets(args.query.size(0), args.query.size(1), false);
+  table.add_offsets(tensors.grad_out, false);
+  table.add_offsets(tensors.grad_query, false);
+  table.add_offsets(tensors.grad_key, true);
+  table.add_offsets(tensors.grad_value, true);
+  table.add_lengths();
+  const graph::Call call = varlen_backward_call(pointers);
+  graph::execute(call, *graph::get_plan(call, graph::PlanKey::of(params, args.query.get_device())));
+  if (scale.query_sign != 1) results.grad_query.mul_(scale.query_sign);
+}
+
+// How many groups of heads the gradients have to be computed in: cuDNN's are wrong beyond 2^31
+// elements of what is declared or of what there is.
+int64_t parts_of_heads(const Varlen& args) {
+  const Declared declared(args);
+  const int64_t size = std::max(args.query.size(2), args.value.size(2));
+  const int64_t tokens =
+      std::max({args.query.size(0), args.key.size(0), declared.sequences * declared.length,
+                declared.sequences * declared.length_kv});
+  const int64_t elements = tokens * args.query.size(1) * size;
+  return std::max<int64_t>((elements + kMaxBackwardElements - 1) / kMaxBackwardElements, 1);
+}
+
+void run_backward_in_parts(const Varlen& args, const VarlenGrad& grad, const Results& results,
+                           int64_t parts) {
+  const int64_t heads = args.key.size(1);
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      parts <= heads && args.dropout_p == 0,
+      "cudnn_ops.varlen_attention backward: ", args.query.sizes(), " with at most ",
+      args.max_seqlen_q, " tokens a sequence is more than ", "2^31 elements for ",
+      args.dropout_p == 0 ? "one key head" : "dropout", "; cuDNN computes such gradients wrongly");
+  const int64_t step = (heads + parts - 1) / parts, group = args.query.size(1) / heads;
+  for (int64_t start = 0; start < heads; start += step) {
+    const int64_t count = std::min(step, heads - start);
+    const auto of_query = [&](const at::Tensor& t, int64_t dim) {
+      return t.narrow(dim, start * group, count * group);
+    };
+    const auto of_key = [&](const at::Tensor& t) { return t.narrow(1, start, count).contiguous(); };
+    const at::Tensor query = of_query(args.query, 1).contiguous(), key = of_key(args.key),
+                     value = of_key(args.value), out = of_query(grad.out, 1).contiguous(),
+                     grad_out = of_query(grad.grad_out, 1).contiguous(),
+                     lse = of_query(grad.lse, 0);
+    OptionalTensor slopes;
+    if (args.alibi_slopes) slopes = of_query(*args.alibi_slopes, 0);
+    const Varlen part{query,
+                      key,
+                      value,
+                      args.cu_seqlens_q,
+                      args.cu_seqlens_k,
+                      args.max_seqlen_q,
+                      args.max_seqlen_k,
+                      args.dropout_p,
+                      args.scale,
+                      args.is_causal,
+                      args.window_size,
+                      args.softcap,
+                      slopes,
+                      args.sinks,
+                      args.seqused_q,
+                      args.seqused_k,
+                      args.bottom_right,
+                      args.deterministic,
+                      args.rng_state};
+    const Results own{at::zeros_like(query), at::zeros_like(key), at::zeros_like(value)};
+    run_backward(part, {grad_out, out, lse}, own);
+    of_query(results.grad_query, 1).copy_(own.grad_query);
+    results.grad_key.narrow(1, start, count).copy_(own.grad_key);
+    results.grad_value.narrow(1, start, count).copy_(own.grad_value);
+  }
+}
+
+// As for sdpa: minus the sum over the queries of exp(sink - lse) * (grad_out . out).
+at::Tensor grad_of_sinks(const Varlen& args, const VarlenGrad& grad) {
+  const at::Tensor delta = grad.grad_out.to(at::kFloat).mul(grad.out).sum(-1).t();
+  const at::Tensor weight = args.sinks->to(at::kFloat).unsqueeze(-1).sub(grad.lse).exp_();
+  return delta.mul(weight).sum(-1).neg_().to(args.sinks->scalar_type());
+}
+
+VarlenGradients varlen_backward_cuda(const Varlen& args, const VarlenGrad& grad) {
+  check_varlen(args);
+  TORCH_CHECK_VALUE(args.dropout_p == 0.0 || args.rng_state,
+                    "cudnn_ops.varlen_attention backward: dropout needs the rng_state of the "
+                    "forward");
+  const c10::cuda::CUDAGuard device_guard(args.query.device());
+  const auto empty = [&](const at::Tensor& like) {
+    return at::detail::empty_cuda(like.sizes(), like.scalar_type(), like.device(), std::nullopt);
+  };
+  const Results results{empty(args.query), empty(args.key), empty(args.value)};
+  const int64_t sequences = args.cu_seqlens_q.size(0) - 1;
+  const bool is_empty = grad.out.numel() == 0 || args.key.size(0) == 0 || sequences == 0;
+  if (is_empty || !are_same_tokens(args)) {
+    for (const auto* tensor : {&results.grad_query, &results.grad_key, &results.grad_value}) {
+      tensor->zero_();
+    }
+  }
+  if (!is_empty) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        sequences <= kMaxBackwardRows && args.query.size(1) <= kMaxBackwardRows,
+        "cudnn_ops.varlen_attention backward: cuDNN takes at most ", kMaxBackwardRows,
+        " sequences and heads, got ", sequences, " and ", args.query.size(1));
+    if (const int64_t parts = parts_of_heads(args); parts > 1) {
+      run_backward_in_parts(args, grad, results, parts);
+    } else {
+      run_backward(args, grad, results);
+    }
+  }
+  const at::Tensor grad_sinks =
+      args.sinks ? grad_of_sinks(args, grad) : empty(args.query.flatten().narrow(0, 0, 0));
+  return {results.grad_query, results.grad_key, results.grad_value, grad_sinks};
+}
+
+}  // namespace
+}  // namespace cudnn_ops
+
+TORCH_LIBRARY_IMPL(cudnn_ops, CUDA, m) {
+  using namespace cudnn_ops;
+  m.impl("varlen_attention", varlen_kernel<at::Tensor, varlen_cuda>);
+  m.impl("varlen_attention_with_lse", varlen_kernel<OutAndLse, varlen_with_lse_cuda>);
+  m.impl("_varlen_backward", varlen_backward_kernel<varlen_backward_cuda>);
+}

@@ -1,0 +1,63 @@
+"""Attention over a set of keys from attention over its parts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def merge_attention_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    r"""Puts together what the same queries give over two disjoint sets of keys.
+
+    .. math::
+        \mathrm{lse} = \log(e^{\mathrm{lse}_a} + e^{\mathrm{lse}_b}), \quad
+        \mathrm{out} = e^{\mathrm{lse}_a - \mathrm{lse}} \mathrm{out}_a
+                     + e^{\mathrm{lse}_b - \mathrm{lse}} \mathrm{out}_b
+
+    (Ye et al., "FlashInfer", section 2.2.) Any number of parts can be merged, in any order; at most
+    one of them may have had ``sinks``. Differentiable, and fused by torch.compile.
+
+    Args:
+        out_a: [batch, heads, length, value head size], as
+            :func:`cudnn_ops.scaled_dot_product_attention_with_lse` gives it, or [tokens, heads,
+            value head size], as :func:`cudnn_ops.varlen_attention_with_lse` does.
+        lse_a: the log-sum-exp that came with it: [batch, heads, length], or [heads, tokens].
+        out_b: of the other part, shaped as ``out_a``.
+        lse_b: likewise.
+
+    Returns:
+        The output, of ``out_a``'s dtype, and the log-sum-exp of both parts together. Where neither
+        part has anything to attend to: 0 and ``-inf``.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    if out_a.dim() not in (3, 4) or out_a.shape != out_b.shape or lse_a.shape != lse_b.shape:
+        raise ValueError(
+            "outputs must be [batch, heads, length, head size] or [tokens, heads, head size], and "
+            f"alike, got {tuple(out_a.shape)} and {tuple(out_b.shape)}, with log-sum-exps "
+            f"{tuple(lse_a.shape)} and {tuple(lse_b.shape)}"
+        )
+    rows = out_a.shape[:3] if out_a.dim() == 4 else (out_a.shape[1], out_a.shape[0])
+    if tuple(lse_a.shape) != tuple(rows):
+        raise ValueError(
+            f"an output {tuple(out_a.shape)} comes with a log-sum-exp {tuple(rows)}, got "
+            f"{tuple(lse_a.shape)}"
+        )
+    # Relative to the larger one. Where both are -inf the difference is no number.
+    peak = torch.maximum(lse_a, lse_b).detach()
+    peak = peak.masked_fill(peak == -torch.inf, 0.0)
+    weight_a, weight_b = (lse_a - peak).exp(), (lse_b - peak).exp()
+    total = weight_a + weight_b
+    nothing = total == 0
+    total = total.masked_fill(nothing, 1.0)
+    lse = (total.log() + peak).masked_fill(nothing, -torch.inf)
+
+    def beside(weight: Tensor) -> Tensor:
+        share = weight / total
+        return (share if out_a.dim() == 4 else share.t()).unsqueeze(-1)
+
+    out = beside(weight_a) * out_a + beside(weight_b) * out_b
+    return out.to(out_a.dtype), lse

@@ -1,0 +1,331 @@
+"""Attention over packed sequences: public functions, fake and CPU kernels, FLOP formulas.
+
+The CUDA kernel, the derivative and the autocast rule are in ``csrc/ops/varlen*.cpp``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from cudnn_ops.ops import sdpa_cpu
+from cudnn_ops.ops.sdpa import lse_dtype, visible_pairs
+
+_ops = torch.ops.cudnn_ops
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    bottom_right: bool = True,
+    deterministic: bool | None = None,
+    rng_state: Tensor | None = None,
+) -> Tensor:
+    """Attention over sequences that lie one behind the other, with FlashAttention's arguments.
+
+    The formula is that of :func:`cudnn_ops.scaled_dot_product_attention`, for each sequence by
+    itself. No argument on the device is read by the host, and a plan serves every number of
+    sequences and every length up to those that it was declared for: rounded up from
+    ``max_seqlen_q``, ``max_seqlen_k`` and the number of offsets. Differentiable once.
+
+    Args:
+        q: [tokens, heads, head size], with a last stride of 1. float16 or bfloat16; on a CPU
+            float32 and float64 too.
+        k: [tokens of the keys, heads_kv, head size]; ``heads`` is a multiple of ``heads_kv``.
+        v: [tokens of the keys, heads_kv, value head size].
+        cu_seqlens_q: int32 or int64 [sequences + 1], where each sequence begins in ``q``: from 0
+            to the number of tokens, not decreasing. A sequence may be empty.
+        cu_seqlens_k: likewise for ``k`` and ``v``. The same tensor as ``cu_seqlens_q`` for
+            self-attention: then the backward is up to twice as fast under a causal mask.
+        max_seqlen_q: at least the length of the longest sequence of queries, in tokens.
+        max_seqlen_k: likewise for the keys.
+        dropout_p: as in :func:`cudnn_ops.scaled_dot_product_attention`.
+        softmax_scale: factor of the scores; None stands for ``1 / sqrt(head size)``.
+        causal: each query attends to no key beyond its own, aligned as ``bottom_right`` says.
+        window_size: (left, right), how many keys a query sees on each side of its own; -1: all.
+        softcap: as there.
+        alibi_slopes: as there. With a different number of queries and keys, and ``bottom_right``,
+            cuDNN has no right kernel: NotImplementedError.
+        sinks: as there.
+        seqused_q: int32 [sequences], how many of each sequence's queries are used, from its
+            beginning; what lies behind, up to the next one, is not read, and 0 in the output.
+        seqused_k: likewise for the keys.
+        bottom_right: the last query belongs to the last key, as in FlashAttention; False: the
+            first to the first.
+        deterministic: as there.
+        rng_state: as there.
+
+    Returns:
+        [tokens, heads, value head size], contiguous; 0 where there is nothing to attend to.
+
+    Raises:
+        ValueError: shapes, strides, devices or options that do not fit. With ``CUDNN_OPS_CHECK=1``,
+            which waits for the GPU, also offsets that do not begin at 0, do not end at the number
+            of tokens, decrease, or leave a sequence longer than the maximum: without it such
+            offsets give wrong results or an illegal memory access.
+        TypeError: a dtype that cuDNN does not take, or two different ones.
+        NotImplementedError: cuDNN has no kernel for this on this GPU; the message has its reason.
+    """
+    return _ops.varlen_attention.default(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        bottom_right=bottom_right,
+        deterministic=deterministic,
+        rng_state=rng_state,
+    )
+
+
+def varlen_attention_with_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Like :func:`varlen_attention`, and returns the log-sum-exp of the scores too.
+
+    Returns:
+        The output, and the log-sum-exp: [heads, tokens], float32 (float64 for float64 inputs),
+        lying [tokens, heads] in memory, natural logarithm; where there is nothing to attend to
+        that of the sink, or ``-inf``. It has no gradient.
+    """
+    return _ops.varlen_attention_with_lse.default(*args, **kwargs)
+
+
+def _empty(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    return out, q.new_empty(q.shape[0], q.shape[1], dtype=lse_dtype(q.dtype)).t()
+
+
+def _with_lse_fake(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any):
+    _ops._varlen_check.default(q, k, v, *args, **kwargs)
+    return _empty(q, v)
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _with_lse_fake(q, k, v, *args, **kwargs)[0]
+
+
+def _empty_gradients(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_sinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), grad_sinks
+
+
+_BACKWARD_OPTIONS = (
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "max_seqlen_q",
+    "max_seqlen_k",
+    "dropout_p",
+    "softmax_scale",
+    "causal",
+    "window_size",
+    "softcap",
+    "alibi_slopes",
+    "sinks",
+    "seqused_q",
+    "seqused_k",
+    "bottom_right",
+    "deterministic",
+    "rng_state",
+)
+
+
+def _options(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments after the tensors, by name; what is left out has its default."""
+    return {
+        "dropout_p": 0.0,
+        "softmax_scale": None,
+        "causal": False,
+        "window_size": (-1, -1),
+        "softcap": 0.0,
+        "alibi_slopes": None,
+        "sinks": None,
+        "seqused_q": None,
+        "seqused_k": None,
+        "bottom_right": True,
+        "deterministic": None,
+        "rng_state": None,
+        **dict(zip(_BACKWARD_OPTIONS, args, strict=False)),
+        **kwargs,
+    }
+
+
+def _backward_fake(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, ...]:
+    return _empty_gradients(q, k, v, _options(args, kwargs)["sinks"])
+
+
+def _sequences(options: dict[str, Any]) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
+    """Each sequence's tokens among the queries and keys, and its own call's options."""
+    shared = {
+        "dropout_p": options["dropout_p"],
+        "is_causal": options["causal"],
+        "scale": options["softmax_scale"],
+        "window_size": options["window_size"],
+        "bottom_right": options["bottom_right"],
+        "softcap": options["softcap"],
+        "alibi_slopes": options["alibi_slopes"],
+        "sinks": options["sinks"],
+    }
+    starts_q, starts_k = (options[f"cu_seqlens_{side}"].tolist() for side in "qk")
+    for index in range(len(starts_q) - 1):
+        slices = []
+        for side, starts in (("q", starts_q), ("k", starts_k)):
+            used = options[f"seqused_{side}"]
+            end = starts[index + 1] if used is None else starts[index] + int(used[index])
+            slices.append(slice(starts[index], end))
+        state = options["rng_state"]
+        # Other numbers for each sequence.
+        shared["rng_state"] = None if state is None else state + torch.tensor([0, index])
+        yield slices[0], slices[1], dict(shared)
+
+
+def _batched(packed: Tensor, tokens: slice) -> Tensor:
+    """[tokens, H, D] of one sequence as [1, H, S, D]."""
+    return packed[tokens].transpose(0, 1).unsqueeze(0)
+
+
+def _with_lse_cpu(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any):
+    _ops._varlen_check.default(q, k, v, *args, **kwargs)
+    options = _options(args, kwargs)
+    if options["dropout_p"] > 0 and options["rng_state"] is None:
+        options["rng_state"] = _ops._attention_rng_state.default(
+            q, options["max_seqlen_q"], options["max_seqlen_k"]
+        )
+    out, lse = _empty(q, v)
+    out.zero_()
+    lse.fill_(-math.inf)
+    if options["sinks"] is not None:
+        lse.copy_(options["sinks"].unsqueeze(-1))
+    for queries, keys, call in _sequences(options):
+        if queries.start == queries.stop:
+            continue
+        one = (_batched(q, queries), _batched(k, keys), _batched(v, keys))
+        out_one, lse_one = sdpa_cpu.forward(*one, enable_gqa=True, **call)
+        out[queries] = out_one[0].transpose(0, 1)
+        lse[:, queries] = lse_one[0]
+    return out, lse
+
+
+def _cpu(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _with_lse_cpu(q, k, v, *args, **kwargs)[0]
+
+
+def _backward_cpu(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, ...]:
+    options = _options(args, kwargs)
+    grads = _empty_gradients(q, k, v, options["sinks"])
+    grad_q, grad_k, grad_v, grad_sinks = (grad.zero_() for grad in grads)
+    for queries, keys, call in _sequences(options):
+        if queries.start == queries.stop or keys.start == keys.stop:
+            continue
+        of_one = sdpa_cpu.backward(
+            _batched(grad_out, queries),
+            _batched(q, queries),
+            _batched(k, keys),
+            _batched(v, keys),
+            _batched(out, queries),
+            lse[:, queries].unsqueeze(0),
+            **call,
+        )
+        grad_q[queries] = of_one[0][0].transpose(0, 1)
+        grad_k[keys] = of_one[1][0].transpose(0, 1)
+        grad_v[keys] = of_one[2][0].transpose(0, 1)
+        if options["sinks"] is not None:
+            grad_sinks += of_one[4]
+    return grads
+
+
+torch.library.register_fake("cudnn_ops::varlen_attention", _fake)
+torch.library.register_fake("cudnn_ops::varlen_attention_with_lse", _with_lse_fake)
+torch.library.register_fake("cudnn_ops::_varlen_backward", _backward_fake)
+torch.library.impl("cudnn_ops::varlen_attention", "CPU", _cpu)
+torch.library.impl("cudnn_ops::varlen_attention_with_lse", "CPU", _with_lse_cpu)
+torch.library.impl("cudnn_ops::_varlen_backward", "CPU", _backward_cpu)
+
+
+def _pairs(q: Tensor, options: dict[str, Any]) -> int:
+    """Of query and key, over all sequences; the offsets are read, or all are taken as longest."""
+    longest = (int(options["max_seqlen_q"]), int(options["max_seqlen_k"]))
+    if options["cu_seqlens_q"].is_meta or torch._subclasses.fake_tensor.is_fake(q):
+        lengths = [longest] * (options["cu_seqlens_q"].shape[0] - 1)
+    else:
+        sides = [options[f"cu_seqlens_{side}"].diff().tolist() for side in "qk"]
+        lengths = list(zip(*sides, strict=True))
+    return q.shape[1] * sum(
+        visible_pairs(
+            length,
+            length_kv,
+            options["window_size"],
+            options["causal"],
+            options["bottom_right"],
+        )
+        for length, length_kv in lengths
+    )
+
+
+@register_flop_formula([_ops.varlen_attention, _ops.varlen_attention_with_lse], get_raw=True)
+def _flop(q: Tensor, k: Tensor, v: Tensor, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return 2 * _pairs(q, _options(args, kwargs)) * (q.shape[2] + v.shape[2])
+
+
+@register_flop_formula(_ops._varlen_backward, get_raw=True)
+def _backward_flop(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *args: Any,
+    out_val: Any = None,
+    **kwargs: Any,
+) -> int:
+    return 2 * _pairs(q, _options(args, kwargs)) * (3 * q.shape[2] + 2 * v.shape[2])

@@ -1,0 +1,146 @@
+"""Packed attention: results and gradients, offsets of all kinds, what it leaves alone."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+import cudnn_ops
+from tests.cases import varlen as cases
+from tests.cases.sdpa_features import Features
+from tests.cases.varlen import Packed
+from tests.conftest import DEVICES
+
+ONE = Features(1, 4, 2, 0, 0, 64, 64, bottom_right=True)
+BASE = Packed((70, 0, 33, 129), (70, 0, 33, 129), ONE)
+OTHER = replace(BASE, lengths_kv=(131, 5, 0, 64))
+CASES = [
+    BASE,
+    replace(BASE, same=True, one=replace(ONE, is_causal=True)),
+    replace(BASE, offsets=torch.int64, one=replace(ONE, heads_kv=4), together=True, same=True),
+    replace(BASE, gaps=(2, 1, 0, 3), one=replace(ONE, is_causal=True)),
+    OTHER,
+    *(
+        replace(OTHER, one=replace(ONE, is_causal=causal, window_size=window, bottom_right=br))
+        for causal, window in ((True, (-1, -1)), (False, (20, 7)), (True, (20, -1)))
+        for br in (True, False)
+    ),
+    *(
+        replace(BASE, same=True, one=replace(ONE, is_causal=True, **feature))
+        for feature in (
+            {"softcap": 5.0},
+            {"alibi": True},
+            {"sinks": True},
+            {"dropout_p": 0.3},
+            {"deterministic": True},
+        )
+    ),
+    replace(OTHER, one=replace(ONE, is_causal=True, dropout_p=0.3, sinks=True, softcap=5.0)),
+    replace(BASE, lengths=(1,), lengths_kv=(1,), one=replace(ONE, is_causal=True)),
+    replace(BASE, lengths=(0, 0), lengths_kv=(0, 5)),
+    replace(BASE, lengths=(5, 9), lengths_kv=(0, 0), one=replace(ONE, sinks=True)),
+    replace(BASE, lengths=(), lengths_kv=()),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_results_and_gradients(case, device, poisoned):
+    tensors = cases.make(case, torch.bfloat16, device, seed=1)
+    cases.check(case, tensors, cases.run(case, tensors))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("block", range(4))
+def test_any_combination(block, device, poisoned):
+    rng = random.Random(2000 + block)
+    wrong = []
+    for seed in range(50 if device == "cuda" else 30):
+        case = cases.draw(rng)
+        tensors = cases.make(case, rng.choice([torch.float16, torch.bfloat16]), device, seed)
+        try:
+            cases.check(case, tensors, cases.run(case, tensors))
+        except NotImplementedError as error:
+            # cuDNN reads lengths wrongly where slopes are measured from the ends.
+            assert device == "cuda"
+            assert case.one.alibi
+            assert "slopes-from-the-end" in str(error)
+        except AssertionError as error:
+            wrong.append(str(error))
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_forward_alone_and_the_layout_of_the_results(device):
+    case = CASES[1]
+    t = cases.make(case, torch.bfloat16, device, seed=2)
+    out, lse = cudnn_ops.varlen_attention_with_lse(t.q, t.k, t.v, *t.offsets, **case.kwargs())
+    alone = cudnn_ops.varlen_attention(t.q, t.k, t.v, *t.offsets, **case.kwargs())
+    torch.testing.assert_close(alone, out)
+    assert out.is_contiguous()
+    assert lse.shape == (4, t.q.shape[0])
+    assert lse.t().is_contiguous()
+    assert lse.dtype == torch.float32
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("packed", [False, True])
+def test_parts_of_the_keys_are_merged(packed, device):
+    """Attention over all keys is that over some and over the others, put together."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float64
+    q, k, v = (torch.randn(2, 4, 48, 64, device=device, dtype=dtype) for _ in range(3))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+
+    def attend(*tensors):
+        if not packed:
+            return cudnn_ops.scaled_dot_product_attention_with_lse(*tensors)
+        starts = [torch.arange(3, device=device).mul(t.shape[2]).int() for t in tensors[:2]]
+        flat = [t.transpose(1, 2).flatten(0, 1) for t in tensors]
+        lengths = [t.shape[2] for t in tensors[:2]]
+        return cudnn_ops.varlen_attention_with_lse(*flat, *starts, *lengths)
+
+    whole, lse = attend(q, k, v)
+    parts = [attend(q, k[:, :, s], v[:, :, s]) for s in (slice(0, 7), slice(7, 48))]
+    out, merged = cudnn_ops.merge_attention_states(*parts[0], *parts[1])
+    tolerance = 2e-2 if device == "cuda" else 1e-9
+    torch.testing.assert_close(out, whole, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(merged, lse, rtol=1e-5, atol=1e-5)
+    if packed:
+        return
+    grads = torch.autograd.grad(out.sum(), leaves)
+    expected = torch.autograd.grad(whole.sum(), leaves)
+    for grad, exact in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, exact, rtol=5 * tolerance, atol=5 * tolerance)
+
+
+def test_merging_nothing_with_nothing():
+    out = torch.randn(1, 2, 3, 8, requires_grad=True)
+    empty = torch.full((1, 2, 3), -torch.inf, requires_grad=True)
+    some = torch.zeros(1, 2, 3)
+    both, lse = cudnn_ops.merge_attention_states(out, empty, out, empty)
+    assert not both.any()
+    assert lse.isneginf().all()
+    both.sum().backward()
+    assert out.grad.isfinite().all()
+    assert empty.grad.isfinite().all()
+    one, lse = cudnn_ops.merge_attention_states(out, empty, 2 * out, some)
+    torch.testing.assert_close(one, 2 * out)
+    torch.testing.assert_close(lse, some)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "match"),
+    [
+        (((1, 2, 3, 8), (1, 2, 3), (1, 2, 4, 8), (1, 2, 3)), "alike"),
+        (((1, 2, 3, 8), (1, 2, 3), (1, 2, 3, 8), (1, 2)), "alike"),
+        (((3, 2, 8), (3, 2), (3, 2, 8), (3, 2)), "comes with a log-sum-exp"),
+        (((3, 8), (3,), (3, 8), (3,)), "must be"),
+    ],
+)
+def test_states_that_do_not_fit(shapes, match):
+    with pytest.raises(ValueError, match=match):
+        cudnn_ops.merge_attention_states(*(torch.zeros(shape) for shape in shapes))
