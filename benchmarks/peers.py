@@ -18,6 +18,7 @@ Attention = Callable[..., Tensor]
 _TORCH_BACKENDS = {
     "torch_cudnn": SDPBackend.CUDNN_ATTENTION,
     "torch_flash": SDPBackend.FLASH_ATTENTION,
+    "torch_efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 
 

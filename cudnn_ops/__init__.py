@@ -16,11 +16,11 @@ from cudnn_ops.cache import (
     store_info,
 )
 from cudnn_ops.known_bad import KnownBad, known_bad
+from cudnn_ops.ops.merge import merge_attention_states
 from cudnn_ops.ops.sdpa import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_with_lse,
 )
-from cudnn_ops.ops.merge import merge_attention_states
 from cudnn_ops.ops.varlen import varlen_attention, varlen_attention_with_lse
 from cudnn_ops.policy import plan_policy, set_autotune, set_plan_policy, using_plan_policy
 from cudnn_ops.tune import TunedPlan, tune_sdpa

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from cudnn_ops import cache, support
+from cudnn_ops import cache, support, support_table
 from cudnn_ops.tune import EngineTable, tune_sdpa, tune_standard_shapes
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -49,6 +49,18 @@ def _explain(args: argparse.Namespace) -> int:
     )
     print(explanation)
     return 0 if explanation.supported else 1
+
+
+def _support(args: argparse.Namespace) -> int:
+    answers = support_table.support_table(args.device, progress=sys.stderr.isatty())
+    lines = support_table.as_lines(answers)
+    print((support_table.as_markdown if args.markdown else support_table.as_text)(lines))
+    if args.reasons:
+        for answer in answers:
+            if not answer.supported:
+                sizes = "/".join(map(str, answer.head_sizes))
+                print(f"{answer.direction}, {answer.feature}, {sizes}: {answer.reason}")
+    return 0
 
 
 def _describe_device(args: argparse.Namespace) -> int:
@@ -113,6 +125,14 @@ def _add_tensors(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--causal", action="store_true")
 
 
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device",
+        default="current",
+        help=f"current, {', '.join(support.devices())}, or a description's path (default: current)",
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m cudnn_ops", description=__doc__)
     commands = parser.add_subparsers(required=True)
@@ -129,12 +149,19 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "--polymorphic", action="store_true", help="the plan that serves other lengths too"
     )
-    explain.add_argument(
-        "--device",
-        default="current",
-        help=f"current, {', '.join(support.devices())}, or a description's path (default: current)",
-    )
+    _add_device(explain)
     explain.set_defaults(run=_explain)
+
+    table = commands.add_parser(
+        "support",
+        help="which features of attention does cuDNN take on that GPU?",
+        description="Builds a plan for every feature of attention at every head size, forward and "
+        'backward, on any machine; takes a minute. "forward" stands for no backward.',
+    )
+    _add_device(table)
+    table.add_argument("--markdown", action="store_true", help="print it as a README has it")
+    table.add_argument("--reasons", action="store_true", help="also why cuDNN refuses")
+    table.set_defaults(run=_support)
 
     describe = commands.add_parser(
         "describe-device", help="print the JSON description of the live GPU, for explain --device"

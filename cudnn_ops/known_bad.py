@@ -1,4 +1,4 @@
-"""What cuDNN takes and is known to compute wrongly: ``known_bad.json``, consulted for every plan."""
+"""What cuDNN takes and computes wrongly: ``known_bad.json``, consulted for every plan."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from cudnn_ops import _C
 
@@ -40,10 +41,11 @@ class KnownBad:
 @cache
 def known_bad() -> tuple[KnownBad, ...]:
     """The rules that come with the package."""
-    return tuple(
-        KnownBad(**{name: tuple(v) if isinstance(v, list) else v for name, v in rule.items()})
-        for rule in json.loads(_FILE.read_text())
-    )
+
+    def rule(fields: dict[str, Any]) -> KnownBad:
+        return KnownBad(**{n: tuple(v) if isinstance(v, list) else v for n, v in fields.items()})
+
+    return tuple(rule(fields) for fields in json.loads(_FILE.read_text()))
 
 
 def version_number(text: str) -> int:

@@ -1,4 +1,4 @@
-"""The table of what cuDNN computes wrongly: every rule refuses what it is about, and nothing else."""
+"""The table of what cuDNN computes wrongly: a rule refuses what it is about, nothing else."""
 
 from __future__ import annotations
 

@@ -57,20 +57,21 @@ def test_results_and_gradients(case, device, poisoned):
 @pytest.mark.parametrize("block", range(4))
 def test_any_combination(block, device, poisoned):
     rng = random.Random(2000 + block)
-    wrong = []
+    refused, wrong = [], []
     for seed in range(50 if device == "cuda" else 30):
         case = cases.draw(rng)
         tensors = cases.make(case, rng.choice([torch.float16, torch.bfloat16]), device, seed)
         try:
             cases.check(case, tensors, cases.run(case, tensors))
         except NotImplementedError as error:
-            # cuDNN reads lengths wrongly where slopes are measured from the ends.
-            assert device == "cuda"
-            assert case.one.alibi
-            assert "slopes-from-the-end" in str(error)
+            refused.append((case, str(error)))
         except AssertionError as error:
             wrong.append(str(error))
     assert not wrong, "\n".join(wrong)
+    assert device == "cuda" or not refused
+    for case, reason in refused:  # cuDNN reads lengths wrongly where slopes are measured from ends
+        assert case.one.alibi
+        assert "slopes-from-the-end" in reason
 
 
 @pytest.mark.parametrize("device", DEVICES)

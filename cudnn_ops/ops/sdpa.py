@@ -137,9 +137,7 @@ def scaled_dot_product_attention_with_lse(
     Both results are differentiable; a gradient of the log-sum-exp costs one more backward pass,
     for cuDNN's own takes none.
 
-    Args:
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, options: as
-            there.
+    It takes the same arguments.
 
     Returns:
         The output, and the log-sum-exp: [batch, heads, length], float32 (float64 for float64
@@ -250,8 +248,10 @@ torch.library.register_fake("cudnn_ops::_attention_rng_state", _attention_rng_st
 def visible_pairs(
     length: int, length_kv: int, window_size: Sequence[int], is_causal: bool, bottom_right: bool
 ) -> int:
-    """How many (query, key) pairs a window leaves. Without one it is all of them, causal or not:
-    torch's own convention for attention, so that models can be compared.
+    """How many pairs of a query and a key a window leaves.
+
+    Without one it is all of them, causal or not: torch's own convention for attention, so that
+    models can be compared.
     """
     left, right = window_size
     if left < 0 and right < 0:

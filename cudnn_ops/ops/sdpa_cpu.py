@@ -54,8 +54,9 @@ class _Call:
         return self.query.shape[:3].numel() == 0 or self.key.shape[2] == 0
 
     def by_key_head(self, tensor: Tensor) -> Tensor:
-        """[B, Hq, Sq, *] as [B, Hkv, group * Sq, *]: heads that share a key head are rows of one
-        product, and the keys are not expanded.
+        """[B, Hq, Sq, *] as [B, Hkv, group * Sq, *].
+
+        Heads that share a key head are rows of one product, and the keys are not expanded.
         """
         sizes = (self.query.shape[0], self.key.shape[1], -1, tensor.shape[-1])
         return tensor.to(self.dtype).reshape(sizes)

@@ -216,7 +216,8 @@ def _differentiate(
     grad_inputs = [next(grads) for _ in range(3)]
     grad_mask = next(grads) if case.wants_grad_mask else None
     grad_sinks = next(grads) if case.sinks else None
-    return Results(out.detach(), lse.detach(), *grad_inputs, grad_mask, grad_sinks)
+    query, key, value = grad_inputs
+    return Results(out.detach(), lse.detach(), query, key, value, grad_mask, grad_sinks)
 
 
 def run(
@@ -275,9 +276,11 @@ def fused(
     kept: Tensor | None,
     grad_lse: Tensor | None,
 ) -> dict[str, Tensor]:
-    """The gradients as every fused kernel computes them: scores and sums in float32, what enters a
-    product rounded to the inputs' type, and the rounded output in place of the exact one (Dao et
-    al., "FlashAttention-2", algorithm 2)."""
+    """The gradients as every fused kernel computes them.
+
+    Scores and sums in float32, what enters a product rounded to the inputs' type, and the rounded
+    output in place of the exact one (Dao et al., "FlashAttention-2", algorithm 2).
+    """
     query, key, value = (tensor.detach().float() for tensor in inputs)
     dtype = inputs[0].dtype
     wide = {
@@ -357,7 +360,7 @@ def check(
     wide = reference(case, inputs, extras, grad_out, sdpa.lse_dtype(dtype), kept, grad_lse)
     low_precision = dict(rough.items()) | {"lse": wide.lse}
     if actual.grad_mask is not None and actual.grad_mask.dtype != torch.float32:
-        low_precision["grad_mask"] = rough.grad_mask.to(actual.grad_mask.dtype)
+        low_precision["grad_mask"] = low_precision["grad_mask"].to(actual.grad_mask.dtype)
     as_fused = {}
     if dtype in sdpa.LOW_PRECISION and actual.out.numel() and case.length_kv:
         as_fused = fused(case, inputs, extras, grad_out, kept, grad_lse)

@@ -1,0 +1,136 @@
+"""What cuDNN takes, feature by feature: each answer is a plan that was built, or a refusal."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from os import cpu_count
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from cudnn_ops import _C, support
+
+_LENGTH, _LENGTH_KV = 192, 320
+_MASK = ((2, 1, _LENGTH, _LENGTH_KV), torch.bfloat16)
+
+#: Options of a call by the feature's name; "polymorphic" asks for the plan of other lengths, which
+#: is that of packed sequences too.
+FEATURES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "causal, bottom right": {"is_causal": True, "bottom_right": True},
+    "window": {"window_size": (64, 0)},
+    "window on both sides": {"window_size": (64, 64)},
+    "mask (bool or bias)": {"attn_mask": _MASK},
+    "mask with its gradient": {"attn_mask": _MASK, "grad_mask": True},
+    "mask, causal": {"attn_mask": _MASK, "is_causal": True},
+    "ALiBi": {"alibi_slopes": True, "is_causal": True},
+    "softcap": {"softcap": 30.0, "is_causal": True},
+    "softcap, mask with its gradient": {"softcap": 30.0, "attn_mask": _MASK, "grad_mask": True},
+    "sinks": {"sinks": True, "is_causal": True},
+    "dropout": {"dropout_p": 0.1, "is_causal": True},
+    "deterministic": {"deterministic": True, "is_causal": True},
+    "padding": {"seq_lens_q": True, "seq_lens_kv": True, "is_causal": True},
+    "packed": {"polymorphic": True, "is_causal": True},
+    "packed, deterministic": {"polymorphic": True, "is_causal": True, "deterministic": True},
+}
+#: Of the query and key, and of the value.
+HEAD_SIZES: tuple[tuple[int, int], ...] = (
+    (64, 64),
+    (128, 128),
+    (192, 128),
+    (192, 192),
+    (256, 256),
+    (512, 512),
+)
+DIRECTIONS = ("sdpa", "sdpa_backward")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """cuDNN's answer for one feature, head size and direction."""
+
+    feature: str
+    head_sizes: tuple[int, int]
+    direction: str
+    """``"sdpa"`` or ``"sdpa_backward"``."""
+    supported: bool
+    reason: str
+    """cuDNN's own where it is not supported, or the known-bad table's."""
+
+
+def support_table(
+    device: str | Path = "current", *, progress: bool = False, threads: int | None = None
+) -> list[Answer]:
+    """Asks for every feature of attention at every head size, forward and backward.
+
+    Args:
+        device: as :func:`cudnn_ops.support.explain` takes it.
+        progress: whether to show a bar on the terminal.
+        threads: how many plans are built at once; None stands for the number of CPUs.
+    """
+    description = support.prepare(device)
+
+    def ask(feature: str, sizes: tuple[int, int], direction: str) -> Answer:
+        options = {"polymorphic": False, **FEATURES[feature]}
+        if direction == "sdpa":
+            options.pop("grad_mask", None)
+        words, refusal = support.plan_key(
+            direction,
+            _spec(_LENGTH, sizes[0]),
+            _spec(_LENGTH_KV, sizes[0]),
+            _spec(_LENGTH_KV, sizes[1]),
+            with_lse=True,
+            **options,
+        )
+        if refusal:
+            return Answer(feature, sizes, direction, False, refusal)
+        supported, reason, *_ = _C.make_plan(words, description)
+        return Answer(feature, sizes, direction, supported, reason)
+
+    questions = [(f, s, d) for f in FEATURES for s in HEAD_SIZES for d in DIRECTIONS]
+    with (
+        ThreadPoolExecutor(threads or cpu_count() or 1) as pool,
+        tqdm(total=len(questions), desc="cuDNN plans", disable=not progress, leave=False) as bar,
+    ):
+        answers = []
+        for answer in pool.map(lambda question: ask(*question), questions):
+            answers.append(answer)
+            bar.update()
+    return answers
+
+
+def _spec(length: int, size: int) -> torch.Tensor:
+    memory = torch.empty(2, length, 4, size, dtype=torch.bfloat16, device="meta")
+    return memory.transpose(1, 2)
+
+
+def as_lines(answers: list[Answer]) -> list[list[str]]:
+    """A line a feature, a column a head size, header first: "yes", "forward" alone, or "no"."""
+    found = {(a.feature, a.head_sizes, a.direction): a.supported for a in answers}
+
+    def cell(feature: str, sizes: tuple[int, int]) -> str:
+        forward, backward = (found[feature, sizes, direction] for direction in DIRECTIONS)
+        return "yes" if forward and backward else "forward" if forward else "no"
+
+    header = ["", *(str(d) if d == dv else f"{d}/{dv}" for d, dv in HEAD_SIZES)]
+    return [header, *([name, *(cell(name, sizes) for sizes in HEAD_SIZES)] for name in FEATURES)]
+
+
+def as_markdown(lines: list[list[str]]) -> str:
+    """A table for a README."""
+    header, *rows = (f"| {' | '.join(line)} |" for line in lines)
+    rule = f"| --- |{' :---: |' * (len(lines[0]) - 1)}"
+    return "\n".join([header, rule, *rows])
+
+
+def as_text(lines: list[list[str]]) -> str:
+    """A table for a terminal."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )

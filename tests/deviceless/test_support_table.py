@@ -1,0 +1,36 @@
+"""The support tables of the README are what cuDNN answers, cell by cell, for described GPUs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cudnn_ops import support_table
+from cudnn_ops.__main__ import main
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+@pytest.mark.parametrize("device", ["a100", "h200", "b200"])
+def test_the_readme_says_what_cudnn_says(device, fresh_cache):
+    answers = support_table.support_table(device)
+    for answer in answers:
+        assert answer.supported == (not answer.reason)
+    table = support_table.as_markdown(support_table.as_lines(answers))
+    shown = re.search(rf"<!-- support:{device} -->\n(.*?)\n<!-- /support:", README, re.DOTALL)
+    assert shown is not None
+    assert shown[1] == table
+
+
+def test_the_command_prints_it(monkeypatch, capsys):
+    monkeypatch.setattr(support_table, "FEATURES", {"full": {}, "window": {"window_size": (8, 0)}})
+    monkeypatch.setattr(support_table, "HEAD_SIZES", ((64, 64), (512, 512)))
+    assert main(["support", "--device", "h200", "--reasons"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[:3] == ["        64   512", "full    yes  forward", "window  yes  forward"]
+    assert [line.partition(":")[0] for line in out[3:]] == [
+        "sdpa_backward, full, 512/512",
+        "sdpa_backward, window, 512/512",
+    ]
