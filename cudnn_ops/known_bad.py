@@ -43,7 +43,11 @@ def known_bad() -> tuple[KnownBad, ...]:
     """The rules that come with the package."""
 
     def rule(fields: dict[str, Any]) -> KnownBad:
-        return KnownBad(**{n: tuple(v) if isinstance(v, list) else v for n, v in fields.items()})
+        named: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in fields.items()
+        }
+        return KnownBad(**named)
 
     return tuple(rule(fields) for fields in json.loads(_FILE.read_text()))
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import cudnn_ops
 from tests.cases.sdpa_bad import GOOD, MISTAKES, Mistake
 from tests.conftest import DEVICES
 
@@ -22,7 +21,7 @@ def raises(mistake: Mistake, op, device: str) -> None:
         return  # no mistake there
     arguments = mistake.arguments(device)
     with pytest.raises(mistake.error, match=mistake.match):
-        op(*arguments, **mistake.kwargs)
+        op(*arguments, **mistake.options(device))
 
 
 def works(device: str) -> None:
@@ -53,12 +52,99 @@ def test_meta(mistake):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_attention_masks_are_refused(device, requires_grad):
+def test_slopes_have_no_gradient(device):
     good = torch.ones(GOOD, dtype=torch.bfloat16, device=device)
-    mask = torch.zeros(16, 16, dtype=torch.bfloat16, device=device, requires_grad=requires_grad)
-    with pytest.raises(NotImplementedError, match="attn_mask is not supported"):
-        cudnn_ops.scaled_dot_product_attention(good, good, good, mask)
+    slopes = torch.ones(4, device=device, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"no gradient for alibi_slopes; detach"):
+        torch.ops.cudnn_ops.sdpa(good, good, good, alibi_slopes=slopes)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lengths", [[17, 3], [-1, 3]])
+def test_lengths_are_checked_when_asked(lengths, device, monkeypatch):
+    good = torch.ones(GOOD, dtype=torch.bfloat16, device=device)
+    lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
+    monkeypatch.setenv("CUDNN_OPS_CHECK", "1")
+    with pytest.raises(ValueError, match=r"seq_lens_kv holds lengths from .*the tensors have 16"):
+        torch.ops.cudnn_ops.sdpa(good, good, good, seq_lens_kv=lengths)
+    torch.ops.cudnn_ops.sdpa(good, good, good, seq_lens_kv=lengths.clamp(0, 16))
+
+
+# --- packed sequences -------------------------------------------------------------------
+
+
+def packed(device: str, **changes):
+    """The arguments of a good call, but for the changes."""
+    made = {
+        "q": torch.ones(9, 4, 64, dtype=torch.bfloat16, device=device),
+        "k": torch.ones(9, 2, 64, dtype=torch.bfloat16, device=device),
+        "v": torch.ones(9, 2, 64, dtype=torch.bfloat16, device=device),
+        "cu_seqlens_q": torch.tensor([0, 4, 9], dtype=torch.int32, device=device),
+        "cu_seqlens_k": torch.tensor([0, 4, 9], dtype=torch.int32, device=device),
+        "max_seqlen_q": 5,
+        "max_seqlen_k": 5,
+    }
+    return made | {
+        name: change(made.get(name)) if callable(change) else change
+        for name, change in changes.items()
+    }
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"q": lambda t: t.unsqueeze(0)}, ValueError, r"q must be \[tokens, heads, head size\]"),
+        ({"k": lambda t: t[:8]}, ValueError, "tokens and heads must be equal"),
+        ({"v": lambda t: t[:, :1]}, ValueError, "tokens and heads must be equal"),
+        ({"q": lambda t: t[:, :3]}, ValueError, "q has 3 heads and k 2"),
+        ({"q": lambda t: t[..., :32]}, ValueError, "q has head size 32 and k 64"),
+        ({"k": lambda t: t.half()}, TypeError, "cast them to one dtype"),
+        ({"cu_seqlens_q": lambda t: t.float()}, ValueError, "cu_seqlens_q must be an int32 or"),
+        ({"cu_seqlens_q": lambda t: t[None]}, ValueError, "cu_seqlens_q must be an int32 or"),
+        ({"cu_seqlens_k": lambda t: t[:2]}, ValueError, "of 2 sequences and cu_seqlens_k of 1"),
+        ({"max_seqlen_q": -1}, ValueError, "max_seqlen_q must not be negative"),
+        ({"dropout_p": 1.0}, ValueError, "dropout_p must be at least 0"),
+        ({"window_size": (-3, 0)}, ValueError, "window_size must be"),
+        ({"softcap": -1.0}, ValueError, "softcap must be"),
+        ({"softmax_scale": float("inf")}, ValueError, "scale must be a finite"),
+        (
+            {"seqused_k": lambda _: torch.ones(3, dtype=torch.int32)},
+            ValueError,
+            "seqused_k must be",
+        ),
+    ],
+    ids=str,
+)
+def test_packed(changes, error, match, device):
+    with pytest.raises(error, match=match):
+        torch.ops.cudnn_ops.varlen_attention(**packed(device, **changes))
+    torch.ops.cudnn_ops.varlen_attention(**packed(device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"cu_seqlens_q": [1, 4, 9]}, "cu_seqlens_q must start at 0, got 1"),
+        ({"cu_seqlens_k": [0, 4, 8]}, "cu_seqlens_k ends at 8, and there are 9 tokens"),
+        ({"cu_seqlens_q": [0, 10, 9]}, "cu_seqlens_q must not decrease, and does by 1"),
+        ({"max_seqlen_k": 4}, "max_seqlen_k is 4, and there is a sequence of 5 tokens"),
+        ({"seqused_q": [4, 6]}, "seqused_q must lie between 0 and the length"),
+    ],
+    ids=str,
+)
+def test_offsets_are_checked_when_asked(changes, match, device, monkeypatch):
+    changes = {
+        name: torch.tensor(value, dtype=torch.int32, device=device)
+        if isinstance(value, list)
+        else value
+        for name, value in changes.items()
+    }
+    monkeypatch.setenv("CUDNN_OPS_CHECK", "1")
+    with pytest.raises(ValueError, match=match):
+        torch.ops.cudnn_ops.varlen_attention(**packed(device, **changes))
+    torch.ops.cudnn_ops.varlen_attention(**packed(device))
 
 
 @pytest.mark.parametrize("wrong", ["query", "key", "value"])

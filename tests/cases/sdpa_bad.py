@@ -29,6 +29,8 @@ class Mistake:
     value: Shape = GOOD
     change: dict[str, Callable[[Tensor], Any]] = field(default_factory=dict)
     kwargs: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, tuple[Shape, str]] = field(default_factory=dict)
+    """Options that are tensors, by shape and dtype."""
     only: tuple[str, ...] = ()
     """Devices on which this is a mistake; empty: on all."""
 
@@ -42,6 +44,21 @@ class Mistake:
             for name, shape in shapes.items()
         }
         return [self.change.get(name, lambda t: t)(tensor) for name, tensor in made.items()]
+
+    def options(self, device: str) -> dict[str, Any]:
+        made = {
+            name: torch.ones(shape, dtype=getattr(torch, dtype), device=device)
+            for name, (shape, dtype) in self.tensors.items()
+        }
+        return {**self.kwargs, **made}
+
+
+def _some(name: str, *shape: int, dtype: str = "float32") -> dict[str, tuple[Shape, str]]:
+    return {name: (shape, dtype)}
+
+
+def _masks(*shapes: Shape) -> list[tuple[Shape, dict[str, tuple[Shape, str]]]]:
+    return [(shape, _some("attn_mask", *shape, dtype="bool")) for shape in shapes]
 
 
 def _every(name: str, change: Callable[[Tensor], Any]) -> dict[str, Callable[[Tensor], Any]]:
@@ -191,11 +208,48 @@ MISTAKES: list[Mistake] = [
         for value in (float("nan"), float("inf"), float("-inf"), 1e300)
     ),
     *(
-        Mistake(
-            f"dropout-{p}", NotImplementedError, "dropout_p must be 0.0", kwargs={"dropout_p": p}
-        )
-        for p in (0.1, 1.0, -1.0)
+        Mistake(f"dropout-{p}", ValueError, "dropout_p must be at least 0", kwargs={"dropout_p": p})
+        for p in (1.0, -0.1, 2.0, float("nan"))
     ),
+    *(
+        Mistake(
+            f"window-{window}", ValueError, "window_size must be", kwargs={"window_size": window}
+        )
+        for window in ((-2, 0), (0, -5))
+    ),
+    *(
+        Mistake(f"softcap-{value}", ValueError, "softcap must be", kwargs={"softcap": value})
+        for value in (-1.0, float("nan"), float("inf"))
+    ),
+    # tensors among the options: made on the device of the call
+    *(
+        Mistake(f"mask-{'x'.join(map(str, shape))}", ValueError, "does not broadcast", tensors=mask)
+        for shape, mask in _masks((2, 4, 16, 15), (3, 1, 16, 16), (2, 2, 16, 16), (17, 16))
+    ),
+    Mistake(
+        "mask-5d", ValueError, "does not broadcast", tensors=_some("attn_mask", 1, 2, 4, 16, 16)
+    ),
+    Mistake(
+        "mask-int",
+        TypeError,
+        "attn_mask has dtype",
+        tensors=_some("attn_mask", 16, 16, dtype="int32"),
+    ),
+    Mistake("slopes-2d", ValueError, "alibi_slopes must hold", tensors=_some("alibi_slopes", 2, 4)),
+    Mistake("slopes-short", ValueError, "alibi_slopes must hold", tensors=_some("alibi_slopes", 3)),
+    Mistake("sinks-long", ValueError, "sinks must hold", tensors=_some("sinks", 5)),
+    Mistake("sinks-int", ValueError, "sinks must hold", tensors=_some("sinks", 4, dtype="int64")),
+    *(
+        Mistake(f"{name}-{what}", ValueError, f"{name} must be an int32", tensors={name: spec})
+        for name in ("seq_lens_q", "seq_lens_kv")
+        for what, spec in (
+            ("float", ((2,), "float32")),
+            ("short", ((1,), "int32")),
+            ("2d", ((2, 1), "int32")),
+        )
+    ),
+    Mistake("rng-float", ValueError, "rng_state must be", tensors=_some("rng_state", 2)),
+    Mistake("rng-3", ValueError, "rng_state must be", tensors=_some("rng_state", 3, dtype="int64")),
     # what is no tensor, or no such argument: torch's own words
     *(
         Mistake(
@@ -209,5 +263,5 @@ MISTAKES: list[Mistake] = [
     Mistake("query-list", RuntimeError, "query", change=_every("query", lambda t: [1.0])),
     Mistake("scale-text", RuntimeError, "scale", kwargs={"scale": "big"}),
     Mistake("causal-text", RuntimeError, "is_causal", kwargs={"is_causal": "yes"}),
-    Mistake("unknown-argument", RuntimeError, "window", kwargs={"window": 3}),
+    Mistake("unknown-argument", RuntimeError, "windows", kwargs={"windows": 3}),
 ]
