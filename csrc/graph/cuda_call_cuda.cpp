@@ -120,10 +120,25 @@ PlanPtr get_plan(const Call& call, const PlanKey& key) {
   }
 }
 
-void execute(const Call& call, const Plan& plan) {
+namespace {
+
+c10::DataPtr allocate_workspace(const Call& call, const Plan& plan) {
   const int64_t bytes = plan.workspace_bytes();
-  const auto workspace =
-      bytes == 0 ? c10::DataPtr() : c10::cuda::CUDACachingAllocator::get()->allocate(bytes);
+  if (bytes == 0) return {};
+  try {
+    return c10::cuda::CUDACachingAllocator::get()->allocate(bytes);
+  } catch (const c10::OutOfMemoryError& error) {
+    TORCH_CHECK_WITH(OutOfMemoryError, false, call.op, ": cuDNN's workspace for this takes ", bytes,
+                     " bytes, more than the GPU has free (before cuDNN 9.25 that of a deterministic "
+                     "backward on Hopper grows with the square of the length). ",
+                     error.what_without_backtrace());
+  }
+}
+
+}  // namespace
+
+void execute(const Call& call, const Plan& plan) {
+  const auto workspace = allocate_workspace(call, plan);
   try {
     plan.execute(at::native::getCudnnHandle(), call.pointers, workspace.get(), is_capturing());
   } catch (const CudnnError& error) {
