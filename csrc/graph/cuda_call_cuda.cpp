@@ -128,10 +128,11 @@ c10::DataPtr allocate_workspace(const Call& call, const Plan& plan) {
   try {
     return c10::cuda::CUDACachingAllocator::get()->allocate(bytes);
   } catch (const c10::OutOfMemoryError& error) {
-    TORCH_CHECK_WITH(OutOfMemoryError, false, call.op, ": cuDNN's workspace for this takes ", bytes,
-                     " bytes, more than the GPU has free (before cuDNN 9.25 that of a deterministic "
-                     "backward on Hopper grows with the square of the length). ",
-                     error.what_without_backtrace());
+    TORCH_CHECK_WITH(
+        OutOfMemoryError, false, call.op, ": cuDNN's workspace for this takes ", bytes,
+        " bytes, more than the GPU has free (before cuDNN 9.25 that of a deterministic "
+        "backward on Hopper grows with the square of the length). ",
+        error.what_without_backtrace());
   }
 }
 

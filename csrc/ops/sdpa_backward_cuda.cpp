@@ -210,7 +210,8 @@ Gradients compute(const Attention& args, const AttentionGrad& grad) {
   // cuDNN refuses a length of 1 on both sides.
   if (needs_two_queries(args, visible.bands.exact) || (length == 1 && length_kv == 1)) {
     const auto [before, behind] = place_of_second_query(args, visible.bands.exact);
-    return compute_with_more_queries(args, grad, before, behind, visible.bands.exact);
+    return compute_with_more_queries(args, grad, before, behind,
+                                     band_of_two_queries(visible.bands));
   }
   if (!has_lengths) {
     if (const int64_t before = queries_to_align(args, visible); before > 0) {

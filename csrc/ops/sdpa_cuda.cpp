@@ -109,7 +109,7 @@ void run_forward_or_two_queries(const Attention& args, const Bands& bands, const
   const at::Tensor out_of_two =
       empty_like_order({two.query.size(0), two.query.size(1), 2, out.size(3)}, args.query);
   const at::Tensor lse_of_two = lse.defined() ? empty_lse(two.query) : lse;
-  run_forward(two, {bands.exact, bands.exact}, out_of_two, lse_of_two);
+  run_forward(two, {bands.exact, band_of_two_queries(bands)}, out_of_two, lse_of_two);
   out.copy_(more.own(out_of_two));
   if (lse.defined()) lse.copy_(more.own(lse_of_two));
 }

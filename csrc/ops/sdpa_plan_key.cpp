@@ -101,7 +101,7 @@ Answer plan_key(const Attention& args, bool with_lse, bool backward, bool grad_m
   const bool is_one_by_one = backward && args.query.size(2) == 1 && args.key.size(2) == 1;
   if (needs_two_queries(args, bands.exact) || is_one_by_one) {
     const auto [before, behind] = place_of_second_query(args, bands.exact);
-    const AttentionWithMoreQueries more(args, before, behind, bands.exact);
+    const AttentionWithMoreQueries more(args, before, behind, band_of_two_queries(bands));
     return plan_key(more.attention(), with_lse, backward, grad_mask, polymorphic);
   }
   return backward ? backward_key(args, bands, grad_mask, polymorphic)

@@ -71,6 +71,11 @@ std::pair<int64_t, int64_t> place_of_second_query(const Attention& args, const B
   return is_last ? std::pair<int64_t, int64_t>{1, 0} : std::pair<int64_t, int64_t>{0, 1};
 }
 
+Band band_of_two_queries(const Bands& bands) {
+  const bool hides = bands.general.left != kUnbounded || bands.general.bottom_right;
+  return hides ? bands.exact : bands.general;
+}
+
 SdpaMask mask_of(const Attention& args, const Band& band, const at::Tensor& bias, bool backward) {
   SdpaMask mask;
   mask.left = band.left;

@@ -29,6 +29,9 @@ SdpaMask mask_of(const Attention& args, const Band& band, const at::Tensor& bias
 bool needs_two_queries(const Attention& args, const Band& band);
 // How many come before and behind the one: so that its distance from the diagonal stays.
 std::pair<int64_t, int64_t> place_of_second_query(const Attention& args, const Band& band);
+// The band of the two: the general one, so that they are of the family of other lengths, where that
+// hides neither.
+Band band_of_two_queries(const Bands& bands);
 
 // cuDNN 9.19 skips what a band hides only where it ends at the diagonal of the top left corner;
 // else its backward computes all scores (measured on an H200: 22 ms and not 1.8 for a window of
