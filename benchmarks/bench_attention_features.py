@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 import cudnn_ops  # noqa: F401  (registers the operators)
@@ -68,7 +69,7 @@ def features(shape: Shape) -> Iterator[Feature]:
     q, k, v, grad_out = tensors(shape, "cuda")
     inputs = (q, k, v)
     wide = [q, *(t.detach().repeat_interleave(4, 1).requires_grad_() for t in (k, v))]
-    length = shape.length
+    length, device = shape.length, q.device.type
 
     def ours(**options: Any) -> Callable[[], Tensor]:
         return partial(torch.ops.cudnn_ops.sdpa, *inputs, enable_gqa=True, **options)
@@ -81,7 +82,7 @@ def features(shape: Shape) -> Iterator[Feature]:
         compiled: Any = torch.compile(flex_attention, dynamic=False)
         blocks = None
         if visible is not None:
-            blocks = create_block_mask(visible, None, None, length, length, device="cuda")
+            blocks = create_block_mask(visible, None, None, length, length, device=device)
         return partial(compiled, *inputs, score_mod=score, block_mask=blocks, enable_gqa=True)
 
     def feature(name: str, comparable: bool = True, **calls: Callable[[], Tensor]) -> Feature:
@@ -108,7 +109,7 @@ def features(shape: Shape) -> Iterator[Feature]:
     )
     if shape is LONG:
         return
-    slopes = 2.0 ** -torch.linspace(0.25, 8, shape.heads, device="cuda")
+    slopes = 2.0 ** -torch.linspace(0.25, 8, shape.heads, device=device)
     yield feature(
         "ALiBi",
         cudnn_ops=ours(is_causal=True, alibi_slopes=slopes),
@@ -119,7 +120,7 @@ def features(shape: Shape) -> Iterator[Feature]:
         cudnn_ops=ours(is_causal=True, softcap=30.0),
         flex_attention=flex(lambda s, b, h, i, j: 30.0 * torch.tanh(s / 30.0), causal),
     )
-    sinks = torch.zeros(shape.heads, device="cuda")
+    sinks = torch.zeros(shape.heads, device=device)
     yield feature("sinks", cudnn_ops=ours(is_causal=True, sinks=sinks))
     yield feature(
         "dropout",
@@ -129,7 +130,7 @@ def features(shape: Shape) -> Iterator[Feature]:
         torch_flash=torchs(inputs, is_causal=True, dropout_p=0.1),
     )
     yield feature("deterministic", cudnn_ops=ours(is_causal=True, deterministic=True))
-    mask = torch.rand(length, length, device="cuda") < 0.9
+    mask = torch.rand(length, length, device=device) < 0.9
     mask[:, 0] = True
     yield feature(
         "mask [S, S]",
@@ -137,7 +138,7 @@ def features(shape: Shape) -> Iterator[Feature]:
         torch_efficient=torchs(wide, attn_mask=mask),
         flex_attention=flex(visible=lambda b, h, i, j: mask[i, j]),
     )
-    bias = torch.randn(1, shape.heads, length, length, device="cuda", dtype=torch.bfloat16)
+    bias = torch.randn(1, shape.heads, length, length, device=device, dtype=torch.bfloat16)
     bias.requires_grad_()
     everyone = bias.expand(shape.batch, -1, -1, -1)
     with_bias = feature(
@@ -149,21 +150,33 @@ def features(shape: Shape) -> Iterator[Feature]:
     for name, leaves in with_bias.leaves.items():
         with_bias.leaves[name] = (*leaves, bias)
     yield with_bias
-    lengths = torch.full((shape.batch,), length, dtype=torch.int32, device="cuda")
+    lengths = torch.full((shape.batch,), length, dtype=torch.int32, device=device)
     yield feature(
         "padding", cudnn_ops=ours(is_causal=True, seq_lens_q=lengths, seq_lens_kv=lengths)
     )
-    offsets = torch.arange(shape.batch + 1, device="cuda", dtype=torch.int32) * length
-    flat = [t.detach().transpose(1, 2).flatten(0, 1).requires_grad_() for t in inputs]
+    offsets = torch.arange(shape.batch + 1, device=device, dtype=torch.int32) * length
+    flat, wide_flat = (
+        [t.detach().transpose(1, 2).flatten(0, 1).requires_grad_() for t in batched]
+        for batched in (inputs, wide)
+    )
     packed = partial(
         torch.ops.cudnn_ops.varlen_attention, *flat, offsets, offsets, length, length, causal=True
     )
     yield Feature(
         "packed",
-        {"cudnn_ops": packed},
-        {"cudnn_ops": flat},
+        {
+            "cudnn_ops": packed,
+            "torch_varlen": partial(torchs_varlen, *wide_flat, offsets, length),
+        },
+        {"cudnn_ops": flat, "torch_varlen": wide_flat},
         grad_out.transpose(1, 2),
     )
+
+
+def torchs_varlen(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, length: int) -> Tensor:
+    out = varlen_attn(q, k, v, offsets, offsets, length, length, window_size=(-1, 0))
+    assert isinstance(out, Tensor)
+    return out
 
 
 if __name__ == "__main__":

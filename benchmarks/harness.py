@@ -88,7 +88,10 @@ def _medians(
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for name in _interleaved(functions, rounds):
         with enter(name):
-            samples[name].append(sample(functions[name]))
+            try:
+                samples[name].append(sample(functions[name]))
+            except RuntimeError as error:
+                raise RuntimeError(f"{name}: {error}") from error
     return {name: statistics.median(values) for name, values in samples.items()}
 
 

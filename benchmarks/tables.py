@@ -47,6 +47,28 @@ def sdpa(rows: Sequence[Row]) -> Lines:
     return lines
 
 
+def attention_features(rows: Sequence[Row]) -> Lines:
+    """A line a feature: ours, ours over plain causal attention, and each peer's time over ours."""
+    times = pivot(rows, "gpu_ms")
+    peers = [impl for impl in unique(row["impl"] for row in rows) if impl != OURS]
+    lines = [["B, Hq, Hkv, S, D", OURS, "over causal", *(f"vs {peer}" for peer in peers)]]
+
+    def ratio(above: Mapping[str, float], below: Mapping[str, float], impl: str) -> str:
+        return f"{above[impl] / below[OURS]:.2f}x" if impl in above else ""
+
+    for case in unique(case.rpartition(" ")[0] for case in times):
+        shape = case.partition(" ")[0]
+        both = [times[f"{case} {which}"] for which in ("fwd", "bwd")]
+        causal = [times[f"{shape} causal {which}"] for which in ("fwd", "bwd")]
+        line = [_spaced(case), " / ".join(short(ms[OURS]) for ms in both)]
+        pairs = zip(both, causal, strict=True)
+        line.append(" / ".join(ratio(ms, plain, OURS) for ms, plain in pairs))
+        for peer in peers:
+            line.append(" / ".join(ratio(ms, ms, peer) for ms in both) if peer in both[0] else "")
+        lines.append(line)
+    return lines
+
+
 def host_overhead(rows: Sequence[Row]) -> Lines:
     """A line a case, a column an implementation."""
     times = pivot(rows, "host_us")
@@ -108,6 +130,11 @@ def _cells(
 TABLES = {
     "sdpa": Table(
         sdpa, "GPU time in ms, forward / backward, bf16; x is the peer's time over ours.", "sdpa"
+    ),
+    "attention_features": Table(
+        attention_features,
+        "GPU time in ms, forward / backward, bf16; x is the other's time over ours.",
+        "attention_features",
     ),
     "host_overhead": Table(
         host_overhead, "Host time of one call in µs, [1, 8, 64, 64] bf16, causal.", "host_overhead"

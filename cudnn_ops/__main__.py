@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,9 +47,29 @@ def _explain(args: argparse.Namespace) -> int:
         with_lse=args.lse,
         polymorphic=args.polymorphic,
         device=args.device,
+        **_features(args),
     )
     print(explanation)
     return 0 if explanation.supported else 1
+
+
+def _features(args: argparse.Namespace) -> dict[str, Any]:
+    """What stands between the products of attention, as `support.explain` takes it."""
+    features = {
+        "window_size": tuple(args.window),
+        "bottom_right": args.bottom_right,
+        "softcap": args.softcap,
+        "alibi_slopes": args.alibi,
+        "sinks": args.sinks,
+        "dropout_p": args.dropout,
+        "seq_lens_q": args.padding,
+        "seq_lens_kv": args.padding,
+        "deterministic": args.deterministic,
+    }
+    if args.mask:
+        dtype = torch.bool if args.mask_dtype == "bool" else _DTYPES[args.mask_dtype]
+        features |= {"attn_mask": (args.mask, dtype), "grad_mask": args.grad_mask}
+    return features
 
 
 def _support(args: argparse.Namespace) -> int:
@@ -125,6 +146,24 @@ def _add_tensors(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--causal", action="store_true")
 
 
+def _add_features(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("features of attention")
+    window_help = "keys that a query sees on either side of its own; -1: all"
+    group.add_argument(
+        "--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), default=(-1, -1), help=window_help
+    )
+    group.add_argument("--bottom-right", action="store_true", help="align the last query and key")
+    group.add_argument("--mask", type=_parse_shape, help="the shape of attn_mask")
+    group.add_argument("--mask-dtype", choices=["bool", *_DTYPES], default="bf16")
+    group.add_argument("--grad-mask", action="store_true", help="the mask's gradient too")
+    group.add_argument("--softcap", type=float, default=0.0, metavar="CAP")
+    group.add_argument("--alibi", action="store_true", help="ALiBi slopes")
+    group.add_argument("--sinks", action="store_true", help="a learned logit a head")
+    group.add_argument("--dropout", type=float, default=0.0, metavar="P")
+    group.add_argument("--padding", action="store_true", help="lengths of each sequence")
+    group.add_argument("--deterministic", action="store_true")
+
+
 def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
@@ -149,6 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "--polymorphic", action="store_true", help="the plan that serves other lengths too"
     )
+    _add_features(explain)
     _add_device(explain)
     explain.set_defaults(run=_explain)
 

@@ -5,14 +5,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import (
+    bench_attention_features,
     bench_cold_start,
     bench_host_overhead,
     bench_sdpa,
@@ -238,6 +241,78 @@ def test_bench_sdpa_rows_make_its_table() -> None:
     ]
 
 
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Any,
+    block_mask: Any,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """FlexAttention's formula, differentiable on a CPU."""
+    group = query.shape[1] // key.shape[1] if enable_gqa else 1
+    key, value = (t.repeat_interleave(group, 1) for t in (key, value))
+    scores = query @ key.mT * query.shape[-1] ** -0.5
+    sizes = enumerate(scores.shape)
+    index = [torch.arange(n).view([-1 if d == dim else 1 for d in range(4)]) for dim, n in sizes]
+    if score_mod is not None:
+        scores = score_mod(scores, *index)
+    if block_mask is not None:
+        scores = scores.masked_fill(~block_mask.mask_mod(*index), -torch.inf)
+    return scores.softmax(-1).to(value.dtype) @ value
+
+
+def varlen_attn(*args: Any, window_size: tuple[int, int]) -> torch.Tensor:
+    assert window_size == (-1, 0)
+    return torch.ops.cudnn_ops.varlen_attention(*args, causal=True)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_bench_attention_features_rows_make_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_attention_features
+    for name in ("tensors", "gpu_ms"):
+        monkeypatch.setattr(bench, name, getattr(bench_sdpa, name))
+    shape = bench_sdpa.Shape(2, 8, 2, 300, 16, causal=True)
+    monkeypatch.setattr(bench, "SHORT", shape)
+    monkeypatch.setattr(bench, "LONG", shape._replace(length=1100))
+    monkeypatch.setattr(bench, "flex_attention", flex_attention)
+    monkeypatch.setattr(bench, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    rows = Rows(ENV)
+    bench.run(rows, rounds=1)
+    header, *lines = tables.attention_features(rows.rows)
+    peer_names = ["torch_cudnn", "flex_attention", "torch_flash", "torch_efficient", "torch_varlen"]
+    assert header == [
+        "B, Hq, Hkv, S, D",
+        "cudnn_ops",
+        "over causal",
+        *(f"vs {peer}" for peer in peer_names),
+    ]
+    assert [line[0].partition(" 16 ")[2] for line in lines] == [
+        "causal",
+        "window 256",
+        "ALiBi",
+        "softcap",
+        "sinks",
+        "dropout",
+        "deterministic",
+        "mask [S, S]",
+        "bias [1, H, S, S] and its gradient",
+        "padding",
+        "packed",
+        "causal",
+        "window 1024",
+    ]
+    same = "1.00x / 1.00x"
+    assert lines[0] == ["2, 8, 2, 300, 16 causal", "2.00 / 2.00", same, same, "", "", "", ""]
+    assert lines[-1][2:5] == [same, "", same]
+    # Wrong results are not timed.
+    feature = next(bench.features(shape))
+    wrong = {**feature.calls, "torch_cudnn": lambda: 1.1 * feature.calls["cudnn_ops"]()}
+    with pytest.raises(RuntimeError, match=r"causal: torch_cudnn differs by 0\.1 of"):
+        bench.measure(replace(feature, calls=wrong), shape, rows, 1)
+
+
 @pytest.mark.usefixtures("on_cpu")
 def test_bench_host_overhead_rows_make_its_table() -> None:
     rows = Rows(ENV)
@@ -388,6 +463,22 @@ def test_a_crash_of_pytest_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcome == gpu_suite.Outcome(errors=1, failures=["pytest: exit status -11"])
 
 
+def test_files_at_once_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def run_pytest(tests: str, _: object) -> tuple[gpu_suite.Outcome, float]:
+        asked.append(tests)
+        return gpu_suite.Outcome(passed=2, failed=1, failures=[tests]), 1.0
+
+    monkeypatch.setattr(gpu_suite, "run_pytest", run_pytest)
+    outcome, _ = gpu_suite.run_tests([], jobs=3)
+    assert {"tests/test_cuda_graphs.py", "tests/test_opcheck.py"} < set(asked)
+    assert "tests/cases/sdpa.py" not in asked
+    assert (outcome.passed, outcome.failed) == (2 * len(asked), len(asked))
+    assert sorted(outcome.failures) == sorted(asked)
+    assert not outcome.good
+
+
 def test_a_process_is_stopped_at_its_limit() -> None:
     assert gpu_suite.run(["-c", "raise SystemExit(3)"], limit_s=60)[0] == 3
     sleep = ["-c", "import time; time.sleep(60)"]
@@ -428,7 +519,7 @@ def test_suite_runs_what_is_asked_and_fails_with_any_of_it(
         (tmp_path / name).touch()
     monkeypatch.setattr(gpu_suite, "BENCHMARKS", tmp_path)
     monkeypatch.setattr(gpu_suite, "run", run)
-    monkeypatch.setattr(gpu_suite, "run_tests", lambda _: (outcome, 1.23))
+    monkeypatch.setattr(gpu_suite, "run_tests", lambda *_: (outcome, 1.23))
     monkeypatch.setattr(gpu_suite, "environment", lambda: ENV)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import cudnn_ops
 from tests.cases import sdpa as cases
+from tests.cases import sdpa_features, varlen
 from tests.cases.sdpa import Case
 from tests.conftest import DEVICES
 
@@ -72,6 +74,90 @@ def test_fullgraph(case, dynamic, backend, device):
     for seed, (batch, length, length_kv) in enumerate([(3, 18, 80), (7, 50, 9)]):
         other = replace(case, batch=batch, length=length, length_kv=length_kv)
         _compare(other, compiled, device, seed)
+    assert counter.frame_count == graphs
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("case", sdpa_features.SOME, ids=str)
+def test_features(case, dynamic, device):
+    """With its masks and sinks as inputs; other lengths need no other graph."""
+
+    def run(inputs: list[Tensor], extras: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        query, key, value = inputs
+        options = case.kwargs() | extras
+        out, lse = cudnn_ops.scaled_dot_product_attention_with_lse(
+            query * 1.5, key, value, **options
+        )
+        return out.relu(), lse.clamp(min=-9.0).sin()
+
+    counter, graphs = CompileCounterWithBackend("inductor"), 0
+    compiled = torch.compile(run, fullgraph=True, dynamic=dynamic, backend=counter)
+    for length, length_kv in ((48, 70), (35, 90)) if dynamic else ((48, 70),):
+        one = replace(case, batch=3, length=length, length_kv=length_kv)
+        results = []
+        for function in (run, compiled):
+            inputs = [
+                t.requires_grad_() for t in cases.make_inputs(one, _dtype(device), device, seed=1)
+            ]
+            extras = sdpa_features.make_extras(one, _dtype(device), device, seed=2)
+            wanted = inputs
+            for name in ("attn_mask", "sinks"):
+                if name in extras and extras[name].is_floating_point():
+                    wanted = [*wanted, extras[name].requires_grad_()]
+            found = function(inputs, extras)
+            given = [cases.make_grad_out(one, torch.float32, device).to(found[0].dtype)]
+            given.append(given[0][..., 0].float())
+            results.append([*found, *torch.autograd.grad(found, wanted, given)])
+        for actual, expected in zip(*results, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=4e-2, atol=4e-2)
+            assert actual.stride() == expected.stride()
+        graphs = graphs or counter.frame_count
+    assert counter.frame_count == graphs
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    "feature", [{}, {"softcap": 5.0, "sinks": True}, {"dropout_p": 0.3}], ids=str
+)
+def test_packed(feature, dynamic, device):
+    """Offsets are inputs and the longest lengths symbols: other batches need no other graph."""
+    one = sdpa_features.Features(1, 4, 2, 0, 0, 64, 64, is_causal=True, **feature)
+
+    def run(leaves: list[Tensor], options: dict[str, Any], starts: Tensor, longest: int) -> Tensor:
+        query, key, value = leaves
+        return cudnn_ops.varlen_attention(
+            query * 1.5,
+            key,
+            value,
+            starts,
+            starts,
+            longest,
+            longest,
+            causal=True,
+            softcap=one.softcap,
+            dropout_p=one.dropout_p,
+            **options,
+        ).relu()
+
+    counter, graphs = CompileCounterWithBackend("inductor"), 0
+    compiled = torch.compile(run, fullgraph=True, dynamic=dynamic, backend=counter)
+    for lengths in ((33, 0, 18, 6), (40, 7, 9, 70, 1)) if dynamic else ((33, 0, 18, 6),):
+        case = varlen.Packed(lengths, lengths, one)
+        results = []
+        for function in (run, compiled):
+            t = varlen.make(case, _dtype(device), device, seed=1)
+            leaves = [tensor.requires_grad_() for tensor in (t.q, t.k, t.v)]
+            wanted = leaves
+            if one.sinks:
+                wanted = [*leaves, t.extras["sinks"].requires_grad_()]
+            out = function(leaves, t.extras, t.offsets[0], t.offsets[2])
+            results.append([out, *torch.autograd.grad(out, wanted, t.grad_out)])
+        for actual, expected in zip(*results, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=4e-2, atol=4e-2)
+            assert actual.stride() == expected.stride()
+        graphs = graphs or counter.frame_count
     assert counter.frame_count == graphs
 
 

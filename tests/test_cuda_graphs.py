@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
 
 import cudnn_ops
 from tests.cases import sdpa as cases
+from tests.cases import sdpa_features, varlen
 from tests.cases.sdpa import Case, Results
 from tests.cases.sdpa_features import Features
 
@@ -218,3 +220,64 @@ def test_every_replay_drops_other_weights(policy):
         expected = weights.float().sum(2).unflatten(1, (2, 2)).sum(2)
         torch.testing.assert_close(grad_value.float()[..., 0], expected, rtol=3e-2, atol=3e-2)
         seen.append(weights)
+
+
+@pytest.mark.parametrize("policy", ["exact", "polymorphic"])
+@pytest.mark.parametrize("case", sdpa_features.SOME, ids=str)
+def test_features(case, policy):
+    """A captured step with each feature, replayed with other values everywhere."""
+    inputs = [t.requires_grad_() for t in cases.make_inputs(case, torch.bfloat16, "cuda")]
+    extras = sdpa_features.make_extras(case, torch.bfloat16, "cuda", seed=1)
+    grad_out = cases.make_grad_out(case, torch.bfloat16, "cuda")
+    with cudnn_ops.using_plan_policy(policy):
+        on_a_side_stream(lambda: sdpa_features.run(case, tuple(inputs), extras, grad_out))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = sdpa_features.run(case, tuple(inputs), extras, grad_out)
+        for seed in (5, 6):
+            fresh = cases.make_inputs(case, torch.bfloat16, "cuda", seed)
+            others = sdpa_features.make_extras(case, torch.bfloat16, "cuda", seed)
+            with torch.no_grad():
+                for mine, other in zip(inputs, fresh, strict=True):
+                    mine.copy_(other)
+                for name, other in others.items():
+                    extras[name].copy_(other)
+            for _, result in captured.items():
+                result.fill_(torch.nan)
+            graph.replay()
+            sdpa_features.check(case, fresh, others, grad_out, captured)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_packed_with_other_offsets(together):
+    """Where the sequences begin is on the device: one graph serves every way to cut the tokens."""
+    one = Features(1, 4, 4, 0, 0, 64, 64, is_causal=True, softcap=10.0)
+    case = varlen.Packed((60, 60, 80), (60, 60, 80), one, same=True, together=together)
+    tensors = varlen.make(case, torch.bfloat16, "cuda", seed=1)
+    on_a_side_stream(lambda: varlen.run(case, tensors))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = varlen.run(case, tensors)
+    for lengths in ((80, 50, 70), (80, 60, 60), (60, 78, 62)):
+        other = replace(case, lengths=lengths, lengths_kv=lengths)
+        tensors.offsets[0].copy_(torch.tensor(other.starts(lengths)))
+        for _, result in captured.items():
+            result.fill_(torch.nan)
+        graph.replay()
+        varlen.check(other, tensors, captured)
+
+
+def test_what_packed_attention_asks_for_can_be_built_beforehand():
+    """As `record_shapes` notes it: then a capture needs no call before it."""
+    case = varlen.Packed((60, 40), (60, 40), Features(1, 4, 4, 0, 0, 64, 64), same=True)
+    tensors = varlen.make(case, torch.bfloat16, "cuda", seed=1)
+    with cudnn_ops.record_shapes() as shapes:
+        varlen.run(case, tensors)
+    assert [shape.op for shape in shapes] == ["sdpa", "sdpa_backward"]
+    cudnn_ops.cache_clear()
+    assert cudnn_ops.warmup(shapes, progress=False).built == 2
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = varlen.run(case, tensors)
+    graph.replay()
+    varlen.check(case, tensors, captured)

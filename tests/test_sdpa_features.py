@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import random
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import cudnn_ops
 from cudnn_ops import support
-from cudnn_ops.ops.sdpa import empty_like_order
 from tests.cases import sdpa as plain
 from tests.cases import sdpa_features as cases
 from tests.cases.sdpa_features import Features
-from tests.conftest import DEVICES
+from tests.conftest import DEVICES, deterministic
 
 BASE = Features(2, 4, 2, 70, 70, 64, 64)
 CASES: list[Features] = [
@@ -62,88 +62,121 @@ CASES: list[Features] = [
     replace(BASE, batch=4, lengths="both", dropout_p=0.3),
     replace(BASE, batch=4, lengths="both", layout="bhsd", window_size=(9, 9)),
     replace(BASE, length=1, length_kv=1, sinks=True),
-    replace(BASE, length=1, length_kv=1, mask="bhqk", window_size=(0, 0)),
     replace(BASE, batch=4, length=1, length_kv=1, lengths="both"),
 ]
-
-
-def _problem(case: Features, dtype: torch.dtype, device: str, seed: int):
-    inputs = plain.make_inputs(case, dtype, device, seed)
-    grad_out = plain.make_grad_out(case, dtype, device, seed + 1)
-    # In memory as the output, which is how a plan that is built beforehand expects it.
-    grad_out = empty_like_order(grad_out.shape, inputs[0]).copy_(grad_out)
-    return inputs, cases.make_extras(case, dtype, device, seed), grad_out
-
-
-def _check(case: Features, dtype: torch.dtype, device: str, seed: int, with_lse: bool) -> None:
-    inputs, extras, grad_out = _problem(case, dtype, device, seed)
-    grad_lse = None
-    if with_lse:
-        shape = (case.batch, case.heads, case.length)
-        grad_lse = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
-    actual = cases.run(case, inputs, extras, grad_out, grad_lse)
-    cases.check(case, inputs, extras, grad_out, actual, grad_lse)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_results_and_gradients(case, device, poisoned):
-    _check(case, torch.bfloat16, device, seed=3, with_lse=False)
+    cases.check_all(case, torch.bfloat16, device, seed=3, with_lse=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("asked", ["argument", "torch"])
+@pytest.mark.parametrize("feature", [{}, {"sinks": True}, {"dropout_p": 0.3}, {"mask": "b1qk"}])
+def test_a_deterministic_backward_gives_the_same_bits_twenty_times(feature, asked):
+    """With enough queries and heads a key that the default adds in another order each time."""
+    case = Features(2, 8, 1, 1030, 1000, 64, 64, is_causal=True, **feature)
+    if asked == "argument":
+        case = replace(case, deterministic=True)
+    inputs, extras, grad_out = cases.make_problem(case, torch.bfloat16, "cuda", seed=1)
+    with deterministic() if asked == "torch" else nullcontext():
+        first, *others = (cases.run(case, inputs, extras, grad_out) for _ in range(20))
+    for other in others:
+        for (name, tensor), (_, same) in zip(first.items(), other.items(), strict=True):
+            assert torch.equal(tensor, same), name
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("block", range(10))
-def test_any_combination(block, device, poisoned, fresh_cache):
-    """1,500 configurations on a GPU. What is skipped, cuDNN refuses in its own words."""
-    rng = random.Random(1000 + block)
-    on_gpu = device == "cuda"
-    drawn = [
-        (cases.draw(rng, on_gpu=on_gpu), rng.choice([torch.float16, torch.bfloat16]), seed)
-        for seed in range(150 if on_gpu else 60)
-    ]
-    policy = "polymorphic" if block % 2 else "exact"
-    cudnn_ops.set_cache_limit(2000)
-    if on_gpu:  # many at once
-        requests = [request for one in drawn for request in _requests(*one, policy)]
-        cudnn_ops.warmup(requests, threads=16, progress=False)
-    refused, wrong = [], []
-    for case, dtype, seed in drawn:
-        with_lse = seed % 10 == 0 and case.dropout_p == 0
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.9])
+def test_how_many_weights_dropout_keeps_and_at_which_scale(dropout_p, device):
+    """With one-hot values an output is the sum of some weights that are kept, scaled."""
+    torch.manual_seed(0)
+    query, key = (torch.randn(4, 8, 256, 64, device=device).bfloat16() for _ in range(2))
+    one_hot = torch.eye(64, device=device).bfloat16().repeat(4, 1)
+    value = one_hot.expand(4, 8, 256, 64).contiguous()
+    out = torch.ops.cudnn_ops.sdpa(query, key, value, dropout_p=dropout_p)
+    # Uniform weights, so that what is kept can be counted: 4 keys in each column of the output.
+    kept = torch.ops.cudnn_ops.sdpa(0 * query, key, value, dropout_p=dropout_p).float()
+    counts = kept * 256 * (1 - dropout_p)
+    torch.testing.assert_close(counts, counts.round(), rtol=0.02, atol=0.02)
+    counts = counts.round()
+    trials = 4 * counts.numel()
+    spread = 5 * (dropout_p * (1 - dropout_p) / trials) ** 0.5
+    assert abs(counts.sum().item() / trials - (1 - dropout_p)) < spread
+    # Neighbours are independent: as many keep both as chance has it.
+    some = counts.view(-1)
+    variance = 4 * dropout_p * (1 - dropout_p)
+    assert some.var().item() == pytest.approx(variance, rel=0.02)
+    assert abs(torch.corrcoef(torch.stack([some[:-1], some[1:]]))[0, 1].item()) < 0.01
+    rows = counts.sum(-1).view(-1)
+    assert abs(torch.corrcoef(torch.stack([rows[:-1], rows[1:]]))[0, 1].item()) < 0.06
+    # Other numbers each call, the same from the same seed, and unbiased.
+    again = torch.ops.cudnn_ops.sdpa(query, key, value, dropout_p=dropout_p)
+    assert not torch.equal(out, again)
+    torch.manual_seed(0)
+    for _ in range(2):  # as were drawn before
+        torch.randn(4, 8, 256, 64, device=device)
+    assert torch.equal(out, torch.ops.cudnn_ops.sdpa(query, key, value, dropout_p=dropout_p))
+    total = out.float().sum(-1).mean().item()
+    assert total == pytest.approx(
+        1.0, abs=5 * (dropout_p / (1 - dropout_p) / 256 / 8192) ** 0.5 * 3
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["exact", "polymorphic"])
+@pytest.mark.parametrize("case", cases.SOME, ids=str)
+def test_the_host_never_waits(case, policy):
+    inputs, extras, grad_out = cases.make_problem(case, torch.bfloat16, "cuda", seed=1)
+    extras.pop("rng_state", None)  # drawn by the operator
+    with cudnn_ops.using_plan_policy(policy):
+        cases.run(case, inputs, extras, grad_out)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
         try:
-            with cudnn_ops.using_plan_policy(policy):
-                _check(case, dtype, device, seed, with_lse)
-        except NotImplementedError as error:
-            refused.append(f"{case}: {error}")
-        except AssertionError as error:
-            wrong.append(str(error))
-    print(*refused, sep="\n")
-    assert not wrong, "\n".join(wrong)
-    assert len(refused) <= (15 if on_gpu else 0)
-    assert all("does not take this" in text or "known to" in text for text in refused)
+            cases.run(case, inputs, extras, grad_out)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
-def _requests(
-    case: Features, dtype: torch.dtype, seed: int, policy: str
-) -> list[cudnn_ops.PlanRequest]:
-    inputs, extras, _ = _problem(case, dtype, "cpu", seed)
-    options = {**case.kwargs(), **extras}
-    for name in ("scale", "enable_gqa", "rng_state"):
-        options.pop(name, None)
-    words = []
-    for op, with_lse in (("sdpa", True), ("sdpa", False), ("sdpa_backward", True)):
-        if op == "sdpa" and not with_lse and not case.dropout_p:
-            continue
-        for polymorphic in (False, True) if policy == "polymorphic" else (False,):
-            words.append(
-                support.plan_key(
-                    op,
-                    *inputs,
-                    with_lse=with_lse,
-                    polymorphic=polymorphic,
-                    grad_mask=case.wants_grad_mask and op != "sdpa",
-                    **options,
-                )[0]
-            )
-            if polymorphic and words[-1]:
-                words.pop(-2)  # of the exact one, which is for those without
-    return [cudnn_ops.PlanRequest(tuple(key)) for key in words if key]
+@pytest.mark.gpu
+def test_a_workspace_that_does_not_fit_is_refused_with_its_bytes():
+    """Before cuDNN 9.25 that of a deterministic backward on Hopper grows with the square."""
+    case = Features(1, 8, 1, 16384, 16384, 64, 64, is_causal=True, deterministic=True)
+    options = {"is_causal": True, "deterministic": True}
+    q, k, v = plain.make_inputs(case, torch.bfloat16, "cuda")
+    expected = support.explain("sdpa_backward", q, k, v, **options).workspace_bytes
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = torch.ops.cudnn_ops.sdpa(*leaves, **case.kwargs())
+    torch.cuda.empty_cache()
+    held = torch.cuda.memory_reserved() + expected // 2
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(held / total)
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match=f"workspace for this takes {expected} "):
+            torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("options", "pairs"),
+    [
+        ({"window_size": (2, 0)}, 1 + 2 + 3 * 8),
+        ({"window_size": (2, 5), "is_causal": True}, 1 + 2 + 3 * 8),
+        ({"window_size": (0, 1)}, 2 * 10),
+        ({"window_size": (0, 0), "bottom_right": True}, 10),
+        ({"window_size": (-1, 0), "bottom_right": True}, sum(range(7, 17))),
+    ],
+)
+def test_flops_of_a_window_are_those_of_what_it_shows(options, pairs, device):
+    case = Features(2, 4, 2, 10, 16, 64, 32)
+    leaves = [t.requires_grad_() for t in plain.make_inputs(case, torch.bfloat16, device)]
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.cudnn_ops.sdpa(*leaves, **case.kwargs() | options).sum().backward()
+    forward, backward = 64 + 32, 3 * 64 + 2 * 32
+    assert counter.get_total_flops() == 2 * 4 * pairs * 2 * (forward + backward)

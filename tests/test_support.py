@@ -145,6 +145,15 @@ def test_the_command_line(capsys):
     refused = ["explain", "sdpa_backward", "--device", "a100", "-q", "1,2,64,256"]
     assert command_line.main(refused) == 1
     assert "reason: " in capsys.readouterr().out
+    features = ["--device", "h200", "--window", "64", "0", "--softcap", "30", "--sinks"]
+    assert command_line.main(["explain", "sdpa_backward", *features]) == 0
+    mask = ["--device", "h200", "--mask", "1,32,2048,2048", "--grad-mask"]
+    assert command_line.main(["explain", "sdpa_backward", *mask]) == 0
+    capsys.readouterr()
+    assert command_line.main(["explain", "sdpa_backward", *mask, "--softcap", "3"]) == 1
+    assert "known to compute a gradient of attn_mask" in capsys.readouterr().out
+    assert command_line.main(["explain", "sdpa", "--device", "h200", "--window", "-3", "0"]) == 2
+    assert "window_size must be (left, right)" in capsys.readouterr().err
     assert command_line.main(["explain", "sdpa", "--device", "nothing"]) == 2
     assert "not a file" in capsys.readouterr().err
     with pytest.raises(SystemExit):

@@ -5,11 +5,16 @@
 #pragma once
 
 #include <c10/core/Allocator.h>
+#include <c10/util/ArrayRef.h>
 #include <c10/util/SmallVector.h>
 
 #include <cstdint>
 
 namespace cudnn_ops::graph {
+
+// Queues a copy of the words to the current device, on the current stream, without waiting for it.
+// A CUDA graph that is being captured gets words of its own to copy from.
+void upload(c10::ArrayRef<int64_t> words, void* place, bool capturing);
 
 class RaggedTable {
  public:

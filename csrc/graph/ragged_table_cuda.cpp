@@ -33,6 +33,14 @@ const void* copy_for_capture(cudaStream_t stream, c10::ArrayRef<int64_t> words) 
 
 }  // namespace
 
+void upload(c10::ArrayRef<int64_t> words, void* place, bool capturing) {
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  // From pageable memory: the driver has taken the bytes when the call returns.
+  const void* source = capturing ? copy_for_capture(stream, words) : words.data();
+  C10_CUDA_CHECK(cudaMemcpyAsync(place, source, words.size() * sizeof(int64_t),
+                                 cudaMemcpyHostToDevice, stream));
+}
+
 bool RaggedTable::begin_column(bool is_offsets, int64_t value, const void* source) {
   for (const auto& column : columns_) {
     if (column.is_offsets == is_offsets && column.value == value && column.source == source) {
@@ -62,12 +70,9 @@ void RaggedTable::add_lengths(const void* lengths) {
 }
 
 c10::DataPtr RaggedTable::upload(c10::SmallVectorImpl<void*>& pointers, bool capturing) const {
-  const size_t bytes = words_.size() * sizeof(int64_t);
-  auto memory = c10::cuda::CUDACachingAllocator::get()->allocate(bytes);
+  auto memory = c10::cuda::CUDACachingAllocator::get()->allocate(words_.size() * sizeof(int64_t));
+  graph::upload(words_, memory.get(), capturing);
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  // From pageable memory: the driver has taken the bytes when the call returns.
-  const void* source = capturing ? copy_for_capture(stream, words_) : words_.data();
-  C10_CUDA_CHECK(cudaMemcpyAsync(memory.get(), source, bytes, cudaMemcpyHostToDevice, stream));
   for (const auto& column : columns_) {
     void* place = static_cast<int64_t*>(memory.get()) + column.start;
     pointers.push_back(place);

@@ -5,7 +5,6 @@
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/tensor.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
@@ -29,16 +28,17 @@ at::Tensor rng_state(const at::Tensor& query, int64_t length, int64_t length_kv)
     const std::lock_guard<std::mutex> lock(generator->mutex_);
     state = generator->philox_cuda_state(count);
   }
-  if (!state.captured_) {
-    const std::array<int64_t, 2> words{static_cast<int64_t>(state.seed_.val),
-                                       static_cast<int64_t>(state.offset_.val)};
-    return at::tensor(words, at::kLong).to(query.device(), /*non_blocking=*/true);
-  }
   const auto on_device = at::TensorOptions().dtype(at::kLong).device(query.device());
   const at::Tensor result = at::detail::empty_cuda({2}, on_device);
-  result.select(0, 0).copy_(at::from_blob(state.seed_.ptr, {}, on_device));
-  const at::Tensor offset = at::from_blob(state.offset_.ptr, {}, on_device);
-  result.select(0, 1).copy_(offset.add(static_cast<int64_t>(state.offset_intragraph_)));
+  at::Tensor seed = result.select(0, 0), offset = result.select(0, 1);
+  if (state.captured_) {
+    const auto intragraph = static_cast<int64_t>(state.offset_intragraph_);
+    seed.copy_(at::from_blob(state.seed_.ptr, {}, on_device));
+    offset.copy_(at::from_blob(state.offset_.ptr, {}, on_device).add(intragraph));
+  } else {  // filled, for a copy of the host's memory may wait for the GPU
+    seed.fill_(static_cast<int64_t>(state.seed_.val));
+    offset.fill_(static_cast<int64_t>(state.offset_.val));
+  }
   return result;
 }
 

@@ -1,12 +1,10 @@
 // Scaled dot-product attention: its derivative.
 
 #include "autograd_node.h"
+#include "lse_gradient.h"
 #include "sdpa_call.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/stack.h>
-#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -73,7 +71,9 @@ struct SdpaBackwardNode : public torch::autograd::Node {
     const at::Tensor q = query.unpack(), k = key.unpack(), v = value.unpack();
     const at::Tensor o = out.unpack(self), l = lse.unpack(self);
     const OptionalTensor mask = has_mask ? OptionalTensor(attn_mask.unpack()) : std::nullopt;
-    const OptionalTensor sink = has_sinks ? OptionalTensor(sinks.unpack()) : std::nullopt;
+    // The sinks are in lse already: the backward needs them for their own gradient alone.
+    const bool grad_sinks = has_sinks && task_should_compute_output(4);
+    const OptionalTensor sink = grad_sinks ? OptionalTensor(sinks.unpack()) : std::nullopt;
     const Attention args{q,     k,          v,           mask,          dropout_p, is_causal,
                          scale, true,       window_size, bottom_right,  softcap,   alibi_slopes,
                          sink,  seq_lens_q, seq_lens_kv, deterministic, rng_state};
@@ -87,31 +87,18 @@ struct SdpaBackwardNode : public torch::autograd::Node {
     if (task_should_compute_output(1)) result[1] = std::get<1>(results);
     if (task_should_compute_output(2)) result[2] = std::get<2>(results);
     if (grad_mask) result[3] = std::get<3>(results);
-    if (has_sinks && task_should_compute_output(4)) result[4] = std::get<4>(results);
+    if (grad_sinks) result[4] = std::get<4>(results);
     return result;
   }
 
  private:
-  // d lse_i / d score_ij is the probability P_ij, so with g the gradient of lse that of the scores
-  // is P_ij g_i. The backward computes P_ij (grad_out_i . value_j - grad_out_i . out_i): with out
-  // zero and grad_out_i . value_j = g_i that is it. In the value's type g is kept as a sum of two.
   static void add_lse_gradient(const Attention& args, const at::Tensor& grad_lse,
                                const at::Tensor& l, bool grad_mask, Gradients& results) {
-    const auto dtype = args.value.scalar_type();
-    const at::Tensor ones = at::zeros_like(args.value);
-    ones.narrow(-1, 0, 2).fill_(1.0);
-    auto sizes = args.query.sym_sizes().vec();
-    sizes[3] = args.value.sym_size(3);
-    const at::Tensor zeros = args.query.new_zeros_symint(sizes);
-    // Where there is nothing to attend to, the log-sum-exp is a constant.
-    const at::Tensor g = grad_lse.masked_fill(l.isneginf(), 0.0);
-    const at::Tensor high = g.to(dtype), low = g.sub(high).to(dtype);
-    const at::Tensor weights =
-        at::cat({at::stack({high, low}, -1), zeros.narrow_symint(-1, 2, sizes[3] - 2)}, -1);
+    const LseGradient of_lse(args.value, grad_lse, l);
     const OptionalTensor none;
     const Attention scores{args.query,
                            args.key,
-                           ones,
+                           of_lse.value,
                            args.attn_mask,
                            0.0,
                            args.is_causal,
@@ -126,19 +113,12 @@ struct SdpaBackwardNode : public torch::autograd::Node {
                            args.seq_lens_kv,
                            args.deterministic,
                            none};
-    const auto of_scores = call_backward(scores, {weights, zeros, l, grad_mask});
-    const auto add = [](at::Tensor& sum, const at::Tensor& term) {
-      sum = sum.defined() ? sum.add(term) : term;
-    };
-    add(std::get<0>(results), std::get<0>(of_scores));
-    add(std::get<1>(results), std::get<1>(of_scores));
-    if (grad_mask) add(std::get<3>(results), std::get<3>(of_scores));
+    const auto of_scores = call_backward(scores, {of_lse.grad_out, of_lse.out, l, grad_mask});
+    add_gradient(std::get<0>(results), std::get<0>(of_scores));
+    add_gradient(std::get<1>(results), std::get<1>(of_scores));
+    if (grad_mask) add_gradient(std::get<3>(results), std::get<3>(of_scores));
     if (args.sinks) {
-      const at::Tensor weight = args.sinks->to(l.scalar_type()).view({1, -1, 1}).sub(l).exp();
-      add(std::get<4>(results), weight.mul(g)
-                                    .masked_fill(l.isneginf(), 0.0)
-                                    .sum(at::IntArrayRef{0, 2})
-                                    .to(args.sinks->scalar_type()));
+      add_gradient(std::get<4>(results), LseGradient::of_sinks(*args.sinks, of_lse.g, l, {0, 2}));
     }
   }
 };

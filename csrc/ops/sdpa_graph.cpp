@@ -44,11 +44,12 @@ enum Uid : int64_t {
 
 // [B, Hq, Sq, 1], dense: before 9.26 cuDNN reads its "stats" with these strides and no others,
 // dimensions of size 1 included. Packed: the heads of a token side by side.
-graph::TensorDesc lse_desc(const graph::TensorDesc& query, bool packed) {
+graph::TensorDesc lse_desc(const graph::TensorDesc& query, int64_t stride) {
   const int64_t heads = query.sizes[1];
   const int64_t length = query.sizes[2];
   graph::TensorDesc desc(c10::ScalarType::Float, {query.sizes[0], heads, length, 1}, {0, 0, 0, 1});
-  desc.strides = {heads * length, packed ? 1 : length, packed ? heads : 1, 1};
+  const int64_t head = stride == 0 ? length : stride;
+  desc.strides = {heads * head, head, 1, 1};
   return desc;
 }
 
@@ -142,14 +143,14 @@ class Builder {
     graph::output(tensor, uid, desc);
     if (mask_.sequences == Sequences::kRagged) add_offsets(tensor, uid);
   }
-  Tensor lse_input(bool packed) {
-    const auto lse = graph::input(*graph_, "lse", kLse, lse_desc(query_, packed));
-    if (packed) add_offsets(lse, kLse);
+  Tensor lse_input(int64_t stride) {
+    const auto lse = graph::input(*graph_, "lse", kLse, lse_desc(query_, stride));
+    if (stride != 0) add_offsets(lse, kLse);
     return lse;
   }
-  void lse_output(const Tensor& lse, bool packed) {
-    graph::output(lse, kLse, lse_desc(query_, packed));
-    if (packed) add_offsets(lse, kLse);
+  void lse_output(const Tensor& lse, int64_t stride) {
+    graph::output(lse, kLse, lse_desc(query_, stride));
+    if (stride != 0) add_offsets(lse, kLse);
   }
 
   void set_mask(Attributes& attributes) {
@@ -241,7 +242,7 @@ std::shared_ptr<graph::FrontendGraph> make_forward(const SdpaForwardParams& para
 
   const auto [out, lse] = builder.graph()->sdpa(query, key, value, attributes);
   builder.output(out, kOut, params.out);
-  if (params.with_lse) builder.lse_output(lse, params.packed_lse);
+  if (params.with_lse) builder.lse_output(lse, params.lse_stride);
   return builder.graph();
 }
 
@@ -252,7 +253,7 @@ std::shared_ptr<graph::FrontendGraph> make_backward(const SdpaBackwardParams& pa
   const auto key = builder.input("key", kKey, params.key);
   const auto value = builder.input("value", kValue, params.value);
   const auto out = builder.input("out", kOut, params.out);
-  const auto lse = builder.lse_input(params.packed_lse);
+  const auto lse = builder.lse_input(params.lse_stride);
   const auto grad_out = builder.input("grad_out", kGradOut, params.grad_out);
   auto attributes = fe::graph::SDPA_backward_attributes()
                         .set_name("sdpa_backward")

@@ -44,13 +44,14 @@ struct SdpaMask {
   }
 };
 
-// The log-sum-exp is [B, Hq, Sq], dense, unless it is packed: [tokens, Hq], and its offsets.
+// The log-sum-exp is [B, Hq, Sq], dense; or packed, [Hq, lse_stride] and its offsets: a token's
+// neighbours in memory are tokens, for cuDNN reads and writes it a row of threads at a time.
 struct SdpaForwardParams {
   static constexpr const char* kName = "sdpa";
   graph::TensorDesc query, key, value, out;
   SdpaMask mask;
   bool with_lse = false;
-  bool packed_lse = false;
+  int64_t lse_stride = 0;  // 0: dense
 
   template <class Self, class Visitor>
   static void fields(Self& self, Visitor&& visit) {
@@ -60,7 +61,7 @@ struct SdpaForwardParams {
     visit("out", self.out);
     SdpaMask::fields(self.mask, visit);
     visit("with_lse", self.with_lse);
-    visit("packed_lse", self.packed_lse);
+    visit("lse_stride", self.lse_stride);
   }
 };
 
@@ -69,7 +70,7 @@ struct SdpaBackwardParams {
   graph::TensorDesc query, key, value, out, grad_out, grad_query, grad_key, grad_value;
   graph::TensorDesc grad_bias;  // rank 0: not asked for
   SdpaMask mask;
-  bool packed_lse = false;
+  int64_t lse_stride = 0;  // 0: dense
   bool is_deterministic = false;
 
   template <class Self, class Visitor>
@@ -84,7 +85,7 @@ struct SdpaBackwardParams {
     visit("grad_value", self.grad_value);
     visit("grad_bias", self.grad_bias);
     SdpaMask::fields(self.mask, visit);
-    visit("packed_lse", self.packed_lse);
+    visit("lse_stride", self.lse_stride);
     visit("is_deterministic", self.is_deterministic);
   }
 };

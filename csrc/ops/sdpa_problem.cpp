@@ -2,8 +2,7 @@
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/scalar_tensor.h>
-#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cstring>
@@ -44,10 +43,9 @@ at::Tensor bias_of(const Attention& args, const Band& band) {
   while (bias.dim() < 4) bias = bias.unsqueeze(0);
   const auto dtype = args.query.scalar_type();
   if (bias.scalar_type() == at::kBool) {
-    const auto scalar = [&](double value) {
-      return at::scalar_tensor(value, at::TensorOptions().dtype(dtype));
-    };
-    bias = at::where(bias, scalar(0), scalar(-std::numeric_limits<double>::infinity()));
+    const at::Tensor hidden = bias.logical_not();
+    bias = at::zeros(bias.sizes(), bias.options().dtype(dtype))
+               .masked_fill_(hidden, -std::numeric_limits<double>::infinity());
   } else if (bias.scalar_type() != dtype && bias.scalar_type() != at::kFloat) {
     bias = bias.to(at::kFloat);  // exact, where the query's 16 bits are the other kind
   }

@@ -1,6 +1,7 @@
 // Attention over packed sequences: its derivative and its autocast rule.
 
 #include "autograd_node.h"
+#include "lse_gradient.h"
 #include "varlen_call.h"
 
 #include <ATen/autocast_mode.h>
@@ -72,19 +73,69 @@ struct VarlenBackwardNode : public torch::autograd::Node {
     const auto self = owner_of(*this);
     const at::Tensor q = query.unpack(), k = key.unpack(), v = value.unpack();
     const at::Tensor o = out.unpack(self), l = lse.unpack(self);
-    const OptionalTensor sink = has_sinks ? OptionalTensor(sinks.unpack()) : std::nullopt;
+    // As in sdpa_autograd.cpp: for their own gradient alone.
+    const bool grad_sinks = has_sinks && task_should_compute_output(3);
+    const OptionalTensor sink = grad_sinks ? OptionalTensor(sinks.unpack()) : std::nullopt;
+    const Varlen args{q,
+                      k,
+                      v,
+                      cu_seqlens_q,
+                      cu_seqlens_k,
+                      max_seqlen_q,
+                      max_seqlen_k,
+                      dropout_p,
+                      scale,
+                      is_causal,
+                      window_size,
+                      softcap,
+                      alibi_slopes,
+                      sink,
+                      seqused_q,
+                      seqused_k,
+                      bottom_right,
+                      deterministic,
+                      rng_state};
+    VarlenGradients results;
+    if (grads[0].defined()) results = call_backward(args, {grads[0], o, l});
+    if (grads.size() > 1 && grads[1].defined()) add_lse_gradient(args, grads[1], l, results);
     variable_list result(4);
-    if (!grads[0].defined()) return result;
-    auto [grad_q, grad_k, grad_v, grad_sinks] =
-        call_backward({q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-                       scale, is_causal, window_size, softcap, alibi_slopes, sink, seqused_q,
-                       seqused_k, bottom_right, deterministic, rng_state},
-                      {grads[0], o, l});
-    if (task_should_compute_output(0)) result[0] = std::move(grad_q);
-    if (task_should_compute_output(1)) result[1] = std::move(grad_k);
-    if (task_should_compute_output(2)) result[2] = std::move(grad_v);
-    if (has_sinks && task_should_compute_output(3)) result[3] = std::move(grad_sinks);
+    if (task_should_compute_output(0)) result[0] = std::get<0>(results);
+    if (task_should_compute_output(1)) result[1] = std::get<1>(results);
+    if (task_should_compute_output(2)) result[2] = std::get<2>(results);
+    if (grad_sinks) result[3] = std::get<3>(results);
     return result;
+  }
+
+ private:
+  static void add_lse_gradient(const Varlen& args, const at::Tensor& grad_lse, const at::Tensor& l,
+                               VarlenGradients& results) {
+    const LseGradient of_lse(args.value, grad_lse.t(), l.t());
+    const OptionalTensor none;
+    const Varlen scores{args.query,
+                        args.key,
+                        of_lse.value,
+                        args.cu_seqlens_q,
+                        args.cu_seqlens_k,
+                        args.max_seqlen_q,
+                        args.max_seqlen_k,
+                        0.0,
+                        args.scale,
+                        args.is_causal,
+                        args.window_size,
+                        args.softcap,
+                        args.alibi_slopes,
+                        none,
+                        args.seqused_q,
+                        args.seqused_k,
+                        args.bottom_right,
+                        args.deterministic,
+                        none};
+    const auto of_scores = call_backward(scores, {of_lse.grad_out, of_lse.out, l});
+    add_gradient(std::get<0>(results), std::get<0>(of_scores));
+    add_gradient(std::get<1>(results), std::get<1>(of_scores));
+    if (args.sinks) {
+      add_gradient(std::get<3>(results), LseGradient::of_sinks(*args.sinks, of_lse.g.t(), l, {1}));
+    }
   }
 };
 
@@ -116,8 +167,9 @@ auto with_rng_state(const Varlen& args, const Function& function) {
                          args.deterministic, state});
 }
 
-// The log-sum-exp has no gradient here: it is an output to be merged or looked at.
-OutAndLse forward_with_node(c10::DispatchKeySet keys, const Varlen& args) {
+// Runs the forward that saves what the derivative needs, and attaches the Node to `out`, and
+// to `lse` where the caller gets it.
+OutAndLse forward_with_node(c10::DispatchKeySet keys, const Varlen& args, bool returns_lse) {
   auto node = make_node<VarlenBackwardNode>();
   node->set_next_edges(
       torch::autograd::collect_next_edges(args.query, args.key, args.value, args.sinks));
@@ -127,9 +179,10 @@ OutAndLse forward_with_node(c10::DispatchKeySet keys, const Varlen& args) {
     std::tie(out, lse) = redispatch(varlen_with_lse_op(), below_autograd(keys), args);
   }
   torch::autograd::set_history(out, node);
+  if (returns_lse) torch::autograd::set_history(lse, node);
   node->save(args);
   node->out = SavedVariable(out, /*is_output=*/true);
-  node->lse = SavedVariable(lse, /*is_output=*/false);
+  node->lse = SavedVariable(lse, /*is_output=*/returns_lse);
   return {std::move(out), std::move(lse)};
 }
 
@@ -140,7 +193,8 @@ bool requires_grad(const Varlen& args) {
 at::Tensor varlen_autograd(c10::DispatchKeySet keys, const Varlen& given) {
   check_differentiable(given);
   return with_rng_state(given, [&](const Varlen& args) {
-    if (requires_grad(args)) return std::get<0>(forward_with_node(keys, args));
+    if (requires_grad(args))
+      return std::get<0>(forward_with_node(keys, args, /*returns_lse=*/false));
     at::AutoDispatchBelowADInplaceOrView guard;
     return redispatch(varlen_op(), below_autograd(keys), args);
   });
@@ -149,7 +203,7 @@ at::Tensor varlen_autograd(c10::DispatchKeySet keys, const Varlen& given) {
 OutAndLse varlen_with_lse_autograd(c10::DispatchKeySet keys, const Varlen& given) {
   check_differentiable(given);
   return with_rng_state(given, [&](const Varlen& args) {
-    if (requires_grad(args)) return forward_with_node(keys, args);
+    if (requires_grad(args)) return forward_with_node(keys, args, /*returns_lse=*/true);
     at::AutoDispatchBelowADInplaceOrView guard;
     return redispatch(varlen_with_lse_op(), below_autograd(keys), args);
   });

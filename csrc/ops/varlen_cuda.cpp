@@ -4,6 +4,7 @@
 #include "sdpa_cuda.h"
 #include "sdpa_ragged.h"
 #include "varlen_call.h"
+#include "varlen_table.h"
 
 #include <ATen/Context.h>
 #include <ATen/cuda/CUDAContext.h>
@@ -11,7 +12,6 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/index.h>
 #include <ATen/ops/searchsorted.h>
-#include <ATen/ops/sub.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
@@ -37,13 +37,6 @@ struct Declared {
         length_kv(declared_length(args.max_seqlen_k.expect_int())) {
   }
 };
-
-// Whether queries and keys are the same tokens, so that each finds itself and nothing is unwritten.
-bool are_same_tokens(const Varlen& args) {
-  const auto &q = args.cu_seqlens_q, &k = args.cu_seqlens_k;
-  return !args.seqused_q && !args.seqused_k && q.const_data_ptr() == k.const_data_ptr() &&
-         q.scalar_type() == k.scalar_type() && q.strides() == k.strides();
-}
 
 // [tokens, H, D] as a ragged plan declares it. Strides other than the token's and the head's are of
 // no account.
@@ -87,79 +80,22 @@ MaskTensors mask_tensors_of(const Varlen& args, bool backward) {
   return mask;
 }
 
-// Where the sequences begin in each tensor, and how many tokens each has, as cuDNN reads it: made
-// on the device. What is declared beyond the sequences that there are is empty.
-class Table {
- public:
-  Table(const Varlen& args, const Declared& declared, c10::SmallVectorImpl<void*>& pointers)
-      : args_(args), declared_(declared), pointers_(pointers) {
-  }
-
-  void add_offsets(const at::Tensor& packed, bool of_keys) {
-    add_offsets(packed.size(0), packed.size(0) > 1 ? packed.stride(0) : packed.numel(), of_keys);
-  }
-  // Int64 [sequences + 1], in elements.
-  void add_offsets(int64_t tokens, int64_t step, bool of_keys) {
-    const bool same = are_same_tokens(args_);
-    for (const auto& column : columns_) {
-      if (column.step == step && (column.of_keys == of_keys || same)) {
-        pointers_.push_back(column.offsets.mutable_data_ptr());
-        return;
-      }
-    }
-    const at::Tensor& given = of_keys ? args_.cu_seqlens_k : args_.cu_seqlens_q;
-    const at::Tensor offsets = empty(declared_.sequences + 1, at::kLong);
-    at::Tensor own = offsets.narrow(0, 0, given.size(0));
-    own.copy_(given).mul_(step);
-    if (offsets.size(0) > given.size(0)) {
-      offsets.narrow(0, given.size(0), offsets.size(0) - given.size(0)).fill_(tokens * step);
-    }
-    columns_.push_back({of_keys, step, offsets});
-    pointers_.push_back(offsets.mutable_data_ptr());
-  }
-  void add_lengths() {
-    lengths_ = lengths(args_.cu_seqlens_q, args_.seqused_q);
-    lengths_kv_ = are_same_tokens(args_) ? lengths_ : lengths(args_.cu_seqlens_k, args_.seqused_k);
-    pointers_.push_back(lengths_.mutable_data_ptr());
-    pointers_.push_back(lengths_kv_.mutable_data_ptr());
-  }
-
- private:
-  struct Column {
-    bool of_keys;
-    int64_t step;
-    at::Tensor offsets;
-  };
-
-  at::Tensor empty(int64_t size, at::ScalarType dtype) const {
-    return at::detail::empty_cuda({size}, dtype, args_.query.device(), std::nullopt);
-  }
-  // Int32 [sequences].
-  at::Tensor lengths(const at::Tensor& offsets, const OptionalTensor& used) const {
-    const int64_t count = offsets.size(0) - 1;
-    const at::Tensor result = empty(declared_.sequences, at::kInt);
-    at::Tensor own = result.narrow(0, 0, count);
-    if (used) {
-      own.copy_(*used);
-    } else {
-      at::sub_out(own, offsets.narrow(0, 1, count), offsets.narrow(0, 0, count));
-    }
-    if (result.size(0) > count) result.narrow(0, count, result.size(0) - count).zero_();
-    return result;
-  }
-
-  const Varlen& args_;
-  const Declared& declared_;
-  c10::SmallVectorImpl<void*>& pointers_;
-  c10::SmallVector<Column, 8> columns_;
-  at::Tensor lengths_, lengths_kv_;
-};
-
-// The log-sum-exp lies [tokens, H] in memory. cuDNN's backward takes it so but on sm8x and sm12x,
-// where it wants [sequences, H, length].
-bool takes_packed_lse() {
+// Of the packed log-sum-exp that a plan takes, [H, lse_stride]: a power of 2, so that few plans
+// serve all numbers of tokens. 0 on sm8x and sm12x, whose backward wants [sequences, H, length].
+int64_t lse_stride(const Varlen& args) {
   const int major = at::cuda::getCurrentDeviceProperties()->major;
-  return major != 8 && major != 12;
+  if (major == 8 || major == 12) return 0;
+  int64_t stride = 1024;
+  while (stride < args.query.size(0)) stride *= 2;
+  return stride;
+}
+
+// [H, tokens], with room for what the plan declares.
+at::Tensor empty_lse(const Varlen& args) {
+  const int64_t tokens = args.query.size(0), stride = std::max(lse_stride(args), tokens);
+  const at::Tensor memory = at::detail::empty_cuda({args.query.size(1), stride}, at::kFloat,
+                                                   args.query.device(), std::nullopt);
+  return memory.narrow(1, 0, tokens);
 }
 
 // Which sequence each query belongs to, and which one it is there: indices into a dense
@@ -192,38 +128,39 @@ void fill_with_nothing(const Varlen& args, const at::Tensor& out, const at::Tens
   }
 }
 
-// `lse` is [H, tokens], and lies [tokens, H]; it may be undefined.
+// `lse` is [H, tokens] of empty_lse, or undefined.
 void run_forward(const Varlen& args, const at::Tensor& out, const at::Tensor& lse) {
   const Declared declared(args);
-  const bool packed_lse = lse.defined() && takes_packed_lse();
+  const int64_t stride_of_lse = lse.defined() ? lse_stride(args) : 0;
   const Scale scale(args.scale, args.query);
-  SdpaForwardTensors tensors{readable(scale.applied_to(args.query)),
-                             readable(args.key),
-                             readable(args.value),
-                             mask_tensors_of(args, /*backward=*/false),
-                             scale.value,
-                             static_cast<float>(args.softcap),
-                             out,
-                             packed_lse || !lse.defined() ? lse : dense_lse(args, declared)};
+  SdpaForwardTensors tensors{
+      readable(scale.applied_to(args.query)),
+      readable(args.key),
+      readable(args.value),
+      mask_tensors_of(args, /*backward=*/false),
+      scale.value,
+      static_cast<float>(args.softcap),
+      out,
+      stride_of_lse != 0 || !lse.defined() ? lse : dense_lse(args, declared)};
   const SdpaForwardParams params{declare(tensors.query, declared.sequences, declared.length),
                                  declare(tensors.key, declared.sequences, declared.length_kv),
                                  declare(tensors.value, declared.sequences, declared.length_kv),
                                  declare(out, declared.sequences, declared.length),
                                  mask_of(args, /*backward=*/false),
                                  lse.defined(),
-                                 packed_lse};
+                                 stride_of_lse};
   SdpaPointers pointers(params, tensors);
   pointers.written.clear();
-  Table table(args, declared, pointers.all);
+  VarlenTable table(args, declared.sequences);
   table.add_offsets(tensors.query, false);
   table.add_offsets(tensors.key, true);
   table.add_offsets(tensors.value, true);
   table.add_offsets(out, false);
-  if (packed_lse) table.add_offsets(args.query.size(0), args.query.size(1), false);
-  table.add_lengths();
+  if (stride_of_lse != 0) table.add_offsets(1, false);
+  table.make(pointers.all);
   const graph::Call call = varlen_call(pointers);
   graph::execute(call, *graph::get_plan(call, graph::PlanKey::of(params, args.query.get_device())));
-  if (lse.defined() && !packed_lse) {
+  if (lse.defined() && stride_of_lse == 0) {
     lse.t().copy_(at::index(tensors.lse.transpose(1, 2), places(args)));
   }
 }
@@ -236,15 +173,11 @@ OutAndLse forward(const Varlen& args, bool with_lse) {
   const at::Tensor out = at::detail::empty_cuda({query.size(0), query.size(1), args.value.size(2)},
                                                 query.scalar_type(), query.device(), std::nullopt);
   at::Tensor lse;
-  if (with_lse) {
-    const at::Tensor memory = at::detail::empty_cuda({query.size(0), query.size(1)}, at::kFloat,
-                                                     query.device(), std::nullopt);
-    lse = memory.t();
-  }
+  if (with_lse) lse = empty_lse(args);
   const bool is_empty = out.numel() == 0 || args.key.size(0) == 0 || args.cu_seqlens_q.size(0) == 1;
   if (is_empty || !are_same_tokens(args)) fill_with_nothing(args, out, lse);
   if (!is_empty) run_forward(args, out, lse);
-  return {out, lse};
+  return {out, with_lse ? lse.contiguous() : lse};
 }
 
 at::Tensor varlen_cuda(const Varlen& args) {
@@ -261,13 +194,16 @@ struct Results {
 
 void run_backward(const Varlen& args, const VarlenGrad& grad, const Results& results) {
   const Declared declared(args);
-  const bool packed_lse = takes_packed_lse();
+  const int64_t stride_of_lse = lse_stride(args);
   const Scale scale(args.scale, args.query);
-  at::Tensor lse = grad.lse.t().contiguous();
-  if (!packed_lse) {
-    const at::Tensor dense = dense_lse(args, declared);
-    dense.transpose(1, 2).index_put_(places(args), lse);
-    lse = dense;
+  at::Tensor lse;
+  if (stride_of_lse == 0) {
+    lse = dense_lse(args, declared);
+    lse.transpose(1, 2).index_put_(places(args), grad.lse.t());
+  } else if (stride_of_lse == grad.lse.size(1)) {
+    lse = grad.lse.contiguous();
+  } else {
+    lse = empty_lse(args).copy_(grad.lse);
   }
   SdpaBackwardTensors tensors{readable(scale.applied_to(args.query)),
                               readable(args.key),
@@ -298,22 +234,22 @@ void run_backward(const Varlen& args, const VarlenGrad& grad, const Results& res
                             of_keys(tensors.grad_value),
                             TensorDesc(),
                             mask_of(args, /*backward=*/true),
-                            packed_lse};
+                            stride_of_lse};
   params.is_deterministic =
       args.deterministic.value_or(at::globalContext().deterministicAlgorithms());
   SdpaPointers pointers(params, tensors);
   pointers.written.clear();
-  Table table(args, declared, pointers.all);
+  VarlenTable table(args, declared.sequences);
   table.add_offsets(tensors.query, false);
   table.add_offsets(tensors.key, true);
   table.add_offsets(tensors.value, true);
   table.add_offsets(tensors.out, false);
-  if (packed_lse) table.add_offsets(args.query.size(0), args.query.size(1), false);
+  if (stride_of_lse != 0) table.add_offsets(1, false);
   table.add_offsets(tensors.grad_out, false);
   table.add_offsets(tensors.grad_query, false);
   table.add_offsets(tensors.grad_key, true);
   table.add_offsets(tensors.grad_value, true);
-  table.add_lengths();
+  table.make(pointers.all);
   const graph::Call call = varlen_backward_call(pointers);
   graph::execute(call, *graph::get_plan(call, graph::PlanKey::of(params, args.query.get_device())));
   if (scale.query_sign != 1) results.grad_query.mul_(scale.query_sign);

@@ -114,15 +114,15 @@ def varlen_attention_with_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor
 
     Returns:
         The output, and the log-sum-exp: [heads, tokens], float32 (float64 for float64 inputs),
-        lying [tokens, heads] in memory, natural logarithm; where there is nothing to attend to
-        that of the sink, or ``-inf``. It has no gradient.
+        natural logarithm, as FlashAttention has it; where there is nothing to attend to
+        that of the sink, or ``-inf``.
     """
     return _ops.varlen_attention_with_lse.default(*args, **kwargs)
 
 
 def _empty(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-    return out, q.new_empty(q.shape[0], q.shape[1], dtype=lse_dtype(q.dtype)).t()
+    return out, q.new_empty(q.shape[1], q.shape[0], dtype=lse_dtype(q.dtype))
 
 
 def _with_lse_fake(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any):

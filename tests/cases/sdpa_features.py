@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cudnn_ops.ops.sdpa import empty_like_order
 from tests.cases import sdpa
 from tests.cases.sdpa import Case
 
@@ -67,6 +68,18 @@ class Features(Case):
     @property
     def wants_grad_mask(self) -> bool:
         return bool(self.mask) and self.mask_dtype != "bool" and self.grad_mask
+
+
+_BASE = Features(2, 4, 2, 48, 70, 64, 64)
+#: Each feature once, for tests of what surrounds an operator.
+SOME: list[Features] = [
+    replace(_BASE, mask="b1qk", mask_dtype="bool", hides="rows"),
+    replace(_BASE, mask="1hqk", is_causal=True, bottom_right=True),
+    replace(_BASE, window_size=(17, 3), softcap=5.0, sinks=True),
+    replace(_BASE, is_causal=True, bottom_right=True, alibi=True),
+    replace(_BASE, dropout_p=0.3, deterministic=True),
+    replace(_BASE, lengths="both", is_causal=True, bottom_right=True, sinks=True),
+]
 
 
 def make_extras(case: Features, dtype: torch.dtype, device: str, seed: int) -> dict[str, Tensor]:
@@ -273,13 +286,15 @@ def fused(
     inputs: tuple[Tensor, ...],
     extras: dict[str, Tensor],
     grad_out: Tensor,
+    stored: Tensor,
     kept: Tensor | None,
     grad_lse: Tensor | None,
 ) -> dict[str, Tensor]:
     """The gradients as every fused kernel computes them.
 
-    Scores and sums in float32, what enters a product rounded to the inputs' type, and the rounded
-    output in place of the exact one (Dao et al., "FlashAttention-2", algorithm 2).
+    Scores and sums in float32, what enters a product rounded to the inputs' type, and the output
+    as the forward ``stored`` it in place of the exact one (Dao et al., "FlashAttention-2",
+    algorithm 2): its rounding is one number for all keys of a query, and shows where they are few.
     """
     query, key, value = (tensor.detach().float() for tensor in inputs)
     dtype = inputs[0].dtype
@@ -302,7 +317,7 @@ def fused(
     given = rounded(probabilities * scale)
     out = rounded(given @ many_values)
     grad = grad_out.float()
-    delta = (grad * out).sum(-1, keepdim=True)
+    delta = (grad * stored.float()).sum(-1, keepdim=True)
     grad_scores = rounded(probabilities) * ((grad @ many_values.mT) * scale - delta)
     grads = {}
     if grad_lse is not None:
@@ -363,7 +378,7 @@ def check(
         low_precision["grad_mask"] = low_precision["grad_mask"].to(actual.grad_mask.dtype)
     as_fused = {}
     if dtype in sdpa.LOW_PRECISION and actual.out.numel() and case.length_kv:
-        as_fused = fused(case, inputs, extras, grad_out, kept, grad_lse)
+        as_fused = fused(case, inputs, extras, grad_out, actual.out, kept, grad_lse)
     expected = dict(exact.items())
     for name, tensor in actual.items():
         rough_one = low_precision[name]
@@ -377,6 +392,28 @@ def check(
 
 def _error(tensor: Tensor, exact: Tensor) -> float:
     return (tensor.double() - exact).abs().max().item() if exact.numel() else 0.0
+
+
+def make_problem(
+    case: Features, dtype: torch.dtype, device: str, seed: int
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Tensor], Tensor]:
+    """Inputs, the tensors among the options, and a gradient of the output."""
+    inputs = sdpa.make_inputs(case, dtype, device, seed)
+    grad_out = sdpa.make_grad_out(case, dtype, device, seed + 1)
+    # In memory as the output, which is how a plan that is built beforehand expects it.
+    grad_out = empty_like_order(grad_out.shape, inputs[0]).copy_(grad_out)
+    return inputs, make_extras(case, dtype, device, seed), grad_out
+
+
+def check_all(case: Features, dtype: torch.dtype, device: str, seed: int, with_lse: bool) -> None:
+    """Runs a case forward and backward, of its log-sum-exp too or not, and holds it to account."""
+    inputs, extras, grad_out = make_problem(case, dtype, device, seed)
+    grad_lse = None
+    if with_lse:
+        shape = (case.batch, case.heads, case.length)
+        grad_lse = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+    actual = run(case, inputs, extras, grad_out, grad_lse)
+    check(case, inputs, extras, grad_out, actual, grad_lse)
 
 
 def draw(rng: random.Random, *, on_gpu: bool) -> Features:

@@ -30,11 +30,13 @@ class Packed:
     """Whether query, key and value lie side by side, [tokens, 3, H, D]."""
     same: bool = False
     """Whether one tensor of offsets serves both."""
+    lse: bool = False
+    """Whether the log-sum-exp has a gradient too."""
 
     def __str__(self) -> str:
         return (
             f"{self.lengths}x{self.lengths_kv}gaps{self.gaps}-{str(self.offsets)[6:]}"
-            f"{'-together' * self.together}{'-same' * self.same}-{self.one}"
+            f"{'-together' * self.together}{'-same' * self.same}{'-lse' * self.lse}-{self.one}"
         )
 
     def sequence(self, index: int) -> Features:
@@ -72,6 +74,7 @@ class Tensors:
     k: Tensor
     v: Tensor
     grad_out: Tensor
+    grad_lse: Tensor | None
     offsets: tuple[Tensor, Tensor, int, int]
     extras: dict[str, Tensor]
 
@@ -95,6 +98,8 @@ def make(case: Packed, dtype: torch.dtype, device: str, seed: int) -> Tensors:
     k = packed(case.lengths_kv, one.heads_kv, one.head_size)
     v = packed(case.lengths_kv, one.heads_kv, one.value_size)
     grad_out = packed(case.lengths, one.heads, one.value_size).nan_to_num()
+    # Drawn last, so that everything else is the same without it.
+    grad_lse = packed(case.lengths, one.heads, 1).float().nan_to_num().squeeze(-1).t()
     if case.together:
         q, k, v = torch.stack([q, k, v], 1).to(device).unbind(1)
     cu_q = torch.tensor(case.starts(case.lengths), dtype=case.offsets, device=device)
@@ -109,6 +114,7 @@ def make(case: Packed, dtype: torch.dtype, device: str, seed: int) -> Tensors:
         k.to(device),
         v.to(device),
         grad_out.to(device),
+        grad_lse.to(device) if case.lse else None,
         (cu_q, cu_q if case.same else cu_k, *longest),
         extras,
     )
@@ -121,7 +127,11 @@ def run(case: Packed, tensors: Tensors) -> Results:
         extras["sinks"] = extras["sinks"].detach().requires_grad_()
     out, lse = _ops.varlen_attention_with_lse(*leaves, *tensors.offsets, **case.kwargs(), **extras)
     wanted = [*leaves, extras["sinks"]] if case.one.sinks else leaves
-    grads = torch.autograd.grad(out, wanted, tensors.grad_out)
+    results, given = [out], [tensors.grad_out]
+    if tensors.grad_lse is not None:
+        results.append(lse)
+        given.append(tensors.grad_lse)
+    grads = torch.autograd.grad(results, wanted, given)
     query, key, value = grads[:3]
     grad_sinks = grads[3] if case.one.sinks else None
     return Results(out.detach(), lse.detach(), query, key, value, None, grad_sinks)
@@ -182,9 +192,14 @@ def check(case: Packed, tensors: Tensors, actual: Results) -> None:
             _one(actual.grad_value, keys),
         )
         mask = kept(case, tensors, index)
-        sdpa_features.check(one, inputs, extras, grad_out, part, kept=mask)
+        grad_lse = None
+        if tensors.grad_lse is not None:
+            grad_lse = tensors.grad_lse[:, queries].unsqueeze(0)
+        sdpa_features.check(one, inputs, extras, grad_out, part, grad_lse, mask)
         if case.one.sinks:
-            exact = sdpa_features.reference(one, inputs, extras, grad_out, torch.float64, mask)
+            exact = sdpa_features.reference(
+                one, inputs, extras, grad_out, torch.float64, mask, grad_lse
+            )
             terms.append(dict(exact.items())["grad_sinks"])
     assert not actual.out[~covered_q].any()
     assert not actual.grad_query[~covered_q].any()
@@ -224,4 +239,5 @@ def draw(rng: random.Random) -> Packed:
         offsets=rng.choice([torch.int32, torch.int64]),
         together=together and rng.random() < 0.7,
         same=same and rng.random() < 0.7,
+        lse=one.dropout_p == 0 and rng.random() < 0.2,
     )

@@ -1,0 +1,45 @@
+// The gradient of a log-sum-exp, by the backward of attention.
+//
+// d lse_i / d score_ij is the probability P_ij, so with g the gradient of lse that of the scores is
+// P_ij g_i. The backward computes P_ij (grad_out_i . value_j - grad_out_i . out_i): with out zero
+// and grad_out_i . value_j = g_i that is it. In the value's type g is kept as a sum of two.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros_like.h>
+
+namespace cudnn_ops {
+
+struct LseGradient {
+  at::Tensor g;  // as grad_lse; 0 where nothing is attended to: there lse is a constant
+  at::Tensor value, out, grad_out;
+
+  // `rows` of grad_lse are those of the output: [..., D] without the last.
+  LseGradient(const at::Tensor& attended, const at::Tensor& grad_lse, const at::Tensor& lse)
+      : g(grad_lse.masked_fill(lse.isneginf(), 0.0)), value(at::zeros_like(attended)) {
+    value.narrow(-1, 0, 2).fill_(1.0);
+    const auto dtype = attended.scalar_type();
+    const at::Tensor high = g.to(dtype), low = g.sub(high).to(dtype);
+    auto sizes = g.sym_sizes().vec();
+    sizes.push_back(attended.sym_size(-1));
+    out = attended.new_zeros_symint(sizes);
+    grad_out =
+        at::cat({at::stack({high, low}, -1), out.narrow_symint(-1, 2, sizes.back() - 2)}, -1);
+  }
+
+  // That of the sinks, [..., H, 1] as they are given, over lse [..., H, rows]: summed over `dims`.
+  static at::Tensor of_sinks(const at::Tensor& sinks, const at::Tensor& g, const at::Tensor& lse,
+                             at::IntArrayRef dims) {
+    const at::Tensor weight = sinks.to(lse.scalar_type()).unsqueeze(-1).sub(lse).exp();
+    return weight.mul(g).masked_fill(lse.isneginf(), 0.0).sum(dims).to(sinks.scalar_type());
+  }
+};
+
+// Either may be undefined.
+inline void add_gradient(at::Tensor& sum, const at::Tensor& term) {
+  sum = sum.defined() ? sum.add(term) : term;
+}
+
+}  // namespace cudnn_ops
