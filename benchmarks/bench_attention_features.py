@@ -166,14 +166,15 @@ def features(shape: Shape) -> Iterator[Feature]:
         "packed",
         {
             "cudnn_ops": packed,
-            "torch_varlen": partial(torchs_varlen, *wide_flat, offsets, length),
+            "torch_varlen": partial(torchs_varlen, wide_flat, offsets, length),
         },
         {"cudnn_ops": flat, "torch_varlen": wide_flat},
         grad_out.transpose(1, 2),
     )
 
 
-def torchs_varlen(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, length: int) -> Tensor:
+def torchs_varlen(inputs: Sequence[Tensor], offsets: Tensor, length: int) -> Tensor:
+    q, k, v = inputs
     out = varlen_attn(q, k, v, offsets, offsets, length, length, window_size=(-1, 0))
     assert isinstance(out, Tensor)
     return out

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 # Before the import: no test reads or writes the user's own store.
 os.environ["CUDNN_OPS_CACHE_DIR"] = ""
+# Nor torch's: a graph that was compiled over another version of our fake kernels is out of date,
+# and torch cannot know.
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="cudnn_ops-tests-")
 
 import pytest
 import torch
 
 import cudnn_ops
+
+atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 # Small tensors: two threads that spin on them are slower than one.
 torch.set_num_threads(1)
