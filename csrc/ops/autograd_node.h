@@ -1,10 +1,14 @@
-// Making an autograd Node, in the words of the torch that is compiled against: newer ones count
-// references inside the Node (intrusive_ptr), older ones beside it (shared_ptr).
+// What every derivative is written with. Making an autograd Node, in the words of the torch that is
+// compiled against: newer ones count references inside the Node (intrusive_ptr), older ones beside
+// it (shared_ptr).
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
 
+#include <functional>
+#include <initializer_list>
 #include <memory>
 #include <type_traits>
 #include <utility>
@@ -32,6 +36,19 @@ auto owner_of(Node& node) {
     return c10::intrusive_ptr<torch::autograd::Node>::unsafe_reclaim_from_nonowning(&node);
   } else {
     return node.shared_from_this();
+  }
+}
+
+inline c10::DispatchKeySet below_autograd(c10::DispatchKeySet keys) {
+  return keys & c10::after_ADInplaceOrView_keyset;
+}
+
+inline void refuse_forward_mode(
+    const char* op, std::initializer_list<std::reference_wrapper<const at::Tensor>> inputs) {
+  for (const at::Tensor& input : inputs) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !torch::autograd::isFwGradDefined(input), op,
+        " has no forward-mode derivative (jvp); use reverse mode (backward, vjp, grad)");
   }
 }
 

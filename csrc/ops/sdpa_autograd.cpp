@@ -123,25 +123,13 @@ struct SdpaBackwardNode : public torch::autograd::Node {
   }
 };
 
-void refuse_forward_mode(std::initializer_list<std::reference_wrapper<const at::Tensor>> inputs) {
-  for (const at::Tensor& input : inputs) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!torch::autograd::isFwGradDefined(input),
-                                "cudnn_ops.sdpa has no forward-mode derivative (jvp); use "
-                                "reverse mode (backward, vjp, grad)");
-  }
-}
-
-c10::DispatchKeySet below_autograd(c10::DispatchKeySet keys) {
-  return keys & c10::after_ADInplaceOrView_keyset;
-}
-
 bool requires_grad(const Attention& args) {
   return torch::autograd::compute_requires_grad(args.query, args.key, args.value, args.attn_mask,
                                                 args.sinks);
 }
 
 void check_differentiable(const Attention& args) {
-  refuse_forward_mode({args.query, args.key, args.value});
+  refuse_forward_mode("cudnn_ops.sdpa", {args.query, args.key, args.value});
   TORCH_CHECK_NOT_IMPLEMENTED(
       !torch::autograd::compute_requires_grad(args.alibi_slopes),
       "cudnn_ops.sdpa: cuDNN has no gradient for alibi_slopes; detach them");

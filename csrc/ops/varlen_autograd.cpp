@@ -139,16 +139,8 @@ struct VarlenBackwardNode : public torch::autograd::Node {
   }
 };
 
-c10::DispatchKeySet below_autograd(c10::DispatchKeySet keys) {
-  return keys & c10::after_ADInplaceOrView_keyset;
-}
-
 void check_differentiable(const Varlen& args) {
-  for (const at::Tensor& input : {args.query, args.key, args.value}) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!torch::autograd::isFwGradDefined(input),
-                                "cudnn_ops.varlen_attention has no forward-mode derivative (jvp); "
-                                "use reverse mode (backward, vjp, grad)");
-  }
+  refuse_forward_mode("cudnn_ops.varlen_attention", {args.query, args.key, args.value});
   TORCH_CHECK_NOT_IMPLEMENTED(
       !torch::autograd::compute_requires_grad(args.alibi_slopes),
       "cudnn_ops.varlen_attention: cuDNN has no gradient for alibi_slopes; detach them");

@@ -98,6 +98,14 @@ def scaled_dot_product_attention(
         NotImplementedError: cuDNN has no kernel for this on this GPU, or is known to compute it
             wrongly; the message has the reason.
     """
+    if (
+        window_size == (-1, -1)
+        and not (bottom_right or softcap)
+        and alibi_slopes is sinks is seq_lens_q is seq_lens_kv is deterministic is rng_state is None
+    ):  # each argument that is named costs host time
+        return _ops.sdpa.default(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     return _ops.sdpa.default(
         query,
         key,
