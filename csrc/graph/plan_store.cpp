@@ -22,7 +22,7 @@ namespace cudnn_ops::graph {
 namespace {
 
 // Counts changes of this file's format and of what an operator's key words mean.
-constexpr uint32_t kFormat = 1;
+constexpr uint32_t kFormat = 2;
 constexpr char kMagic[8] = {'c', 'u', 'D', 'N', 'N', 'o', 'p', 's'};
 constexpr const char* kSuffix = ".plan";
 constexpr const char* kTemporary = ".writing-";
