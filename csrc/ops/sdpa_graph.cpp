@@ -18,7 +18,7 @@ namespace modifiers = fe::graph::attn::score_modifiers;
 using Tensor = std::shared_ptr<fe::graph::Tensor_attributes>;
 using fe::PointwiseMode_t;
 
-// Plans take addresses in ascending uid order: this is the order that sdpa_pointers.h knows.
+// Plans take addresses in ascending uid order: this is the order that SdpaPointers knows.
 enum Uid : int64_t {
   kQuery = 1,
   kKey,
@@ -43,7 +43,7 @@ enum Uid : int64_t {
 };
 
 // [B, Hq, Sq, 1], dense: before 9.26 cuDNN reads its "stats" with these strides and no others,
-// dimensions of size 1 included. Packed: the heads of a token side by side.
+// dimensions of size 1 included. Packed: the tokens of a head side by side.
 graph::TensorDesc lse_desc(const graph::TensorDesc& query, int64_t stride) {
   const int64_t heads = query.sizes[1];
   const int64_t length = query.sizes[2];
