@@ -17,6 +17,11 @@ from cudnn_ops.cache import (
 )
 from cudnn_ops.known_bad import KnownBad, known_bad
 from cudnn_ops.ops.merge import merge_attention_states
+from cudnn_ops.ops.paged import (
+    paged_attention,
+    paged_attention_with_lse,
+    paged_kv_append_,
+)
 from cudnn_ops.ops.sdpa import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_with_lse,
@@ -39,6 +44,9 @@ __all__ = [
     "cache_info",
     "known_bad",
     "merge_attention_states",
+    "paged_attention",
+    "paged_attention_with_lse",
+    "paged_kv_append_",
     "plan_policy",
     "plan_requests",
     "record_shapes",

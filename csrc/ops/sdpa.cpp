@@ -7,6 +7,7 @@
 
 #include <ATen/ops/max.h>
 #include <ATen/ops/min.h>
+#include <ATen/ops/diff.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -50,6 +51,30 @@ void check_per_head(const at::Tensor& tensor, const at::Tensor& query, const cha
                     op, name, " must hold one floating-point number for each query head, [",
                     query.sym_size(1), "] on ", query.device(), "; got ", tensor.scalar_type(), " ",
                     tensor.sym_sizes(), " on ", tensor.device());
+}
+
+void check_offsets(const at::Tensor& offsets, const at::Tensor& packed, const c10::SymInt& longest,
+                   const char* name, const char* longest_name, const char* op) {
+  TORCH_CHECK_VALUE(offsets.dim() == 1 && holds(offsets.sym_size(0).sym_ge(1)) &&
+                        offsets.device() == packed.device() &&
+                        (offsets.scalar_type() == at::kInt || offsets.scalar_type() == at::kLong),
+                    op, name, " must be an int32 or int64 tensor [sequences + 1] on ",
+                    packed.device(), "; got ", offsets.scalar_type(), " ", offsets.sym_sizes(),
+                    " on ", offsets.device());
+  TORCH_CHECK_VALUE(holds(longest.sym_ge(0)), op, longest_name, " must not be negative, got ",
+                    longest);
+  if (!checks_values() || offsets.is_meta()) return;
+  TORCH_CHECK_VALUE(offsets[0].item<int64_t>() == 0, op, name, " must start at 0, got ",
+                    offsets[0].item<int64_t>());
+  const auto last = offsets[-1].item<int64_t>();
+  TORCH_CHECK_VALUE(packed.sym_size(0) == last, op, name, " ends at ", last, ", and there are ",
+                    packed.sym_size(0), " tokens");
+  if (offsets.size(0) == 1) return;
+  const at::Tensor lengths = offsets.diff();
+  const auto least = lengths.min().item<int64_t>(), most = lengths.max().item<int64_t>();
+  TORCH_CHECK_VALUE(least >= 0, op, name, " must not decrease, and does by ", -least);
+  TORCH_CHECK_VALUE(longest >= most, op, longest_name, " is ", longest,
+                    ", and there is a sequence of ", most, " tokens in ", name);
 }
 
 void check_scalars(std::optional<double> scale, double dropout_p, double softcap,

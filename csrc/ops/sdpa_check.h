@@ -21,5 +21,9 @@ void check_per_head(const at::Tensor& tensor, const at::Tensor& query, const cha
 void check_scalars(std::optional<double> scale, double dropout_p, double softcap,
                    c10::IntArrayRef window_size, const OptionalTensor& rng_state,
                    const at::Tensor& query, const char* op);
+// Of packed sequences: [B + 1] whole numbers. What they are is for the GPU to read, unless
+// CUDNN_OPS_CHECK asks.
+void check_offsets(const at::Tensor& offsets, const at::Tensor& packed, const c10::SymInt& longest,
+                   const char* name, const char* longest_name, const char* op);
 
 }  // namespace cudnn_ops

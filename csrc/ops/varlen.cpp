@@ -26,32 +26,6 @@ void check_packed(const at::Tensor& tensor, const at::Tensor& query, const char*
   check_supported(tensor, name, kOp);
 }
 
-// Offsets: [B + 1] whole numbers. What they are is for the GPU to read, unless CUDNN_OPS_CHECK
-// asks.
-void check_offsets(const at::Tensor& offsets, const at::Tensor& packed, const c10::SymInt& longest,
-                   const char* name, const char* longest_name) {
-  TORCH_CHECK_VALUE(offsets.dim() == 1 && holds(offsets.sym_size(0).sym_ge(1)) &&
-                        offsets.device() == packed.device() &&
-                        (offsets.scalar_type() == at::kInt || offsets.scalar_type() == at::kLong),
-                    kOp, name, " must be an int32 or int64 tensor [sequences + 1] on ",
-                    packed.device(), "; got ", offsets.scalar_type(), " ", offsets.sym_sizes(),
-                    " on ", offsets.device());
-  TORCH_CHECK_VALUE(holds(longest.sym_ge(0)), kOp, longest_name, " must not be negative, got ",
-                    longest);
-  if (!checks_values() || offsets.is_meta()) return;
-  TORCH_CHECK_VALUE(offsets[0].item<int64_t>() == 0, kOp, name, " must start at 0, got ",
-                    offsets[0].item<int64_t>());
-  const auto last = offsets[-1].item<int64_t>();
-  TORCH_CHECK_VALUE(packed.sym_size(0) == last, kOp, name, " ends at ", last, ", and there are ",
-                    packed.sym_size(0), " tokens");
-  if (offsets.size(0) == 1) return;
-  const at::Tensor lengths = offsets.diff();
-  const auto least = lengths.min().item<int64_t>(), most = lengths.max().item<int64_t>();
-  TORCH_CHECK_VALUE(least >= 0, kOp, name, " must not decrease, and does by ", -least);
-  TORCH_CHECK_VALUE(longest >= most, kOp, longest_name, " is ", longest,
-                    ", and there is a sequence of ", most, " tokens in ", name);
-}
-
 void check_used(const OptionalTensor& used, const at::Tensor& offsets, const char* name) {
   if (!used) return;
   TORCH_CHECK_VALUE(used->dim() == 1 &&
@@ -86,8 +60,8 @@ void check_varlen(const Varlen& args) {
       "; the first must be a multiple of the second");
   if (args.alibi_slopes) check_per_head(*args.alibi_slopes, query, "alibi_slopes", kOp);
   if (args.sinks) check_per_head(*args.sinks, query, "sinks", kOp);
-  check_offsets(args.cu_seqlens_q, query, args.max_seqlen_q, "cu_seqlens_q", "max_seqlen_q");
-  check_offsets(args.cu_seqlens_k, key, args.max_seqlen_k, "cu_seqlens_k", "max_seqlen_k");
+  check_offsets(args.cu_seqlens_q, query, args.max_seqlen_q, "cu_seqlens_q", "max_seqlen_q", kOp);
+  check_offsets(args.cu_seqlens_k, key, args.max_seqlen_k, "cu_seqlens_k", "max_seqlen_k", kOp);
   TORCH_CHECK_VALUE(holds(args.cu_seqlens_q.sym_size(0).sym_eq(args.cu_seqlens_k.sym_size(0))), kOp,
                     "cu_seqlens_q is of ", args.cu_seqlens_q.sym_size(0) - 1,
                     " sequences and cu_seqlens_k of ", args.cu_seqlens_k.sym_size(0) - 1);

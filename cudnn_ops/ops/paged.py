@@ -1,0 +1,330 @@
+"""Attention over a paged cache, and writing into one: public functions, fake and CPU kernels.
+
+The CUDA kernels are in ``csrc/ops/paged*.cpp`` and ``csrc/kernels/``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from cudnn_ops.ops import sdpa_cpu
+from cudnn_ops.ops.sdpa import lse_dtype
+
+_ops = torch.ops.cudnn_ops
+
+#: The order of a page: tokens before heads, [pages, page_size, heads_kv, head size], or heads
+#: before tokens, [pages, heads_kv, page_size, head size].
+KVLayout = Literal["NHD", "HND"]
+
+
+def is_head_major(kv_layout: KVLayout) -> bool:
+    """Whether a page holds one head behind the other."""
+    if kv_layout not in ("NHD", "HND"):
+        raise ValueError(f'kv_layout is "NHD" or "HND", got {kv_layout!r}')
+    return kv_layout == "HND"
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    page_table: Tensor,
+    seq_lens_kv: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    scale: float | None = None,
+    is_causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    kv_layout: KVLayout = "NHD",
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attention whose keys and values lie in pages of a cache, for inference.
+
+    The formula is that of :func:`cudnn_ops.scaled_dot_product_attention`, aligned at the bottom
+    right: the last query of a sequence belongs to its last key. One query a sequence is decoding, a
+    few are speculative decoding, many (with ``is_causal``) are a chunk of a prompt whose keys are
+    in the cache already. The host reads neither lengths nor pages, so a captured CUDA graph can be
+    replayed while they change; one plan serves every length and every batch up to the one that it
+    was declared for. It has no gradient.
+
+    Args:
+        query: [batch, length, heads, head size]; or packed, [tokens, heads, head size], with
+            ``cu_seqlens_q``. A last stride of 1. float16 or bfloat16; on a CPU float32 and float64
+            too.
+        key_cache: [pages, page_size, heads_kv, head size] (``kv_layout="NHD"``) or
+            [pages, heads_kv, page_size, head size] ("HND"), of the query's dtype and device.
+        value_cache: likewise, with the value head size.
+        page_table: int32 [batch, width]: which pages hold a sequence's tokens, in order. What lies
+            beyond a sequence's length is not followed, whatever it is.
+        seq_lens_kv: int32 [batch], tokens of each sequence in the cache, those of this call's
+            queries among them. 0: the output is 0.
+        cu_seqlens_q: int32 or int64 [batch + 1], where each sequence's queries begin.
+        max_seqlen_q: with ``cu_seqlens_q``, at least the largest number of queries of a sequence.
+        scale: factor of the scores; None stands for ``1 / sqrt(head size)``.
+        is_causal: each query sees no key beyond its own.
+        window_size: (left, right), how many keys a query sees on each side of its own; -1: all.
+        softcap: as in :func:`cudnn_ops.scaled_dot_product_attention`.
+        sinks: as there.
+        kv_layout: the order of a page.
+        out: where to write the output, contiguous; None: a new tensor.
+
+    Returns:
+        [batch, length, heads, value head size] or [tokens, heads, value head size], contiguous;
+        ``out`` if that is given.
+
+    Raises:
+        ValueError: shapes, strides, devices or options that do not fit. With ``CUDNN_OPS_CHECK=1``,
+            which waits for the GPU, also lengths over the table's reach and page numbers that are
+            none of the cache's.
+        TypeError: a dtype that cuDNN does not take, or two different ones.
+        NotImplementedError: cuDNN has no kernel for this on this GPU; the message has its reason.
+    """
+    options: dict[str, Any] = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "max_seqlen_q": max_seqlen_q,
+        "scale": scale,
+        "is_causal": is_causal,
+        "window_size": window_size,
+        "softcap": softcap,
+        "sinks": sinks,
+        "head_major": is_head_major(kv_layout),
+    }
+    tensors = (query, key_cache, value_cache, page_table, seq_lens_kv)
+    if out is None:
+        return _ops.paged_attention.default(*tensors, **options)
+    _ops._paged_attention_out.default(*tensors, **options, out=out)
+    return out
+
+
+def paged_attention_with_lse(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    page_table: Tensor,
+    seq_lens_kv: Tensor,
+    *,
+    kv_layout: KVLayout = "NHD",
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Like :func:`paged_attention` without ``out``, and returns the log-sum-exp too.
+
+    Returns:
+        The output, and the log-sum-exp of the scores: [batch, heads, length], or [heads, tokens]
+        where the queries are packed; float32 (float64 for float64 inputs), natural logarithm, that
+        of the sink or ``-inf`` where there is nothing to attend to.
+    """
+    return _ops.paged_attention_with_lse.default(
+        query,
+        key_cache,
+        value_cache,
+        page_table,
+        seq_lens_kv,
+        head_major=is_head_major(kv_layout),
+        **options,
+    )
+
+
+def paged_kv_append_(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slot_mapping: Tensor,
+    *,
+    kv_layout: KVLayout = "NHD",
+) -> None:
+    """Writes new keys and values into their pages, in place, by one kernel.
+
+    Args:
+        key_cache: as in :func:`paged_attention`; any dtype.
+        value_cache: likewise.
+        key: [tokens, heads_kv, head size], of the cache's dtype, with a last stride of 1.
+        value: [tokens, heads_kv, value head size].
+        slot_mapping: int64 [tokens]: ``page * page_size + place in the page``, or -1 for a token
+            that is not to be written. Two tokens must not share a slot. Slots that the cache has
+            not are left alone; with ``CUDNN_OPS_CHECK=1`` they raise.
+        kv_layout: the order of a page.
+    """
+    _ops.paged_kv_append_.default(
+        key_cache, value_cache, key, value, slot_mapping, is_head_major(kv_layout)
+    )
+
+
+def _new_out(query: Tensor, value_cache: Tensor) -> Tensor:
+    return query.new_empty([*query.shape[:-1], value_cache.shape[3]])
+
+
+def _new_lse(query: Tensor) -> Tensor:
+    if query.dim() == 3:
+        sizes = [query.shape[1], query.shape[0]]
+    else:
+        sizes = [query.shape[0], query.shape[2], query.shape[1]]
+    return query.new_empty(sizes, dtype=lse_dtype(query.dtype))
+
+
+def _fake(query: Tensor, key_cache: Tensor, value_cache: Tensor, *args: Any, **kwargs: Any):
+    _ops._paged_check.default(query, key_cache, value_cache, *args, **kwargs)
+    return _new_out(query, value_cache)
+
+
+def _with_lse_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    return _fake(*args, **kwargs), _new_lse(args[0])
+
+
+def _check_out(out: Tensor, query: Tensor, value_cache: Tensor) -> None:
+    like = _new_out(query, value_cache)
+    if out.shape != like.shape or out.dtype != like.dtype or not out.is_contiguous():
+        raise ValueError(
+            f"cudnn_ops.paged_attention: out must be {tuple(like.shape)}, {like.dtype} and "
+            f"contiguous; got {tuple(out.shape)}, {out.dtype}, with strides {out.stride()}"
+        )
+
+
+def _out_fake(*args: Any, out: Tensor, **kwargs: Any) -> None:
+    _ops._paged_check.default(*args, **kwargs)
+    _check_out(out, args[0], args[2])
+
+
+def _append_fake(*args: Any, **kwargs: Any) -> None:
+    _ops._paged_append_check.default(*args, **kwargs)
+
+
+def _gather(cache: Tensor, page_table: Tensor, seq_lens: Tensor, head_major: bool) -> Tensor:
+    """[batch, heads, longest, head size]: each sequence's tokens in order, 0 behind them."""
+    by_token = cache.transpose(1, 2) if head_major else cache
+    pages, page_size = by_token.shape[:2]
+    longest = int(seq_lens.max()) if seq_lens.numel() else 0
+    place = torch.arange(longest)
+    there = place < seq_lens.unsqueeze(1)
+    columns = torch.div(place, page_size, rounding_mode="floor")
+    # What lies beyond a length is not followed.
+    page = page_table[:, columns].long().masked_fill(~there, 0)
+    slots = by_token[page, place % page_size] if pages else by_token.new_zeros(*there.shape, 0, 0)
+    return slots.masked_fill(~there[:, :, None, None], 0.0).transpose(1, 2)
+
+
+def _with_lse_cpu(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    page_table: Tensor,
+    seq_lens_kv: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    scale: float | None = None,
+    is_causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    head_major: bool = False,
+) -> tuple[Tensor, Tensor]:
+    _ops._paged_check.default(
+        query,
+        key_cache,
+        value_cache,
+        page_table,
+        seq_lens_kv,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        scale=scale,
+        is_causal=is_causal,
+        window_size=window_size,
+        softcap=softcap,
+        sinks=sinks,
+        head_major=head_major,
+    )
+    out, lse = _new_out(query, value_cache), _new_lse(query)
+    if out.numel() == 0:
+        return out, lse
+    lengths, present = None, None
+    rows = query
+    if cu_seqlens_q is not None:  # as many for each sequence, those that it has not left out
+        lengths = cu_seqlens_q.diff().int()
+        place = torch.arange(int(lengths.max()))
+        present = place < lengths.unsqueeze(1)
+        rows = query[(cu_seqlens_q[:-1].unsqueeze(1) + place).masked_fill(~present, 0)]
+    found, found_lse = sdpa_cpu.forward(
+        rows.transpose(1, 2),
+        _gather(key_cache, page_table, seq_lens_kv, head_major),
+        _gather(value_cache, page_table, seq_lens_kv, head_major),
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=True,
+        window_size=window_size,
+        bottom_right=True,
+        softcap=softcap,
+        sinks=sinks,
+        seq_lens_q=lengths,
+        seq_lens_kv=seq_lens_kv,
+    )
+    found = found.transpose(1, 2)
+    if present is None:
+        return out.copy_(found), lse.copy_(found_lse)
+    return out.copy_(found[present]), lse.copy_(found_lse.transpose(1, 2)[present].t())
+
+
+def _cpu(*args: Any, **kwargs: Any) -> Tensor:
+    return _with_lse_cpu(*args, **kwargs)[0]
+
+
+def _out_cpu(*args: Any, out: Tensor, **kwargs: Any) -> None:
+    found = _cpu(*args, **kwargs)
+    _check_out(out, args[0], args[2])
+    out.copy_(found)
+
+
+def _append_cpu(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slot_mapping: Tensor,
+    head_major: bool = False,
+) -> None:
+    _ops._paged_append_check.default(key_cache, value_cache, key, value, slot_mapping, head_major)
+    for cache, tokens in ((key_cache, key), (value_cache, value)):
+        by_token = cache.transpose(1, 2) if head_major else cache
+        pages, page_size = by_token.shape[:2]
+        there = (slot_mapping >= 0) & (slot_mapping < pages * page_size)
+        slots = slot_mapping[there]
+        page = torch.div(slots, page_size, rounding_mode="floor")
+        by_token.index_put_((page, slots % page_size), tokens[there])
+
+
+torch.library.register_fake("cudnn_ops::paged_attention", _fake)
+torch.library.register_fake("cudnn_ops::paged_attention_with_lse", _with_lse_fake)
+torch.library.register_fake("cudnn_ops::_paged_attention_out", _out_fake)
+torch.library.register_fake("cudnn_ops::paged_kv_append_", _append_fake)
+torch.library.impl("cudnn_ops::paged_attention", "CPU", _cpu)
+torch.library.impl("cudnn_ops::paged_attention_with_lse", "CPU", _with_lse_cpu)
+torch.library.impl("cudnn_ops::_paged_attention_out", "CPU", _out_cpu)
+torch.library.impl("cudnn_ops::paged_kv_append_", "CPU", _append_cpu)
+
+
+@register_flop_formula(
+    [_ops.paged_attention, _ops.paged_attention_with_lse, _ops._paged_attention_out], get_raw=True
+)
+def _flop(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    page_table: Tensor,
+    seq_lens_kv: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    out_val: Any = None,
+    **options: Any,
+) -> int:
+    """Every pair of a query and a key of its sequence, causal or not, as torch counts its own."""
+    heads, size = query.shape[-2:]
+    queries = query.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff()
+    pairs = int((seq_lens_kv * queries).sum())
+    return 2 * heads * pairs * (size + value_cache.shape[3])
