@@ -99,7 +99,7 @@ void check_paged(const Paged& args) {
   c10::SymInt batch = args.is_packed() ? args.cu_seqlens_q->sym_size(0) - 1 : query.sym_size(0);
   check_index(args.page_table, batch, 2, query, "page_table", "[batch, pages of a sequence]");
   check_index(args.seq_lens_kv, batch, 1, query, "seq_lens_kv", "[batch]");
-  if (args.sinks) check_per_head(*args.sinks, query, "sinks", kOp);
+  if (args.sinks) check_per_head(*args.sinks, query, "sinks", kOp, query.dim() - 2);
   if (args.is_packed()) {
     check_offsets(*args.cu_seqlens_q, query, args.max_seqlen_q, "cu_seqlens_q", "max_seqlen_q",
                   kOp);

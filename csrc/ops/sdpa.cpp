@@ -45,11 +45,12 @@ void check_supported(const at::Tensor& tensor, const char* name, const char* op)
 }
 
 void check_per_head(const at::Tensor& tensor, const at::Tensor& query, const char* name,
-                    const char* op) {
-  TORCH_CHECK_VALUE(tensor.dim() == 1 && holds(tensor.sym_size(0).sym_eq(query.sym_size(1))) &&
+                    const char* op, int64_t head_dim) {
+  const c10::SymInt heads = query.sym_size(head_dim);
+  TORCH_CHECK_VALUE(tensor.dim() == 1 && holds(tensor.sym_size(0).sym_eq(heads)) &&
                         tensor.device() == query.device() && tensor.is_floating_point(),
-                    op, name, " must hold one floating-point number for each query head, [",
-                    query.sym_size(1), "] on ", query.device(), "; got ", tensor.scalar_type(), " ",
+                    op, name, " must hold one floating-point number for each query head, [", heads,
+                    "] on ", query.device(), "; got ", tensor.scalar_type(), " ",
                     tensor.sym_sizes(), " on ", tensor.device());
 }
 

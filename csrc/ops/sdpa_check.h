@@ -15,9 +15,9 @@ inline bool holds(const c10::SymBool& condition) {
 
 // Dtypes and head sizes that no GPU takes, said before a graph is built.
 void check_supported(const at::Tensor& tensor, const char* name, const char* op);
-// A number for each head; heads are the last dimension but one of the query's, or its second.
+// A number for each head of the query, which are its dimension `head_dim`.
 void check_per_head(const at::Tensor& tensor, const at::Tensor& query, const char* name,
-                    const char* op);
+                    const char* op, int64_t head_dim = 1);
 void check_scalars(std::optional<double> scale, double dropout_p, double softcap,
                    c10::IntArrayRef window_size, const OptionalTensor& rng_state,
                    const at::Tensor& query, const char* op);

@@ -1,6 +1,7 @@
 // Scaled dot-product attention as cuDNN graphs. The frontend lives here and not in
 // sdpa_cuda.cpp, so that touching the kernel does not compile the frontend again.
 
+#include "paged_params.h"
 #include "sdpa_params.h"
 
 #include "../graph/frontend.h"
@@ -40,6 +41,7 @@ enum Uid : int64_t {
   kOffsets,                          // of kQuery; of tensor t at kOffsets + t - kQuery
   kLengths = kOffsets + kGradValue,  // of the queries
   kLengthsKv,
+  kPageTable,
 };
 
 // [B, Hq, Sq, 1], dense: before 9.26 cuDNN reads its "stats" with these strides and no others,
@@ -125,11 +127,11 @@ template <class Attributes>
 class Builder {
  public:
   template <class Params>
-  Builder(const Params& params, const graph::Target& target)
+  Builder(const Params& params, int64_t length_kv, const graph::Target& target)
       : graph_(graph::new_graph(target, params.query.dtype)),
         query_(params.query),
         mask_(params.mask),
-        length_kv_(params.key.sizes[2]) {
+        length_kv_(length_kv) {
   }
 
   // An input, or the result of a node, as `desc` says; a ragged plan is told where its sequences
@@ -232,7 +234,7 @@ class Builder {
 
 std::shared_ptr<graph::FrontendGraph> make_forward(const SdpaForwardParams& params,
                                                    const graph::Target& target) {
-  Builder<fe::graph::SDPA_attributes> builder(params, target);
+  Builder<fe::graph::SDPA_attributes> builder(params, params.key.sizes[2], target);
   const auto query = builder.input("query", kQuery, params.query);
   const auto key = builder.input("key", kKey, params.key);
   const auto value = builder.input("value", kValue, params.value);
@@ -246,9 +248,31 @@ std::shared_ptr<graph::FrontendGraph> make_forward(const SdpaForwardParams& para
   return builder.graph();
 }
 
+std::shared_ptr<graph::FrontendGraph> make_paged(const PagedParams& params,
+                                                 const graph::Target& target) {
+  const int64_t length_kv = params.page_table.sizes[2] * params.key_cache.sizes[2];
+  Builder<fe::graph::SDPA_attributes> builder(params, length_kv, target);
+  auto& graph = *builder.graph();
+  const auto query = builder.input("query", kQuery, params.query);
+  const auto key = graph::input(graph, "key_cache", kKey, params.key_cache);
+  const auto value = graph::input(graph, "value_cache", kValue, params.value_cache);
+  const auto table = graph::input(graph, "page_table", kPageTable, params.page_table);
+  auto attributes = fe::graph::SDPA_attributes()
+                        .set_name("paged_attention")
+                        .set_generate_stats(params.with_lse)
+                        .set_paged_attention_k_table(table)
+                        .set_paged_attention_v_table(table)
+                        .set_paged_attention_max_seq_len_kv(static_cast<int>(length_kv));
+  builder.set_mask(attributes);
+  const auto [out, lse] = graph.sdpa(query, key, value, attributes);
+  builder.output(out, kOut, params.out);
+  if (params.with_lse) builder.lse_output(lse, params.lse_stride);
+  return builder.graph();
+}
+
 std::shared_ptr<graph::FrontendGraph> make_backward(const SdpaBackwardParams& params,
                                                     const graph::Target& target) {
-  Builder<fe::graph::SDPA_backward_attributes> builder(params, target);
+  Builder<fe::graph::SDPA_backward_attributes> builder(params, params.key.sizes[2], target);
   const auto query = builder.input("query", kQuery, params.query);
   const auto key = builder.input("key", kKey, params.key);
   const auto value = builder.input("value", kValue, params.value);
@@ -274,6 +298,7 @@ std::shared_ptr<graph::FrontendGraph> make_backward(const SdpaBackwardParams& pa
 }
 
 const graph::RegisterPlanKind<SdpaForwardParams, make_forward> forward_kind;
+const graph::RegisterPlanKind<PagedParams, make_paged> paged_kind;
 const graph::RegisterPlanKind<SdpaBackwardParams, make_backward> backward_kind;
 
 }  // namespace
