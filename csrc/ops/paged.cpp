@@ -107,6 +107,16 @@ void check_paged(const Paged& args) {
   check_contents(args);
 }
 
+void check_paged_out(const Paged& args, const at::Tensor& out) {
+  auto sizes = args.query.sym_sizes().vec();
+  sizes.back() = args.value_cache.sym_size(3);
+  TORCH_CHECK_VALUE(out.sym_sizes() == sizes && out.scalar_type() == args.query.scalar_type() &&
+                        out.device() == args.query.device() && out.is_contiguous(),
+                    kOp, "out must be ", c10::SymIntArrayRef(sizes), ", ", args.query.scalar_type(),
+                    " and contiguous, on ", args.query.device(), "; got ", out.sym_sizes(), ", ",
+                    out.scalar_type(), " with strides ", out.sym_strides(), ", on ", out.device());
+}
+
 void check_paged_append(const at::Tensor& key_cache, const at::Tensor& value_cache,
                         const at::Tensor& key, const at::Tensor& value,
                         const at::Tensor& slot_mapping, bool head_major) {
@@ -145,6 +155,22 @@ void check_paged_append(const at::Tensor& key_cache, const at::Tensor& value_cac
                     " (-1 for none)");
 }
 
+namespace {
+
+void paged_check(const at::Tensor& query, const at::Tensor& key_cache,
+                 const at::Tensor& value_cache, const at::Tensor& page_table,
+                 const at::Tensor& seq_lens_kv, const OptionalTensor& cu_seqlens_q,
+                 c10::SymInt max_seqlen_q, std::optional<double> scale, bool is_causal,
+                 c10::IntArrayRef window_size, double softcap, const OptionalTensor& sinks,
+                 bool head_major, const OptionalTensor& out) {
+  const Paged args{
+      query, key_cache, value_cache, page_table, seq_lens_kv, cu_seqlens_q, std::move(max_seqlen_q),
+      scale, is_causal, window_size, softcap,    sinks,       head_major};
+  check_paged(args);
+  if (out) check_paged_out(args, *out);
+}
+
+}  // namespace
 }  // namespace cudnn_ops
 
 TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
@@ -158,8 +184,8 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   m.def(("paged_attention_with_lse" + arguments + ") -> (Tensor out, Tensor lse)").c_str(), tags);
   // Nothing is returned: what an operator returns must not be what it was given.
   m.def(("_paged_attention_out" + arguments + ", Tensor(a!) out) -> ()").c_str(), tags);
-  m.def(("_paged_check" + arguments + ") -> ()").c_str(),
-        cudnn_ops::paged_kernel<void, cudnn_ops::check_paged>, tags);
+  m.def(("_paged_check" + arguments + ", Tensor? out=None) -> ()").c_str(), cudnn_ops::paged_check,
+        tags);
   const std::string append =
       "Tensor key, Tensor value, Tensor slot_mapping, bool head_major=False) -> ()";
   m.def(("paged_kv_append_(Tensor(a!) key_cache, Tensor(b!) value_cache, " + append).c_str(), tags);

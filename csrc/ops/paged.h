@@ -36,6 +36,7 @@ struct Paged {
 };
 
 void check_paged(const Paged& args);
+void check_paged_out(const Paged& args, const at::Tensor& out);
 void check_paged_append(const at::Tensor& key_cache, const at::Tensor& value_cache,
                         const at::Tensor& key, const at::Tensor& value,
                         const at::Tensor& slot_mapping, bool head_major);

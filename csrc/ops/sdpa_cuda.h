@@ -3,6 +3,7 @@
 
 #include "sdpa.h"
 #include "sdpa_band.h"
+#include "paged_params.h"
 #include "sdpa_params.h"
 
 #include "../graph/cuda_call.h"
@@ -62,10 +63,14 @@ struct SdpaPointers {
 
   SdpaPointers(const SdpaForwardParams& params, SdpaForwardTensors& tensors);
   SdpaPointers(const SdpaBackwardParams& params, SdpaBackwardTensors& tensors);
+  // Without the page table, which comes last, after the offsets and lengths of a ragged one.
+  SdpaPointers(const PagedParams& params, SdpaForwardTensors& tensors);
 
  private:
   template <class Params, class Tensors>
   void add_inputs(const Params& params, Tensors& tensors);
+  template <class Params>
+  void add_forward(const Params& params, SdpaForwardTensors& tensors);
   void write(const at::Tensor& tensor);
 };
 

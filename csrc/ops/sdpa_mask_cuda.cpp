@@ -57,7 +57,8 @@ void SdpaPointers::write(const at::Tensor& tensor) {
   all.push_back(tensor.mutable_data_ptr());
 }
 
-SdpaPointers::SdpaPointers(const SdpaForwardParams& params, SdpaForwardTensors& tensors) {
+template <class Params>
+void SdpaPointers::add_forward(const Params& params, SdpaForwardTensors& tensors) {
   add_inputs(params, tensors);
   write(tensors.out);
   if (params.with_lse) write(tensors.lse);
@@ -65,6 +66,15 @@ SdpaPointers::SdpaPointers(const SdpaForwardParams& params, SdpaForwardTensors& 
     all.push_back(read(tensors.mask.lengths));
     all.push_back(read(tensors.mask.lengths_kv));
   }
+}
+
+SdpaPointers::SdpaPointers(const SdpaForwardParams& params, SdpaForwardTensors& tensors) {
+  add_forward(params, tensors);
+}
+
+SdpaPointers::SdpaPointers(const PagedParams& params, SdpaForwardTensors& tensors) {
+  add_forward(params, tensors);
+  written.clear();  // one plan for many lengths: its engine is not measured at one of them
 }
 
 SdpaPointers::SdpaPointers(const SdpaBackwardParams& params, SdpaBackwardTensors& tensors) {

@@ -4,43 +4,61 @@
 
 #include "varlen.h"
 
-#include <array>
+#include <optional>
 
 namespace cudnn_ops {
+
+// Of sequences that lie one behind the other: the offsets of each tensor that holds them, int64
+// [declared + 1] in elements, and their lengths, int32 [declared]. What is declared beyond the
+// sequences that there are is empty. It stays as long as this does.
+class SequenceTable {
+ public:
+  // `used`: how many tokens of each sequence there are, from its beginning; without it all.
+  SequenceTable(const at::Tensor& offsets, const OptionalTensor& used, int64_t declared)
+      : given_(offsets), used_(used), declared_(declared) {
+  }
+
+  // Of a packed tensor, or of one with `step` elements from a token to the next: which row it is.
+  size_t add_offsets(const at::Tensor& packed);
+  size_t add_offsets(int64_t step);
+  // Fills the table; then the addresses are there.
+  void make();
+  void* offsets(size_t row) const;
+  void* lengths() const;
+
+ private:
+  const at::Tensor& given_;
+  const OptionalTensor& used_;
+  int64_t declared_;
+  c10::SmallVector<int64_t, 8> steps_;
+  at::Tensor offsets_, lengths_;
+};
 
 // Whether queries and keys are the same tokens, so that each finds itself and nothing is unwritten.
 bool are_same_tokens(const Varlen& args);
 
+// Both sides of a call.
 class VarlenTable {
  public:
-  // What is declared beyond the sequences that there are is empty.
-  VarlenTable(const Varlen& args, int64_t declared_sequences)
-      : args_(args), declared_(declared_sequences), same_(are_same_tokens(args)) {
+  VarlenTable(const Varlen& args, int64_t declared);
+
+  template <class TensorOrStep>
+  void add_offsets(const TensorOrStep& packed, bool of_keys) {
+    const bool is_key = of_keys && keys_;
+    rows_.push_back({is_key, (is_key ? *keys_ : queries_).add_offsets(packed)});
   }
-
-  // Of a packed tensor, or of one with `step` elements from a token to the next.
-  void add_offsets(const at::Tensor& packed, bool of_keys);
-  void add_offsets(int64_t step, bool of_keys);
-
-  // Fills the table, and appends the addresses of the offsets, int64 [sequences + 1] in elements,
-  // in the order in which they were added; and those of the lengths of queries and of keys, int32
-  // [sequences]. They stay as long as this does.
+  // Appends the addresses of the offsets in the order in which they were added, and those of the
+  // lengths of queries and of keys.
   void make(c10::SmallVectorImpl<void*>& pointers);
 
  private:
   struct Row {
-    size_t side, number;
+    bool is_key;
+    size_t number;
   };
 
-  at::Tensor offsets(size_t side) const;
-  at::Tensor lengths(size_t side) const;
-
-  const Varlen& args_;
-  int64_t declared_;
-  bool same_;
-  // Of the queries, and of the keys unless they are the same tokens.
-  std::array<c10::SmallVector<int64_t, 8>, 2> steps_;
-  std::array<at::Tensor, 2> offsets_, lengths_;
+  SequenceTable queries_;
+  std::optional<SequenceTable> keys_;  // none where they are the same tokens
   c10::SmallVector<Row, 16> rows_;
 };
 

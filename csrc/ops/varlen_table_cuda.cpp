@@ -18,69 +18,67 @@ at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, const at::Tensor& 
 
 }  // namespace
 
+size_t SequenceTable::add_offsets(const at::Tensor& packed) {
+  return add_offsets(packed.size(0) > 1 ? packed.stride(0) : packed.numel());
+}
+
+size_t SequenceTable::add_offsets(int64_t step) {
+  const auto found = std::find(steps_.begin(), steps_.end(), step);
+  const auto row = static_cast<size_t>(found - steps_.begin());
+  if (found == steps_.end()) steps_.push_back(step);
+  return row;
+}
+
+// Few kernels: they are small change only beside a large attention.
+void SequenceTable::make() {
+  const auto rows = static_cast<int64_t>(steps_.size());
+  const at::Tensor factors = empty({rows, 1}, at::kLong, given_);
+  graph::upload(steps_, factors.mutable_data_ptr(), graph::is_capturing());
+  const int64_t width = (declared_ + 2) / 2 * 2;  // each row at a multiple of 16 bytes
+  offsets_ = empty({rows, width}, at::kLong, given_);
+  const int64_t starts = given_.size(0), count = starts - 1;
+  at::Tensor own_offsets = offsets_.narrow(1, 0, starts);
+  at::mul_out(own_offsets, factors, given_.unsqueeze(0));
+  if (starts < width) {
+    offsets_.narrow(1, starts, width - starts).copy_(offsets_.narrow(1, count, 1));
+  }
+  lengths_ = empty({declared_}, at::kInt, given_);
+  at::Tensor own_lengths = lengths_.narrow(0, 0, count);
+  if (used_) {
+    own_lengths.copy_(*used_);
+  } else {
+    at::sub_out(own_lengths, given_.narrow(0, 1, count), given_.narrow(0, 0, count));
+  }
+  if (count < declared_) lengths_.narrow(0, count, declared_ - count).zero_();
+}
+
+void* SequenceTable::offsets(size_t row) const {
+  return offsets_.mutable_data_ptr<int64_t>() + static_cast<int64_t>(row) * offsets_.size(1);
+}
+
+void* SequenceTable::lengths() const {
+  return lengths_.mutable_data_ptr();
+}
+
 bool are_same_tokens(const Varlen& args) {
   const auto &q = args.cu_seqlens_q, &k = args.cu_seqlens_k;
   return !args.seqused_q && !args.seqused_k && q.const_data_ptr() == k.const_data_ptr() &&
          q.scalar_type() == k.scalar_type() && q.strides() == k.strides();
 }
 
-void VarlenTable::add_offsets(const at::Tensor& packed, bool of_keys) {
-  add_offsets(packed.size(0) > 1 ? packed.stride(0) : packed.numel(), of_keys);
-}
-
-void VarlenTable::add_offsets(int64_t step, bool of_keys) {
-  const size_t side = of_keys && !same_ ? 1 : 0;
-  auto& steps = steps_[side];
-  const auto found = std::find(steps.begin(), steps.end(), step);
-  rows_.push_back({side, static_cast<size_t>(found - steps.begin())});
-  if (found == steps.end()) steps.push_back(step);
-}
-
-// A row a step. Few kernels: they are small change only beside a large attention.
-at::Tensor VarlenTable::offsets(size_t side) const {
-  const at::Tensor& given = side == 0 ? args_.cu_seqlens_q : args_.cu_seqlens_k;
-  const auto& steps = steps_[side];
-  const auto rows = static_cast<int64_t>(steps.size());
-  const at::Tensor factors = empty({rows, 1}, at::kLong, given);
-  graph::upload(steps, factors.mutable_data_ptr(), graph::is_capturing());
-  const int64_t width = (declared_ + 2) / 2 * 2;  // each row at a multiple of 16 bytes
-  const at::Tensor table = empty({rows, width}, at::kLong, given);
-  const int64_t count = given.size(0);
-  at::Tensor own = table.narrow(1, 0, count);
-  at::mul_out(own, factors, given.unsqueeze(0));
-  if (count < width) {
-    table.narrow(1, count, width - count).copy_(table.narrow(1, count - 1, 1));
-  }
-  return table;
-}
-
-at::Tensor VarlenTable::lengths(size_t side) const {
-  const at::Tensor& given = side == 0 ? args_.cu_seqlens_q : args_.cu_seqlens_k;
-  const OptionalTensor& used = side == 0 ? args_.seqused_q : args_.seqused_k;
-  const int64_t count = given.size(0) - 1;
-  const at::Tensor result = empty({declared_}, at::kInt, given);
-  at::Tensor own = result.narrow(0, 0, count);
-  if (used) {
-    own.copy_(*used);
-  } else {
-    at::sub_out(own, given.narrow(0, 1, count), given.narrow(0, 0, count));
-  }
-  if (count < declared_) result.narrow(0, count, declared_ - count).zero_();
-  return result;
+VarlenTable::VarlenTable(const Varlen& args, int64_t declared)
+    : queries_(args.cu_seqlens_q, args.seqused_q, declared) {
+  if (!are_same_tokens(args)) keys_.emplace(args.cu_seqlens_k, args.seqused_k, declared);
 }
 
 void VarlenTable::make(c10::SmallVectorImpl<void*>& pointers) {
-  for (size_t side = 0; side < (same_ ? 1 : 2); ++side) {
-    offsets_[side] = offsets(side);
-    lengths_[side] = lengths(side);
-  }
+  queries_.make();
+  if (keys_) keys_->make();
   for (const auto& row : rows_) {
-    const at::Tensor& table = offsets_[row.side];
-    pointers.push_back(table.mutable_data_ptr<int64_t>() +
-                       static_cast<int64_t>(row.number) * table.size(1));
+    pointers.push_back((row.is_key ? *keys_ : queries_).offsets(row.number));
   }
-  pointers.push_back(lengths_[0].mutable_data_ptr());
-  pointers.push_back(lengths_[same_ ? 0 : 1].mutable_data_ptr());
+  pointers.push_back(queries_.lengths());
+  pointers.push_back((keys_ ? *keys_ : queries_).lengths());
 }
 
 }  // namespace cudnn_ops

@@ -178,18 +178,8 @@ def _with_lse_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return _fake(*args, **kwargs), _new_lse(args[0])
 
 
-def _check_out(out: Tensor, query: Tensor, value_cache: Tensor) -> None:
-    like = _new_out(query, value_cache)
-    if out.shape != like.shape or out.dtype != like.dtype or not out.is_contiguous():
-        raise ValueError(
-            f"cudnn_ops.paged_attention: out must be {tuple(like.shape)}, {like.dtype} and "
-            f"contiguous; got {tuple(out.shape)}, {out.dtype}, with strides {out.stride()}"
-        )
-
-
-def _out_fake(*args: Any, out: Tensor, **kwargs: Any) -> None:
+def _out_fake(*args: Any, **kwargs: Any) -> None:
     _ops._paged_check.default(*args, **kwargs)
-    _check_out(out, args[0], args[2])
 
 
 def _append_fake(*args: Any, **kwargs: Any) -> None:
@@ -276,9 +266,8 @@ def _cpu(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _out_cpu(*args: Any, out: Tensor, **kwargs: Any) -> None:
-    found = _cpu(*args, **kwargs)
-    _check_out(out, args[0], args[2])
-    out.copy_(found)
+    _ops._paged_check.default(*args, **kwargs, out=out)
+    out.copy_(_cpu(*args, **kwargs))
 
 
 def _append_cpu(
