@@ -16,6 +16,7 @@ from cudnn_ops.cache import (
     store_info,
 )
 from cudnn_ops.known_bad import KnownBad, known_bad
+from cudnn_ops.kv_cache import CacheUsage, KVSequence, OutOfPages, PagedKVCache
 from cudnn_ops.ops.merge import merge_attention_states
 from cudnn_ops.ops.paged import (
     paged_attention,
@@ -35,7 +36,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CacheInfo",
+    "CacheUsage",
+    "KVSequence",
     "KnownBad",
+    "OutOfPages",
+    "PagedKVCache",
     "PlanRequest",
     "StoreInfo",
     "TunedPlan",
