@@ -132,7 +132,8 @@ void check_paged_append(const at::Tensor& key_cache, const at::Tensor& value_cac
     TORCH_CHECK_VALUE(
         tensor.dim() == 3 && holds(tensor.sym_size(1).sym_eq(cache.sym_size(head_dim))) &&
             holds(tensor.sym_size(2).sym_eq(cache.sym_size(3))) &&
-            holds(tensor.sym_stride(2).sym_eq(1)),
+            (TORCH_GUARD_OR_FALSE(tensor.sym_size(0).sym_eq(0)) ||
+             holds(tensor.sym_stride(2).sym_eq(1))),
         kAppend, name, " must be [tokens, heads, head size] as ", name, "_cache has them, ",
         cache.sym_size(head_dim), " and ", cache.sym_size(3), ", with a last stride of 1; got ",
         tensor.sym_sizes(), " with strides ", tensor.sym_strides());
