@@ -20,9 +20,6 @@ from tests.conftest import DEVICES
 LAYOUTS = ["NHD", "HND"]
 OPERATOR = kv_cache._append
 
-needs_operator = pytest.mark.skipif(
-    not hasattr(torch.ops.cudnn_ops, "paged_kv_append_"), reason="the operator is not built"
-)
 ABC = list(range(100, 112))  # three pages of four tokens
 
 
@@ -645,7 +642,6 @@ def test_append_hands_over_the_layer_and_the_layout(monkeypatch):
         assert head_major == (layout == "HND")
 
 
-@needs_operator
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_append_with_the_operator(device, layout, monkeypatch):
@@ -661,7 +657,6 @@ def test_append_with_the_operator(device, layout, monkeypatch):
         assert torch.equal(cache.value_cache(layer), plain.value_cache(layer))
 
 
-@needs_operator
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_random_steps_with_the_operator(device, layout, monkeypatch):

@@ -60,8 +60,8 @@ def write(cache: PagedKVCache, slots: list[int], states: list[int]) -> None:
     state = torch.tensor(states, dtype=torch.float32, device=device)[:, None, None]
     slot_mapping = torch.tensor(slots, dtype=torch.int64, device=device)
     for layer in range(cache.layers):
-        key = (state + layer).expand(-1, 1, cache.head_size)
-        value = (-state - layer).expand(-1, 1, cache.value_size)
+        key = (state + layer).repeat(1, 1, cache.head_size)
+        value = (-state - layer).repeat(1, 1, cache.value_size)
         cache.append(layer, key, value, slot_mapping)
 
 
