@@ -69,6 +69,21 @@ def attention_features(rows: Sequence[Row]) -> Lines:
     return lines
 
 
+def paged_decode(rows: Sequence[Row]) -> Lines:
+    """A line a shape: time, and bytes a second beside those of a copy and of the peers."""
+    times, rates = pivot(rows, "gpu_ms"), pivot(rows, "tb_per_s")
+    hosts = pivot(rows, "host_us")
+    impls = unique(row["impl"] for row in rows if row["metric"] == "tb_per_s")
+    lines = [
+        ["B, Hq, Hkv, D, tokens", "ms", *(f"{impl} TB/s" for impl in impls), "of a copy", "host us"]
+    ]
+    for case, found in rates.items():
+        line = [_spaced(case), short(times[case][OURS]), *_cells(found, impls, short)]
+        share = f"{found[OURS] / found['copy']:.2f}"
+        lines.append([*line, share, short(hosts[case][OURS])])
+    return lines
+
+
 def host_overhead(rows: Sequence[Row]) -> Lines:
     """A line a case, a column an implementation."""
     times = pivot(rows, "host_us")
@@ -135,6 +150,11 @@ TABLES = {
         attention_features,
         "GPU time in ms, forward / backward, bf16; x is the other's time over ours.",
         "attention_features",
+    ),
+    "paged_decode": Table(
+        paged_decode,
+        "Bytes of keys and values read, for a copy those read and written; bf16, pages of 16.",
+        "paged_decode",
     ),
     "host_overhead": Table(
         host_overhead, "Host time of one call in µs, [1, 8, 64, 64] bf16, causal.", "host_overhead"

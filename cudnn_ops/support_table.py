@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from os import cpu_count
@@ -36,6 +37,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "padding": {"seq_lens_q": True, "seq_lens_kv": True, "is_causal": True},
     "packed": {"polymorphic": True, "is_causal": True},
     "packed, deterministic": {"polymorphic": True, "is_causal": True, "deterministic": True},
+    "paged, one query": {"queries": 1},
+    "paged, one query, window": {"queries": 1, "window_size": (64, 0)},
+    "paged, few queries": {"queries": 4, "is_causal": True},
+    "paged, packed": {"queries": 100, "cu_seqlens_q": True, "is_causal": True},
 }
 #: Of the query and key, and of the value.
 HEAD_SIZES: tuple[tuple[int, int], ...] = (
@@ -76,6 +81,14 @@ def support_table(
 
     def ask(feature: str, sizes: tuple[int, int], direction: str) -> Answer:
         options = {"polymorphic": False, **FEATURES[feature]}
+        if "queries" in options:
+            if direction != "sdpa":
+                return Answer(
+                    feature, sizes, direction, False, "cuDNN has no derivative over pages"
+                )
+            words = _paged_words(sizes, **FEATURES[feature])
+            supported, reason, *_ = _C.make_plan(words, description)
+            return Answer(feature, sizes, direction, supported, reason)
         if direction == "sdpa":
             options.pop("grad_mask", None)
         words, refusal = support.plan_key(
@@ -106,6 +119,24 @@ def support_table(
 def _spec(length: int, size: int) -> torch.Tensor:
     memory = torch.empty(2, length, 4, size, dtype=torch.bfloat16, device="meta")
     return memory.transpose(1, 2)
+
+
+def _paged_words(
+    sizes: tuple[int, int], queries: int, cu_seqlens_q: bool = False, **options: Any
+) -> Sequence[int]:
+    """Of a batch of two over pages of 16 tokens."""
+
+    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    query = meta(2, queries, 4, sizes[0])
+    if cu_seqlens_q:
+        query = query.flatten(0, 1)
+        options |= {"cu_seqlens_q": meta(3, dtype=torch.int32), "max_seqlen_q": queries}
+    index = [meta(*shape, dtype=torch.int32) for shape in ((2, 32), (2,))]
+    caches = [meta(100, 16, 4, size) for size in sizes]
+    words: Sequence[int] = torch.ops.cudnn_ops._paged_plan_key(query, *caches, *index, **options)
+    return words
 
 
 def as_lines(answers: list[Answer]) -> list[list[str]]:

@@ -18,6 +18,7 @@ from benchmarks import (
     bench_attention_features,
     bench_cold_start,
     bench_host_overhead,
+    bench_paged_decode,
     bench_sdpa,
     bench_shape_churn,
     bench_soak,
@@ -311,6 +312,41 @@ def test_bench_attention_features_rows_make_its_table(monkeypatch: pytest.Monkey
     wrong = {**feature.calls, "torch_cudnn": lambda: 1.1 * feature.calls["cudnn_ops"]()}
     with pytest.raises(RuntimeError, match=r"causal: torch_cudnn differs by 0\.1 of"):
         bench.measure(replace(feature, calls=wrong), shape, rows, 1)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_bench_paged_decode_rows_make_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_paged_decode
+    monkeypatch.setattr(bench, "gpu_ms", bench_sdpa.gpu_ms)
+    monkeypatch.setattr(bench, "host_us", bench_sdpa.gpu_ms)
+    problem = bench.problem
+    monkeypatch.setattr(bench, "problem", lambda shape: problem(shape, "cpu"))
+    monkeypatch.setattr(
+        bench, "SHAPES", tuple(bench.Shape(2, 4, 2, 16, which) for which in ("100", "mixed"))
+    )
+    monkeypatch.setattr(bench, "TOKENS_TO_APPEND", 128)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    randperm = torch.randperm
+    monkeypatch.setattr(torch, "randperm", lambda n, **_: randperm(n))
+    rows = Rows(ENV)
+    bench.run(rows, rounds=1)
+    header, *lines = tables.paged_decode(rows.rows)
+    assert header[2:-2] == ["cudnn_ops TB/s", "torch_flash TB/s", "copy TB/s"]
+    assert [line[0] for line in lines] == [
+        "2, 4, 2, 16 100",
+        "2, 4, 2, 16 mixed",
+        "append 128, 8, 128",
+    ]
+    assert [line[1] for line in lines] == ["2.00"] * 3
+    assert [line[-2:] for line in lines] == [["1.00", "2.00"]] * 3
+    assert lines[1][3] == ""
+    found = harness.pivot(rows.rows, "tb_per_s")["2,4,2,16 100"]["cudnn_ops"]
+    assert found == pytest.approx(2 * 2 * 100 * 2 * 16 * 2 / 2e-3 / 1e12)
+    # Wrong results are not timed.
+    contiguous = bench.contiguous
+    monkeypatch.setattr(bench, "contiguous", lambda p: [2 * t for t in contiguous(p)])
+    with pytest.raises(RuntimeError, match="torch_flash differs by"):
+        bench.measure(bench.SHAPES[0], rows, 1)
 
 
 @pytest.mark.usefixtures("on_cpu")

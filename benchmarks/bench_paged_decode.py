@@ -1,0 +1,185 @@
+"""Decoding over a paged cache: bytes of keys and values read a second, host time, and appending.
+
+bf16, one query a sequence, pages of 16 tokens in random order. Peers read the same keys and values
+from a contiguous cache: torch's flash backend, for sequences that are all as long; and a copy on
+the device, whose bytes are those that it reads and those that it writes. FlashInfer over the same
+pages where it is installed.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import cudnn_ops  # noqa: F401  (registers the operators)
+from benchmarks import peers
+from benchmarks.harness import Rows, gpu_ms, host_us, main
+
+PAGE = 16
+WIDTH = 256  # of the page table: 4096 tokens
+TOKENS_TO_APPEND = 4096
+# Of two results, as a share of the first one's norm.
+TOLERANCE = 2e-2
+
+
+class Shape(NamedTuple):
+    batch: int
+    heads: int
+    kv_heads: int
+    dim: int
+    lengths: str
+    """How many tokens each sequence has, or "mixed"."""
+
+    def __str__(self) -> str:
+        return f"{','.join(map(str, self[:4]))} {self.lengths}"
+
+    def draw(self) -> list[int]:
+        if self.lengths != "mixed":
+            return [int(self.lengths)] * self.batch
+        rng = random.Random(0)
+        return [rng.randint(64, 4096) for _ in range(self.batch)]
+
+
+SHAPES = tuple(
+    Shape(*sizes, lengths)
+    for sizes in ((64, 32, 8, 128), (128, 64, 8, 128), (8, 32, 8, 128))
+    for lengths in ("2048", "mixed")
+)
+
+
+class Problem(NamedTuple):
+    """A query a sequence and the pages of its keys and values."""
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    page_table: Tensor
+    seq_lens_kv: Tensor
+
+    @property
+    def kv_bytes(self) -> int:
+        tokens = int(self.seq_lens_kv.sum())
+        return 2 * tokens * self.key_cache.shape[2] * self.key_cache.shape[3] * 2
+
+
+def problem(shape: Shape, device: str = "cuda") -> Problem:
+    torch.manual_seed(0)
+    lengths = shape.draw()
+    counts = [-(-length // PAGE) for length in lengths]
+    pages = sum(counts)
+    order = torch.randperm(pages).int()
+    table = torch.zeros(shape.batch, WIDTH, dtype=torch.int32)
+    for row, mine in zip(table, order.split(counts), strict=True):
+        row[: len(mine)] = mine
+
+    def random_tensor(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, device=device, dtype=torch.bfloat16)
+
+    return Problem(
+        random_tensor(shape.batch, 1, shape.heads, shape.dim),
+        random_tensor(pages, PAGE, shape.kv_heads, shape.dim),
+        random_tensor(pages, PAGE, shape.kv_heads, shape.dim),
+        table.to(device),
+        torch.tensor(lengths, dtype=torch.int32, device=device),
+    )
+
+
+def contiguous(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """What torch's attention takes: [B, H, S, D], of sequences that are all as long."""
+    length = int(p.seq_lens_kv[0])
+    table = p.page_table[:, : -(-length // PAGE)].long()
+    keys, values = (
+        cache[table].flatten(1, 2)[:, :length].transpose(1, 2)
+        for cache in (p.key_cache, p.value_cache)
+    )
+    return p.query.transpose(1, 2), keys, values
+
+
+def flashinfer(p: Problem) -> Callable[[], Tensor] | None:
+    """Its decode kernel over the same pages, planned; None where it is not installed."""
+    try:
+        module: Any = import_module("flashinfer")
+    except ImportError:
+        return None
+    counts = -(-p.seq_lens_kv // PAGE)
+    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+    pages = torch.cat([r[:n] for r, n in zip(p.page_table, counts.tolist(), strict=True)])
+    workspace = torch.empty(128 << 20, dtype=torch.uint8, device=p.query.device)
+    wrapper = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+    last = (p.seq_lens_kv - 1) % PAGE + 1
+    heads, kv_heads, dim = p.query.shape[2], p.key_cache.shape[2], p.query.shape[3]
+    wrapper.plan(starts, pages, last, heads, kv_heads, dim, PAGE, q_data_type=torch.bfloat16)
+    return partial(wrapper.run, p.query[:, 0], (p.key_cache, p.value_cache))
+
+
+def attentions(shape: Shape, p: Problem) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    yield "cudnn_ops", partial(torch.ops.cudnn_ops.paged_attention, *p)
+    if shape.lengths != "mixed":
+        query, keys, values = contiguous(p)
+        yield (
+            "torch_flash",
+            partial(scaled_dot_product_attention, query, keys, values, enable_gqa=True),
+        )
+    if (other := flashinfer(p)) is not None:
+        yield "flashinfer", other
+
+
+def run(rows: Rows, rounds: int) -> None:
+    for shape in SHAPES:
+        measure(shape, rows, rounds)
+    measure_append(rows, rounds)
+
+
+def measure(shape: Shape, rows: Rows, rounds: int) -> None:
+    p = problem(shape)
+    calls = dict(attentions(shape, p))
+    results = {}
+    for name, call in calls.items():
+        with peers.backend(name):
+            results[name] = call().float().flatten()
+    ours = results["cudnn_ops"]
+    for name, result in results.items():
+        error = float((result - ours).norm() / ours.norm())
+        if not error <= TOLERANCE:  # written so that NaN fails
+            raise RuntimeError(f"{shape}: {name} differs by {error:.2g} of the norm")
+    source = torch.empty(p.kv_bytes // 2, dtype=torch.uint8, device=p.query.device)
+    target = torch.empty_like(source)
+    copy: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source)}
+    for name, ms in gpu_ms({**calls, **copy}, rounds=rounds, around=peers.backend).items():
+        rows.add(str(shape), name, "gpu_ms", ms)
+        rows.add(str(shape), name, "tb_per_s", p.kv_bytes / ms / 1e9)
+    for name, us in host_us(calls, rounds=rounds, around=peers.backend).items():
+        rows.add(str(shape), name, "host_us", us)
+
+
+def measure_append(rows: Rows, rounds: int) -> None:
+    """As many tokens as a prefill step has, in random slots."""
+    p = problem(Shape(TOKENS_TO_APPEND // 32, 8, 8, 128, "64"))
+    heads, dim = p.key_cache.shape[2:]
+    key, value = (
+        torch.randn(TOKENS_TO_APPEND, heads, dim, device=p.query.device, dtype=torch.bfloat16)
+        for _ in range(2)
+    )
+    slots = torch.randperm(p.key_cache.shape[0] * PAGE, device=p.query.device)[: len(key)]
+    both = torch.stack([key, value])
+    target = torch.empty_like(both)
+    append = partial(
+        torch.ops.cudnn_ops.paged_kv_append_, p.key_cache, p.value_cache, key, value, slots
+    )
+    case = f"append {TOKENS_TO_APPEND},{heads},{dim}"
+    calls: dict[str, Callable[[], object]] = {"cudnn_ops": append}
+    both_calls = {**calls, "copy": lambda: target.copy_(both)}
+    for name, ms in gpu_ms(both_calls, rounds=rounds).items():
+        rows.add(case, name, "gpu_ms", ms)
+        rows.add(case, name, "tb_per_s", 2 * both.numel() * 2 / ms / 1e9)
+    for name, us in host_us(calls, rounds=rounds).items():
+        rows.add(case, name, "host_us", us)
+
+
+if __name__ == "__main__":
+    main("paged_decode", run)
