@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from cudnn_ops import _C
+from cudnn_ops.ops.paged import KVLayout, is_head_major
 
 #: What describes a tensor: a tensor (its data are not read), or its shape and dtype, or its
 #: shape, dtype and strides. Without strides it is contiguous.
@@ -76,7 +77,7 @@ def explain(
 
     Args:
         op: ``"sdpa"``, or ``"sdpa_backward"`` for its derivative (the deterministic one under
-            ``torch.use_deterministic_algorithms(True)``).
+            ``torch.use_deterministic_algorithms(True)``); or ``"paged_attention"``.
         q: the query: a tensor, ``(shape, dtype)`` or ``(shape, dtype, strides)``, with shape
             [batch, heads, length, head size] and strides in elements.
         k: the key; None stands for one like the query.
@@ -89,7 +90,9 @@ def explain(
         options: as in :func:`cudnn_ops.scaled_dot_product_attention`, but that what a tensor holds
             does not matter: ``attn_mask`` may be ``(shape, dtype)``, and ``alibi_slopes``,
             ``sinks``, ``seq_lens_q`` and ``seq_lens_kv`` may be True. ``grad_mask=True`` asks for
-            the gradient of the mask too.
+            the gradient of the mask too. For ``"paged_attention"``, where ``k`` and ``v`` are the
+            caches, as in :func:`cudnn_ops.paged_attention`: ``page_table`` may be its shape, and
+            ``cu_seqlens_q`` and ``sinks`` True.
 
     Raises:
         ValueError: an unknown op or device; shapes that do not fit each other.
@@ -126,8 +129,10 @@ def plan_key(
     **options: Any,
 ) -> tuple[Sequence[int], str]:
     """The key of the plan that such a call needs; or why it has none."""
+    if op == "paged_attention":
+        return _paged_plan_key(q, k, v, with_lse=with_lse, **options), ""
     if op not in ("sdpa", "sdpa_backward"):
-        raise ValueError(f'op is "sdpa" or "sdpa_backward", got {op!r}')
+        raise ValueError(f'op is "sdpa", "sdpa_backward" or "paged_attention", got {op!r}')
     query, key, value = meta_tensors(q, k, v)
     if options.get("attn_mask") is not None:
         options["attn_mask"] = _meta_tensor(options["attn_mask"], "attn_mask")
@@ -152,6 +157,42 @@ def plan_key(
         with_lse=with_lse,
         backward=op == "sdpa_backward",
         polymorphic=polymorphic,
+    )
+
+
+def _paged_plan_key(
+    query: TensorSpec,
+    key_cache: TensorSpec | None,
+    value_cache: TensorSpec | None,
+    *,
+    page_table: Tensor | tuple[int, int] | None = None,
+    cu_seqlens_q: Tensor | bool | None = None,
+    sinks: Tensor | bool | None = None,
+    kv_layout: KVLayout = "NHD",
+    **options: Any,
+) -> Sequence[int]:
+    if key_cache is None or page_table is None:
+        raise ValueError("paged_attention is asked about with k, the key cache, and page_table")
+    query = _meta_tensor(query, "q")
+    batch, width = page_table.shape if isinstance(page_table, Tensor) else page_table
+
+    def meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    key_cache = _meta_tensor(key_cache, "k")
+    return torch.ops.cudnn_ops._paged_plan_key(
+        query,
+        key_cache,
+        key_cache if value_cache is None else _meta_tensor(value_cache, "v"),
+        meta(batch, width),
+        meta(batch),
+        # A bool is a tensor's place: what it holds does not matter.
+        cu_seqlens_q=None if cu_seqlens_q is None or cu_seqlens_q is False else meta(batch + 1),
+        sinks=None
+        if sinks is None or sinks is False
+        else meta(query.shape[-2], dtype=torch.float32),
+        head_major=is_head_major(kv_layout),
+        **options,
     )
 
 

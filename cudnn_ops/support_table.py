@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from os import cpu_count
@@ -79,16 +78,32 @@ def support_table(
     """
     description = support.prepare(device)
 
+    def ask_about_pages(feature: str, sizes: tuple[int, int], direction: str) -> Answer:
+        """Of a batch of two, over pages of 16 tokens."""
+        if direction != "sdpa":
+            return Answer(feature, sizes, direction, False, "it is for inference")
+        options = dict(FEATURES[feature])
+        queries = options.pop("queries")
+        shape: tuple[int, ...] = (2, queries, 4, sizes[0])
+        if "cu_seqlens_q" in options:
+            shape = (2 * queries, 4, sizes[0])
+            options["max_seqlen_q"] = queries
+        tensors = (shape, *((100, 16, 4, size) for size in sizes))
+        words, _ = support.plan_key(
+            "paged_attention",
+            *((tensor, torch.bfloat16) for tensor in tensors),
+            page_table=(2, 32),
+            with_lse=False,
+            polymorphic=True,
+            **options,
+        )
+        supported, reason, *_ = _C.make_plan(words, description)
+        return Answer(feature, sizes, direction, supported, reason)
+
     def ask(feature: str, sizes: tuple[int, int], direction: str) -> Answer:
         options = {"polymorphic": False, **FEATURES[feature]}
         if "queries" in options:
-            if direction != "sdpa":
-                return Answer(
-                    feature, sizes, direction, False, "cuDNN has no derivative over pages"
-                )
-            words = _paged_words(sizes, **FEATURES[feature])
-            supported, reason, *_ = _C.make_plan(words, description)
-            return Answer(feature, sizes, direction, supported, reason)
+            return ask_about_pages(feature, sizes, direction)
         if direction == "sdpa":
             options.pop("grad_mask", None)
         words, refusal = support.plan_key(
@@ -119,24 +134,6 @@ def support_table(
 def _spec(length: int, size: int) -> torch.Tensor:
     memory = torch.empty(2, length, 4, size, dtype=torch.bfloat16, device="meta")
     return memory.transpose(1, 2)
-
-
-def _paged_words(
-    sizes: tuple[int, int], queries: int, cu_seqlens_q: bool = False, **options: Any
-) -> Sequence[int]:
-    """Of a batch of two over pages of 16 tokens."""
-
-    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    query = meta(2, queries, 4, sizes[0])
-    if cu_seqlens_q:
-        query = query.flatten(0, 1)
-        options |= {"cu_seqlens_q": meta(3, dtype=torch.int32), "max_seqlen_q": queries}
-    index = [meta(*shape, dtype=torch.int32) for shape in ((2, 32), (2,))]
-    caches = [meta(100, 16, 4, size) for size in sizes]
-    words: Sequence[int] = torch.ops.cudnn_ops._paged_plan_key(query, *caches, *index, **options)
-    return words
 
 
 def as_lines(answers: list[Answer]) -> list[list[str]]:

@@ -51,7 +51,7 @@ class WarmupReport(NamedTuple):
 
 
 def plan_requests(
-    op: Literal["sdpa"],
+    op: Literal["sdpa", "paged_attention"],
     q: support.TensorSpec,
     k: support.TensorSpec | None = None,
     v: support.TensorSpec | None = None,
@@ -63,7 +63,8 @@ def plan_requests(
     """The plans that calls with these shapes need.
 
     Args:
-        op: ``"sdpa"``.
+        op: ``"sdpa"``, or ``"paged_attention"``: of it one plan serves other lengths and smaller
+            batches too, so ``training`` and ``plans`` do not matter.
         q: the query, as :func:`cudnn_ops.support.explain` takes it: a tensor, ``(shape, dtype)``
             or ``(shape, dtype, strides)``.
         k: the key; None stands for one like the query.
@@ -77,8 +78,13 @@ def plan_requests(
     Raises:
         ValueError: an unknown op; shapes that do not fit each other, or that no GPU takes.
     """
+    if op == "paged_attention":
+        words, _ = support.plan_key(
+            op, q, k, v, **{"with_lse": False, "polymorphic": True, **options}
+        )
+        return [PlanRequest(tuple(words))]
     if op != "sdpa":
-        raise ValueError(f'op is "sdpa", got {op!r}')
+        raise ValueError(f'op is "sdpa" or "paged_attention", got {op!r}')
     if plans is None:
         policy = plan_policy()
         plans = "both" if policy == "auto" else policy

@@ -169,3 +169,37 @@ def test_named_shapes_are_those_that_calls_ask_for():
                         dense, *inputs, *out, is_causal=case.is_causal, scale=case.scale
                     )
             assert shapes == requests, str(case)
+
+
+def test_plans_over_pages_are_requested_and_explained():
+    """One for every length and smaller batch."""
+    caches = [((100, 16, 2, size), torch.bfloat16) for size in (64, 32)]
+    query = ((13, 1, 4, 64), torch.bfloat16)
+    same = {
+        plan_requests("paged_attention", query, *caches, page_table=(batch, width)).pop().words
+        for batch, width, query in (
+            (13, 20, query),
+            (16, 32, ((16, 1, 4, 64), torch.bfloat16)),
+        )
+    }
+    assert len(same) == 1
+    (request,) = plan_requests(
+        "paged_attention",
+        ((70, 4, 64), torch.bfloat16),
+        *caches,
+        page_table=(3, 20),
+        cu_seqlens_q=True,
+        max_seqlen_q=40,
+        is_causal=True,
+        with_lse=True,
+    )
+    assert request.op == "paged_attention"
+    assert warmup([request], device="h200", progress=False).refused == {}
+    answer = cudnn_ops.support.explain(
+        "paged_attention", query, *caches, page_table=(13, 20), device="h200"
+    )
+    assert answer.supported, answer.reason
+    with pytest.raises(ValueError, match="with k, the key cache, and page_table"):
+        plan_requests("paged_attention", query)
+    with pytest.raises(ValueError, match="for 13 sequences"):
+        plan_requests("paged_attention", query, *caches, page_table=(12, 20))
