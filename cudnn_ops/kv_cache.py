@@ -171,6 +171,11 @@ class PagedKVCache:
         self._pool = PagePool(self.pages)
         self._prefix_hits = self._prefix_lookups = 0
 
+    @property
+    def available(self) -> int:
+        """Pages that sequences can still get: those that are free or evictable."""
+        return self._pool.available
+
     def key_cache(self, layer: int) -> Tensor:
         """One layer's keys: [pages, page_size, heads_kv, head_size], for HND the middle swapped.
 
