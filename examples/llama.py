@@ -1,10 +1,15 @@
 """A small Llama-style decoder whose attention function is injected; only the model belongs here.
 
-Shapes: B batch, S sequence, H query heads, K key/value heads, D head size, W width, V vocabulary.
+It trains on windows of text (`forward`, `loss`), and serves requests from a cache (`serve`).
+
+Shapes: B batch, S sequence, H query heads, K key/value heads, D head size, W width, V vocabulary,
+T tokens of several requests, one behind the other.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -48,10 +53,12 @@ class Rotary(nn.Module):
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, S, heads, D] to the same shape and dtype."""
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """[B, S, heads, D] to the same shape and dtype; or [T, heads, D] with `positions` [T]."""
+        rows = slice(x.shape[1]) if positions is None else positions
+        cos, sin = self.cos[rows], self.sin[rows]
         first, second = x.chunk(2, dim=-1)
-        turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
+        turned = (first * cos - second * sin, second * cos + first * sin)
         # The float32 angles promote; attention kernels want the activations' own dtype back.
         return torch.cat(turned, dim=-1).type_as(x)
 
@@ -69,12 +76,17 @@ class SelfAttention(nn.Module):
         self.value = nn.Linear(config.width, kv_width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, S, W] to [B, S, W]."""
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[..., W] to query [..., H, D], key and value [..., K, D], without positions."""
         query, key, value = (
             project(x).unflatten(-1, (-1, self.head_size))
             for project in (self.query, self.key, self.value)
-        )  # [B, S, H or K, D]
+        )
+        return query, key, value
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, W] to [B, S, W]."""
+        query, key, value = self.project(x)
         # Transposed views keep the [B, S, H, D] memory: neither side of attention copies.
         mixed = self.attention(
             self.rotary(query).transpose(1, 2),
@@ -84,6 +96,12 @@ class SelfAttention(nn.Module):
             enable_gqa=True,
         )  # [B, H, S, D]
         return self.out(mixed.transpose(1, 2).flatten(2))
+
+    def serve(self, x: Tensor, positions: Tensor, attend: Attention) -> Tensor:
+        """[T, W] to [T, W]; `attend` is this layer's and finds the earlier tokens itself."""
+        query, key, value = self.project(x)
+        mixed = attend(self.rotary(query, positions), self.rotary(key, positions), value)
+        return self.out(mixed.flatten(1))
 
 
 class SwiGLU(nn.Module):
@@ -113,9 +131,14 @@ class Block(nn.Module):
         x = x + self.attention(self.attention_norm(x))
         return x + self.feed_forward(self.feed_forward_norm(x))
 
+    def serve(self, x: Tensor, positions: Tensor, attend: Attention) -> Tensor:
+        """[T, W] to [T, W], as SelfAttention.serve."""
+        x = x + self.attention.serve(self.attention_norm(x), positions, attend)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
 
 class Llama(nn.Module):
-    """Token ids [B, S] to float32 logits [B, S, V]; S is `config.sequence`.
+    """Token ids [B, S] to float32 logits [B, S, V]; S is at most `config.sequence`.
 
     Parameters are float32. On a GPU the forward pass runs under bf16 autocast.
     """
@@ -143,7 +166,30 @@ class Llama(nn.Module):
             # The output projection is tied to the embedding.
             return F.linear(x, self.embedding.weight).float()
 
+    def serve(self, tokens: Tensor, positions: Tensor, last: Tensor, attend: Attention) -> Tensor:
+        """Float32 logits [requests, V] of tokens [T], as `cudnn_ops.generation.Model` says.
+
+        Computes in the parameters' dtype: under autocast each step would cast all of them anew.
+        """
+        x = self.embedding(tokens)
+        for layer, block in enumerate(self.blocks):
+            assert isinstance(block, Block)  # nn.Sequential does not tell
+            x = block.serve(x, positions, partial(attend, layer))
+        return F.linear(self.norm(x[last]), self.embedding.weight).float()
+
     def loss(self, windows: Tensor) -> Tensor:
         """Mean next-token cross entropy in nats over token windows [B, S + 1]."""
         logits = self(windows[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+
+    def save(self, path: Path) -> None:
+        """Writes sizes and weights into a file that `load` reads."""
+        torch.save({"config": asdict(self.config), "weights": self.state_dict()}, path)
+
+    @classmethod
+    def load(cls, path: Path, attention: Attention) -> "Llama":
+        """The model that `save` wrote, on the CPU."""
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        model = cls(LlamaConfig(**saved["config"]), attention)
+        model.load_state_dict(saved["weights"])
+        return model

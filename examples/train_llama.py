@@ -29,6 +29,7 @@ from examples.llama import Attention, Llama, LlamaConfig
 
 EVALUATIONS = 5
 SAMPLE_BYTES = 300
+CHECKPOINT = "model.pt"  # in the results' folder; `examples.generate` serves it
 TEMPERATURE = 0.7
 WARM_UP_STEPS, TIMED_STEPS = 5, 20
 
@@ -263,6 +264,7 @@ def train(config: TrainConfig) -> Summary:
         sample=sample,
     )
     write_results(summary, config.out)
+    trainer.model.save(config.out / CHECKPOINT)
     return summary
 
 

@@ -1,0 +1,311 @@
+"""Runs a model over a step's tokens: inputs, attention over the cache, CUDA graphs, sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cudnn_ops.kv_cache import ALIGNMENT, PagedKVCache
+from cudnn_ops.ops.paged import paged_attention
+from cudnn_ops.sampling import sample
+from cudnn_ops.scheduler import Batch
+
+
+class Attend(Protocol):
+    """What a model calls once a layer in place of attention."""
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any
+    ) -> Tensor:
+        """Keeps the tokens' keys and values, and attends to all that their requests have so far.
+
+        Args:
+            layer: 0 to the cache's ``layers - 1``.
+            query: [tokens, heads, head size], positions applied, of the cache's dtype.
+            key: [tokens, heads_kv, head size], likewise.
+            value: [tokens, heads_kv, value size].
+            options: ``scale``, ``window_size``, ``softcap``, ``sinks``, as
+                :func:`cudnn_ops.paged_attention` takes them.
+
+        Returns:
+            [tokens, heads, value size]; causal within each request.
+        """
+        ...
+
+
+class Model(Protocol):
+    """A transformer as the engine calls it: tokens of several requests, one behind the other.
+
+    It needs to know nothing of requests, pages or lengths. On a GPU it is captured in CUDA graphs,
+    so it must not wait for the GPU, nor do anything that depends on the values of its inputs.
+    """
+
+    def __call__(self, tokens: Tensor, positions: Tensor, last: Tensor, attend: Attend) -> Tensor:
+        """The logits of some of the tokens.
+
+        Args:
+            tokens: int64 [tokens]. Some may be padding: what is computed for it is not used.
+            positions: int64 [tokens], each one's place in its request, from 0.
+            last: int64 [requests], whose logits are wanted: indices into ``tokens``.
+            attend: to be called once for each layer, in any order.
+
+        Returns:
+            [requests, vocabulary], in any floating dtype.
+        """
+        ...
+
+
+def padded_batch(batch: int) -> int:
+    """The batch that is computed for so many requests: 1, 2, 3, 4, 6, 8, 12, 16, 24, ...
+
+    Attention's plans are declared for these, so that none is built for one that is not among them.
+    """
+    step = 1
+    while 4 * step < batch:
+        step *= 2
+    return -(-batch // step) * step
+
+
+class _Inputs:
+    """A step's inputs at fixed addresses, as CUDA graphs want them; filled by a single copy.
+
+    Args:
+        tokens: the most tokens of a step.
+        batch: the most requests.
+        width: columns of the page table.
+        device: where they are.
+    """
+
+    def __init__(self, tokens: int, batch: int, width: int, device: torch.device) -> None:
+        sizes = {  # The table comes last: the copy ends behind the rows that are used.
+            "tokens": (torch.int64, tokens, 1),
+            "positions": (torch.int64, tokens, 1),
+            "slots": (torch.int64, tokens, 1),
+            "last": (torch.int64, batch, 1),
+            "offsets": (torch.int32, batch + 1, 1),
+            "lengths": (torch.int32, batch, 1),
+            "table": (torch.int32, batch, width),
+        }
+        # Each begins where any kernel may read it in its largest pieces.
+        ends = list(
+            accumulate(
+                -(-dtype.itemsize * rows * row // ALIGNMENT) * ALIGNMENT
+                for dtype, rows, row in sizes.values()
+            )
+        )
+        self._device = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
+        self._host = self._device
+        if device.type == "cuda":
+            self._host = torch.zeros(ends[-1], dtype=torch.uint8, pin_memory=True)
+        self._views: dict[str, tuple[Tensor, Tensor]] = {}
+        for (name, (dtype, rows, row)), start in zip(sizes.items(), [0, *ends], strict=False):
+            host, on_device = (
+                memory[start : start + dtype.itemsize * rows * row].view(dtype)
+                for memory in (self._host, self._device)
+            )
+            if name == "table":
+                host, on_device = host.view(rows, row), on_device.view(rows, row)
+            self._views[name] = (host, on_device)
+        self._table_start, self._row_bytes = ([0, *ends])[-2], 4 * width
+
+    def __getitem__(self, name: str) -> Tensor:
+        """One of the inputs on the device."""
+        return self._views[name][1]
+
+    def write(self, name: str, values: Sequence[int] | Tensor, size: int, padding: int) -> None:
+        """Sets the first ``size`` rows of an input, with ``padding`` behind the values."""
+        host = self._views[name][0]
+        count = len(values)
+        if count:
+            host[:count] = values if isinstance(values, Tensor) else torch.tensor(values)
+        host[count:size] = padding
+
+    def upload(self, batch: int) -> None:
+        """Copies what was written, of the table ``batch`` rows.
+
+        What is written next must wait until this copy is done.
+        """
+        if self._host is not self._device:
+            size = self._table_start + batch * self._row_bytes
+            self._device[:size].copy_(self._host[:size], non_blocking=True)
+
+
+class ModelRunner:
+    """Computes the steps that the scheduler decides on.
+
+    A step in which every request has one token is *decoding*: attention is batched, and on a GPU
+    the whole model is replayed from a CUDA graph. Any other packs its queries. On a CPU it is the
+    same code with the same padding, run each time.
+    """
+
+    def __init__(
+        self, model: Model, cache: PagedKVCache, max_batch: int, chunk: int, max_length: int
+    ) -> None:
+        """Takes the arguments of :class:`cudnn_ops.generation.Engine`."""
+        self._model, self._cache, self._chunk = model, cache, chunk
+        self._device = cache.key_cache(0).device
+        self._max_batch = padded_batch(max_batch)
+        # One width for all steps, and a power of 2: attention pads others, by a copy a layer.
+        width = 1
+        while width * cache.page_size < max_length:
+            width *= 2
+        self._inputs = _Inputs(chunk + self._max_batch, self._max_batch, width, self._device)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+        self.replays = 0
+        """Steps that were replayed from a CUDA graph."""
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> Tensor:
+        """Queues a step.
+
+        Its result must have been read before the next one is launched.
+
+        Returns:
+            int64 [shares] on the device: what follows each share's last token. Of no account where
+            a share does not reach its request's last one.
+        """
+        shares = batch.shares
+        counts = [share.stop - share.start for share in shares]
+        self._fill(
+            [token for share in shares for token in share.request.tokens[share.start : share.stop]],
+            [position for share in shares for position in range(share.start, share.stop)],
+            batch.slots,
+            counts,
+            self._cache.seq_lens([share.sequence for share in shares]),
+            self._cache.page_table(
+                [share.sequence for share in shares], self._inputs["table"].shape[1]
+            ),
+        )
+        logits, greedy = self._compute(counts)
+        if self._device.type == "cuda" and max(counts) == 1:
+            self.replays += 1
+        if all(share.request.params.temperature == 0 for share in shares):
+            return greedy
+        options = [
+            (params.temperature, params.top_k, params.top_p, share.request.number)
+            for share in shares
+            for params in (share.request.params,)
+        ]
+        table = torch.tensor(options, dtype=torch.float64)
+        return sample(logits, table.to(self._device, non_blocking=True))
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Builds all plans and captures all graphs, by steps that are nothing but padding."""
+        sizes = sorted({padded_batch(batch) for batch in range(1, self._max_batch + 1)})
+        # From the largest: the smaller graphs then find their memory in the pool that they share.
+        for size in reversed(sizes):
+            for counts in ([1] * size, [min(2, self._chunk)] + [1] * (size - 1)):
+                total = sum(counts)
+                empty = torch.zeros(size, dtype=torch.int32)
+                table = torch.zeros((size, self._inputs["table"].shape[1]), dtype=torch.int32)
+                self._fill([0] * total, [0] * total, [-1] * total, counts, empty, table)
+                self._compute(counts)[1].tolist()
+
+    def _fill(
+        self,
+        tokens: list[int],
+        positions: list[int],
+        slots: list[int],
+        counts: list[int],
+        lengths: Tensor,
+        table: Tensor,
+    ) -> None:
+        """Writes the inputs, with padding that is harmless: it is not stored, and sees nothing."""
+        batch = padded_batch(len(counts))
+        total = len(tokens)
+        # Only decoding needs as many tokens as rows.
+        size = batch if total == len(counts) else total
+        offsets = list(accumulate(counts, initial=0))
+        inputs = self._inputs
+        inputs.write("tokens", tokens, size, 0)
+        inputs.write("positions", positions, size, 0)
+        inputs.write("slots", slots, size, -1)
+        inputs.write("last", [offset - 1 for offset in offsets[1:]], batch, 0)
+        inputs.write("offsets", offsets, batch + 1, total)
+        inputs.write("lengths", lengths, batch, 0)
+        inputs.write("table", table, batch, 0)
+        inputs.upload(batch)
+
+    def _compute(self, counts: list[int]) -> tuple[Tensor, Tensor]:
+        """Logits [requests, vocabulary] of the step whose inputs are there, and the greatest's."""
+        requests, total = len(counts), sum(counts)
+        batch = padded_batch(requests)
+        if total > requests:
+            logits, greedy = self._prefill(total, batch)
+        elif self._device.type == "cuda":
+            if batch not in self._graphs:
+                self._capture(batch)
+            graph, logits, greedy = self._graphs[batch]
+            graph.replay()
+        else:
+            logits, greedy = self._decode(batch)
+        return logits[:requests], greedy[:requests]
+
+    def _decode(self, batch: int) -> tuple[Tensor, Tensor]:
+        lengths, table = self._inputs["lengths"][:batch], self._inputs["table"][:batch]
+
+        def attention(query: Tensor, caches: tuple[Tensor, Tensor], options: Any) -> Tensor:
+            out = paged_attention(query.unsqueeze(1), *caches, table, lengths, **options)
+            return out.squeeze(1)
+
+        return self._call(batch, batch, attention)
+
+    def _prefill(self, total: int, batch: int) -> tuple[Tensor, Tensor]:
+        lengths, table = self._inputs["lengths"][:batch], self._inputs["table"][:batch]
+        offsets = self._inputs["offsets"][: batch + 1]
+
+        def attention(query: Tensor, caches: tuple[Tensor, Tensor], options: Any) -> Tensor:
+            # The bound is the same for all steps, for plans differ by it.
+            return paged_attention(
+                query,
+                *caches,
+                table,
+                lengths,
+                cu_seqlens_q=offsets,
+                max_seqlen_q=self._chunk,
+                is_causal=True,
+                **options,
+            )
+
+        return self._call(total, batch, attention)
+
+    def _call(
+        self,
+        tokens: int,
+        batch: int,
+        attention: Callable[[Tensor, tuple[Tensor, Tensor], Any], Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        inputs, cache = self._inputs, self._cache
+        slots = inputs["slots"][:tokens]
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+            cache.append(layer, key, value, slots)
+            options["kv_layout"] = cache.kv_layout
+            return attention(query, (cache.key_cache(layer), cache.value_cache(layer)), options)
+
+        logits = self._model(
+            inputs["tokens"][:tokens], inputs["positions"][:tokens], inputs["last"][:batch], attend
+        )
+        return logits, logits.argmax(-1)
+
+    def _capture(self, batch: int) -> None:
+        """Captures decoding of a batch. Runs it before, on the inputs that are there.
+
+        No plan is built during a capture. That the step then is computed twice does no harm: the
+        second time writes the same keys and values to the same slots.
+        """
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            self._decode(batch)
+        current.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = self._decode(batch)
+        self._graphs[batch] = (graph, *outputs)
