@@ -1,0 +1,250 @@
+"""Serves prompts with the model that `examples.train_llama` trains, from a paged cache.
+
+    python -m examples.generate
+
+Prompts are pieces of the held-out text behind beginnings that many of them share, as requests
+share a system prompt. What belongs here: the prompts, the progress, the report and the command
+line; the engine is `cudnn_ops.generation`, the model is in `llama.py`.
+"""
+
+import argparse
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from cudnn_ops import PagedKVCache, scaled_dot_product_attention
+from cudnn_ops.generation import Engine, Request, SamplingParams
+from examples.llama import Llama
+from examples.train_llama import CHECKPOINT, RECIPES, TrainConfig, load_text
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """The command line's choices."""
+
+    checkpoint: Path = TrainConfig.out / CHECKPOINT
+    random: bool = False
+    device: str = "auto"
+    prompts: int = 128
+    beginnings: int = 8
+    max_tokens: int = 64
+    temperature: float = 0.7
+    top_p: float = 0.95
+    top_k: int = 0
+    max_batch: int = 16
+    chunk: int = 256
+    pages: int | None = None
+    page_size: int = 16
+    samples: int = 3
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What one run measured; times are in seconds, tokens are bytes of text."""
+
+    device: str
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    tokens_per_second: float  # of output, over the time spent in steps
+    time_to_first_token_median: float
+    time_to_first_token_p99: float
+    prefix_hits: int
+    preemptions: int
+    peak_pages: int
+    pages: int
+    steps: int
+    replays: int  # steps from a CUDA graph
+
+
+def load_model(config: GenerateConfig, device: torch.device) -> Llama:
+    """The trained model, or one of the device's size with random weights.
+
+    Raises:
+        SystemExit: there is no checkpoint; the message says how to get one.
+    """
+    if config.random:
+        torch.manual_seed(config.seed)
+        model = Llama(RECIPES[device.type].model, scaled_dot_product_attention)
+    elif config.checkpoint.exists():
+        model = Llama.load(config.checkpoint, scaled_dot_product_attention)
+    else:
+        raise SystemExit(
+            f"{config.checkpoint} is not there: `python -m examples.train_llama` trains a model "
+            "and writes it, --checkpoint names another, --random serves random weights"
+        )
+    if device.type == "cuda":
+        for weight in model.parameters():
+            # Not model.bfloat16(): the angles of the positions must stay float32.
+            weight.data = weight.data.bfloat16()
+    return model.to(device)
+
+
+def make_prompts(text: Tensor, config: GenerateConfig, context: int) -> list[list[int]]:
+    """Prompts that leave room for `max_tokens` in `context`, in random order.
+
+    Three quarters of a prompt are one of a few beginnings, the rest is its own.
+    """
+    generator = torch.Generator().manual_seed(config.seed)
+    length = context - config.max_tokens
+    own = length // 4
+
+    def piece(size: int) -> list[int]:
+        start = int(torch.randint(len(text) - size, (), generator=generator))
+        return text[start : start + size].tolist()
+
+    beginnings = [piece(length - own) for _ in range(config.beginnings)]
+    picks = torch.randint(len(beginnings), (config.prompts,), generator=generator)
+    return [beginnings[pick] + piece(own) for pick in picks.tolist()]
+
+
+def serve(engine: Engine, requests: list[Request]) -> None:
+    """Steps until all requests are finished, and shows how far they are."""
+    total = sum(request.params.max_tokens for request in requests)
+    with tqdm(total=total, unit="token") as bar:
+        while engine.running or engine.waiting:
+            bar.update(len(engine.step()))
+            usage = engine.cache.usage()
+            bar.set_postfix_str(
+                f"{engine.running} run, {engine.waiting} wait, "
+                f"{usage.in_use}/{usage.pages} pages, {engine.stats.preemptions} preempted",
+                refresh=False,
+            )
+
+
+def summarize(engine: Engine, requests: Iterable[Request], device: torch.device) -> Summary:
+    """The figures of a run that is over."""
+    stats = [request.stats for request in requests]
+    waits = [each.time_to_first_token or 0.0 for each in stats]
+    overall = engine.stats
+    return Summary(
+        device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
+        requests=len(stats),
+        prompt_tokens=sum(each.prompt_tokens for each in stats),
+        output_tokens=overall.output_tokens,
+        tokens_per_second=overall.tokens_per_second,
+        time_to_first_token_median=statistics.median(waits),
+        time_to_first_token_p99=sorted(waits)[-(-99 * len(waits) // 100) - 1],
+        prefix_hits=overall.prefix_hits,
+        preemptions=overall.preemptions,
+        peak_pages=overall.peak_pages,
+        pages=engine.cache.pages,
+        steps=overall.steps,
+        replays=overall.replays,
+    )
+
+
+def report(summary: Summary) -> str:
+    """The lines printed at the end."""
+    return "\n".join(
+        [
+            f"served         {summary.requests} requests, {summary.prompt_tokens:,} + "
+            f"{summary.output_tokens:,} tokens, on {summary.device}",
+            f"speed          {summary.tokens_per_second:,.0f} tokens/s",
+            f"first token    {1e3 * summary.time_to_first_token_median:,.0f} ms median, "
+            f"{1e3 * summary.time_to_first_token_p99:,.0f} ms p99, all having come at once",
+            f"prefix hits    {summary.prefix_hits:,} tokens",
+            f"pages          {summary.peak_pages} of {summary.pages} at most",
+            f"preemptions    {summary.preemptions}",
+            f"steps          {summary.steps}, of them {summary.replays} from CUDA graphs",
+        ]
+    )
+
+
+def generate(config: GenerateConfig) -> tuple[Summary, list[Request]]:
+    """Serves the prompts that `config` asks for."""
+    kind = config.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(kind)
+    model = load_model(config, device)
+    sizes = model.config
+    if not 1 <= config.max_tokens <= sizes.sequence - 4:
+        raise SystemExit(f"--max-tokens is 1 to {sizes.sequence - 4}, got {config.max_tokens}")
+    longest = -(-sizes.sequence // config.page_size)
+    # Fewer than all that run may come to need, as in practice: sharing makes up for some.
+    pages = max(longest, config.max_batch * longest // 2) if config.pages is None else config.pages
+    cache = PagedKVCache(
+        sizes.layers,
+        pages,
+        config.page_size,
+        sizes.kv_heads,
+        sizes.head_size,
+        dtype=next(model.parameters()).dtype,
+        device=device,
+    )
+    engine = Engine(
+        model.serve,
+        cache,
+        max_batch=config.max_batch,
+        chunk=config.chunk,
+        max_length=sizes.sequence,
+    )
+    engine.warm_up()
+    params = SamplingParams(
+        config.max_tokens, config.temperature, config.top_k, config.top_p, config.seed
+    )
+    _, heldout = load_text(torch.device("cpu"))
+    requests = [
+        # Same seed, same choices: each has its own, so that equal prompts may go on differently.
+        engine.submit(prompt, replace(params, seed=config.seed + index))
+        for index, prompt in enumerate(make_prompts(heldout, config, sizes.sequence))
+    ]
+    serve(engine, requests)
+    return summarize(engine, requests, device), requests
+
+
+def sample_text(request: Request) -> str:
+    """The end of a prompt and what follows it."""
+    prompt, output = (
+        bytes(part).decode(errors="replace") for part in (request.prompt[-80:], request.output)
+    )
+    return f"--- {prompt!r}\n+++ {output!r}"
+
+
+def parse_args() -> GenerateConfig:
+    """The command line as a GenerateConfig."""
+    default = GenerateConfig()
+    parser = argparse.ArgumentParser(
+        description="Serve prompts from a paged cache with cudnn_ops.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--checkpoint", type=Path, default=default.checkpoint, help="the model")
+    parser.add_argument("--random", action="store_true", help="random weights instead")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default=default.device)
+    for name, meaning in (
+        ("prompts", "requests to serve"),
+        ("beginnings", "beginnings that the prompts share"),
+        ("max_tokens", "tokens to generate for each"),
+        ("top_k", "draw from so many tokens; 0: all"),
+        ("max_batch", "requests that run at once"),
+        ("chunk", "tokens of prompts that a step computes"),
+        ("page_size", "tokens of a page"),
+        ("samples", "samples to print"),
+        ("seed", "of prompts, sampling and random weights"),
+    ):
+        option = "--" + name.replace("_", "-")
+        parser.add_argument(option, type=int, default=getattr(default, name), help=meaning)
+    parser.add_argument(
+        "--pages", type=int, help="pages of the cache; None: half of what max-batch may need"
+    )
+    parser.add_argument("--temperature", type=float, default=default.temperature, help="0: greedy")
+    parser.add_argument("--top-p", type=float, default=default.top_p, help="draw from this much")
+    config = GenerateConfig(**vars(parser.parse_args()))
+    for name in ("prompts", "beginnings", "page_size"):
+        if getattr(config, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    return config
+
+
+if __name__ == "__main__":
+    chosen = parse_args()
+    measured, served = generate(chosen)
+    print("\n".join(sample_text(request) for request in served[: chosen.samples]))
+    print(report(measured))
