@@ -30,18 +30,30 @@ class GenerateConfig:
     checkpoint: Path = TrainConfig.out / CHECKPOINT
     random: bool = False
     device: str = "auto"
-    prompts: int = 128
-    beginnings: int = 8
-    max_tokens: int = 64
+    prompts: int | None = None
+    beginnings: int = 4
+    max_tokens: int = 48
     temperature: float = 0.7
     top_p: float = 0.95
     top_k: int = 0
-    max_batch: int = 16
-    chunk: int = 256
+    max_batch: int | None = None
+    chunk: int | None = None
     pages: int | None = None
     page_size: int = 16
     samples: int = 3
     seed: int = 0
+
+
+@dataclass(frozen=True)
+class Load:
+    """What suits one kind of device, where the command line does not say."""
+
+    prompts: int
+    max_batch: int
+    chunk: int
+
+
+LOADS = {"cpu": Load(32, 8, 128), "cuda": Load(512, 64, 1024)}
 
 
 @dataclass(frozen=True)
@@ -86,7 +98,9 @@ def load_model(config: GenerateConfig, device: torch.device) -> Llama:
     return model.to(device)
 
 
-def make_prompts(text: Tensor, config: GenerateConfig, context: int) -> list[list[int]]:
+def make_prompts(
+    text: Tensor, config: GenerateConfig, prompts: int, context: int
+) -> list[list[int]]:
     """Prompts that leave room for `max_tokens` in `context`, in random order.
 
     Three quarters of a prompt are one of a few beginnings, the rest is its own.
@@ -100,7 +114,7 @@ def make_prompts(text: Tensor, config: GenerateConfig, context: int) -> list[lis
         return text[start : start + size].tolist()
 
     beginnings = [piece(length - own) for _ in range(config.beginnings)]
-    picks = torch.randint(len(beginnings), (config.prompts,), generator=generator)
+    picks = torch.randint(len(beginnings), (prompts,), generator=generator)
     return [beginnings[pick] + piece(own) for pick in picks.tolist()]
 
 
@@ -167,9 +181,12 @@ def generate(config: GenerateConfig) -> tuple[Summary, list[Request]]:
     sizes = model.config
     if not 1 <= config.max_tokens <= sizes.sequence - 4:
         raise SystemExit(f"--max-tokens is 1 to {sizes.sequence - 4}, got {config.max_tokens}")
+    load = LOADS[kind]
+    prompts = load.prompts if config.prompts is None else config.prompts
+    max_batch = load.max_batch if config.max_batch is None else config.max_batch
     longest = -(-sizes.sequence // config.page_size)
     # Fewer than all that run may come to need, as in practice: sharing makes up for some.
-    pages = max(longest, config.max_batch * longest // 2) if config.pages is None else config.pages
+    pages = max(longest, max_batch * longest // 2) if config.pages is None else config.pages
     cache = PagedKVCache(
         sizes.layers,
         pages,
@@ -182,8 +199,8 @@ def generate(config: GenerateConfig) -> tuple[Summary, list[Request]]:
     engine = Engine(
         model.serve,
         cache,
-        max_batch=config.max_batch,
-        chunk=config.chunk,
+        max_batch=max_batch,
+        chunk=load.chunk if config.chunk is None else config.chunk,
         max_length=sizes.sequence,
     )
     engine.warm_up()
@@ -194,7 +211,7 @@ def generate(config: GenerateConfig) -> tuple[Summary, list[Request]]:
     requests = [
         # Same seed, same choices: each has its own, so that equal prompts may go on differently.
         engine.submit(prompt, replace(params, seed=config.seed + index))
-        for index, prompt in enumerate(make_prompts(heldout, config, sizes.sequence))
+        for index, prompt in enumerate(make_prompts(heldout, config, prompts, sizes.sequence))
     ]
     serve(engine, requests)
     return summarize(engine, requests, device), requests
@@ -219,26 +236,30 @@ def parse_args() -> GenerateConfig:
     parser.add_argument("--random", action="store_true", help="random weights instead")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default=default.device)
     for name, meaning in (
-        ("prompts", "requests to serve"),
         ("beginnings", "beginnings that the prompts share"),
         ("max_tokens", "tokens to generate for each"),
         ("top_k", "draw from so many tokens; 0: all"),
-        ("max_batch", "requests that run at once"),
-        ("chunk", "tokens of prompts that a step computes"),
         ("page_size", "tokens of a page"),
         ("samples", "samples to print"),
         ("seed", "of prompts, sampling and random weights"),
     ):
         option = "--" + name.replace("_", "-")
         parser.add_argument(option, type=int, default=getattr(default, name), help=meaning)
+    for name, meaning in (
+        ("prompts", "requests to serve"),
+        ("max_batch", "requests that run at once"),
+        ("chunk", "tokens of prompts that a step computes"),
+    ):
+        option, note = "--" + name.replace("_", "-"), "; None: what suits the device"
+        parser.add_argument(option, type=int, help=meaning + note)
     parser.add_argument(
         "--pages", type=int, help="pages of the cache; None: half of what max-batch may need"
     )
     parser.add_argument("--temperature", type=float, default=default.temperature, help="0: greedy")
     parser.add_argument("--top-p", type=float, default=default.top_p, help="draw from this much")
     config = GenerateConfig(**vars(parser.parse_args()))
-    for name in ("prompts", "beginnings", "page_size"):
-        if getattr(config, name) < 1:
+    for name in ("prompts", "beginnings", "max_batch", "chunk", "page_size"):
+        if (number := getattr(config, name)) is not None and number < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     return config
 

@@ -7,8 +7,12 @@ from pydoc_data.topics import topics
 
 import numpy as np
 import pytest
+import torch
 
-from examples.train_llama import TrainConfig, train
+from cudnn_ops import scaled_dot_product_attention
+from examples.generate import GenerateConfig, generate, report, sample_text
+from examples.llama import Llama, LlamaConfig
+from examples.train_llama import CHECKPOINT, TrainConfig, train
 
 
 def byte_frequency_loss() -> float:
@@ -32,5 +36,31 @@ def test_training_beats_byte_frequencies(tmp_path: Path) -> None:
 
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert (tmp_path / "sample.txt").read_text(encoding="utf-8") == summary.sample != ""
+    trained = Llama.load(tmp_path / CHECKPOINT, scaled_dot_product_attention)
+    assert sum(weight.numel() for weight in trained.parameters()) == summary.parameters
     written = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
     assert written == json.loads(json.dumps(asdict(summary)))
+
+
+def test_serving_a_checkpoint(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Llama(LlamaConfig(1, 32, 2, 1, sequence=64), scaled_dot_product_attention)
+    model.save(tmp_path / CHECKPOINT)
+    config = GenerateConfig(
+        checkpoint=tmp_path / CHECKPOINT, device="cpu", prompts=9, max_tokens=16, max_batch=3
+    )
+    summary, requests = generate(config)
+    assert summary.requests == len(requests) == 9
+    assert summary.output_tokens == 9 * 16
+    assert summary.prompt_tokens == 9 * 48
+    assert summary.prefix_hits > 0
+    assert 0 < summary.time_to_first_token_median <= summary.time_to_first_token_p99
+    assert f"{summary.tokens_per_second:,.0f} tokens/s" in report(summary)
+    assert "+++" in sample_text(requests[0])
+    _, again = generate(config)
+    assert [request.output for request in again] == [request.output for request in requests]
+
+
+def test_a_checkpoint_that_is_not_there_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"python -m examples.train_llama"):
+        generate(GenerateConfig(checkpoint=tmp_path / "none.pt", device="cpu"))
