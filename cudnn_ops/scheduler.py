@@ -140,10 +140,8 @@ class Scheduler:
             OutOfPages: there are too few for the oldest request alone, for somebody else holds
                 pages of the cache. It may be called again once they are free.
         """
-        batch, was_full = self._continue_running()
-        # What was just preempted must not come back at once, to be preempted by the next step.
-        if not was_full:
-            self._admit(batch)
+        batch = self._continue_running()
+        self._admit(batch)
         for share in batch.shares:
             stats = share.request.stats
             stats.peak_pages = max(stats.peak_pages, self._pages(share.stop))
@@ -166,9 +164,8 @@ class Scheduler:
         self.running.remove(request)
         self._release(request)
 
-    def _continue_running(self) -> tuple[Batch, bool]:
-        """The next tokens of running requests; and whether one of them had to be preempted."""
-        was_full = False
+    def _continue_running(self) -> Batch:
+        """The next tokens of running requests, of which some may have to be preempted."""
         while True:
             budget = self.chunk
             wanted: list[tuple[Request, KVSequence, int]] = []
@@ -187,13 +184,12 @@ class Scheduler:
                 if len(self.running) == 1:
                     raise
                 self._preempt(self.running[-1])
-                was_full = True
                 continue
             shares = [
                 Share(request, sequence, sequence.length - count, sequence.length)
                 for request, sequence, count in wanted
             ]
-            return Batch(shares, slots), was_full
+            return Batch(shares, slots)
 
     def _admit(self, batch: Batch) -> None:
         """Adds to a step what waits, as far as rows, pages and the step's budget reach."""
@@ -228,7 +224,8 @@ class Scheduler:
         """Whether all known tokens find a page, with one to spare for each that runs.
 
         Without the spare ones a request would be admitted only to be preempted when the others
-        have grown by a few tokens.
+        have grown by a few tokens. For want of them, what was just preempted does not come back in
+        the same step either.
         """
         needed = self._pages(len(candidate.tokens)) - self._pages(sequence.length)
         for request in self.running:

@@ -250,6 +250,7 @@ def test_nothing_is_admitted_where_others_hold_all_pages():
     with pytest.raises(OutOfPages):
         engine.step()
     assert (engine.running, engine.waiting) == (0, 1)
+    assert engine.cache.usage().sequences == 1
     engine.cache.free(other)
     assert len(list(engine.run())) == 1
 
