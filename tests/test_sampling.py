@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cudnn_ops.generation import SamplingParams
+from cudnn_ops.generation import Engine, SamplingParams
 from cudnn_ops.sampling import sample
 from tests.cases.generation import (
     check_likeliest,
+    make_cache,
     make_engine,
     make_model,
     make_prompts,
@@ -43,6 +44,16 @@ def test_seeds_matter_and_none_is_another_each_time():
     one, two, again, *others = (tuple(request.output) for request in requests)
     assert one == again
     assert len({one, two, *others}) == 4
+
+
+def test_each_token_is_drawn_anew():
+    def indifferent(tokens, positions, last, attend):
+        return torch.zeros(len(last), 64)
+
+    engine = Engine(indifferent, make_cache("cpu", 60), max_batch=2)
+    request = engine.submit([1], SamplingParams(max_tokens=200, temperature=1.0, seed=0))
+    list(engine.run())
+    assert len(set(request.output)) > 50
 
 
 @pytest.mark.parametrize("device", DEVICES)
