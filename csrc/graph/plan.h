@@ -21,15 +21,15 @@ class Target;
 // How a plan's engine was chosen.
 enum class EngineChoice : uint8_t {
   kHeuristic,  // the first that cuDNN's heuristics name and that builds
-  kTable,      // the one that the table of tuned engines names (engine_table.h)
+  kTable,      // the one that the table of tuned engines names (engine_table.h), or the operator
   kMeasured,   // the fastest of those that the heuristics name, measured here
 };
 
 class Plan {
  public:
   // Builds a plan for `graph`, a graph made for `target`, compiling kernels as needed (0.4 s):
-  // with `engine` (a name as engine() gives it) where cuDNN offers that, else with the best that
-  // its heuristics know. Throws NotSupported with cuDNN's reason.
+  // with `engine` (a name as engine() gives it) where cuDNN has that, offered by its heuristics or
+  // not, else with the best that they know. Throws NotSupported with cuDNN's reason.
   static std::shared_ptr<const Plan> build(std::shared_ptr<FrontendGraph> graph,
                                            const Target& target, const std::string& engine);
 

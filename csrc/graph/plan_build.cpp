@@ -7,8 +7,11 @@
 #include "target.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
+#include <sstream>
 #include <string>
+#include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
@@ -76,6 +79,22 @@ int64_t find_engine(const FrontendGraph& graph, const std::string& engine) {
   return -1;
 }
 
+// The same, of an engine that the heuristics did not name, which is put at the end of the list.
+int64_t add_engine(FrontendGraph& graph, const std::string& engine) {
+  std::istringstream parts(engine);
+  std::string part;
+  std::getline(parts, part, '_');
+  int id = 0, number = 0, value = 0;
+  if (std::sscanf(part.c_str(), "eng%d", &id) != 1) return -1;
+  std::unordered_map<fe::KnobType_t, int64_t> knobs;
+  while (std::getline(parts, part, '_')) {
+    if (std::sscanf(part.c_str(), "k%d=%d", &number, &value) != 2) return -1;
+    knobs[fe::convert_from_backend_knob_type(static_cast<cudnnBackendKnobType_t>(number))] = value;
+  }
+  if (graph.create_execution_plan(id, knobs).is_bad()) return -1;
+  return find_engine(graph, engine);
+}
+
 // What serialize() writes: these, then the frontend's own bytes.
 struct Header {
   char magic[4];
@@ -124,6 +143,7 @@ std::shared_ptr<const Plan> Plan::build(std::shared_ptr<FrontendGraph> graph, co
                                         const std::string& engine) {
   list_plans(*graph, target);
   int64_t index = engine.empty() ? -1 : find_engine(*graph, engine);
+  if (index < 0 && !engine.empty()) index = add_engine(*graph, engine);
   if (index >= 0 && graph->build_plan_at_index(index).is_bad()) index = -1;
   if (index < 0) {
     require(graph->check_support());

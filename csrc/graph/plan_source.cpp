@@ -51,7 +51,8 @@ std::shared_ptr<const Plan> make_plan(const PlanKey& key, const Target& target) 
   const auto& kind = kind_of(key);
   refuse_known_bad(key, target);
   if (auto plan = load(key, target, /*only_measured=*/false)) return plan;
-  const std::string engine = tuned_engine(key, target.sm_version());
+  std::string engine = tuned_engine(key, target.sm_version());
+  if (engine.empty()) engine = kind.engine(key, target);
   auto plan = Plan::build(kind.make_graph(key, target), target, engine);
   save(key, target, *plan,
        !engine.empty() && plan->engine() == engine ? EngineChoice::kTable
