@@ -10,30 +10,45 @@ struct Side {
   unsigned units;  // of one head
 };
 
-// Block row 0 writes the keys, 1 the values; a thread copies one unit.
+constexpr unsigned kTokens = 4;  // of a block: that many copies are under way in each thread
+
+// Block row 0 writes the keys, 1 the values.
 template <class Unit>
 __device__ void append(const Side& side, const long long* slot_mapping, unsigned tokens,
-                       unsigned heads, unsigned page_size, long long slots) {
-  const unsigned long long i = (unsigned long long)blockIdx.x * blockDim.x + threadIdx.x;
-  const unsigned per_token = heads * side.units;
-  const unsigned token = (unsigned)(i / per_token);
-  if (token >= tokens) return;
-  const long long slot = slot_mapping[token];
-  if (slot < 0 || slot >= slots) return;
-  const unsigned in_token = (unsigned)(i % per_token);
-  const unsigned head = in_token / side.units, unit = in_token % side.units;
-  const Unit* from =
-      (const Unit*)side.tokens + token * side.token_stride + head * side.token_head_stride + unit;
-  Unit* to = (Unit*)side.cache + slot / page_size * side.page_stride +
-             slot % page_size * side.slot_stride + head * side.head_stride + unit;
-  *to = *from;
+                       unsigned heads, unsigned page_size, unsigned slots) {
+  const Unit* from[kTokens];
+  Unit* to[kTokens];
+#pragma unroll
+  for (unsigned i = 0; i < kTokens; ++i) {
+    const unsigned token = blockIdx.x * kTokens + i;
+    const long long slot = token < tokens ? slot_mapping[token] : -1;
+    const bool is_there = slot >= 0 && slot < slots;
+    const unsigned page = (unsigned)slot / page_size, in_page = (unsigned)slot % page_size;
+    from[i] = is_there ? (const Unit*)side.tokens + token * side.token_stride : nullptr;
+    to[i] = (Unit*)side.cache + page * side.page_stride + in_page * side.slot_stride;
+  }
+  for (unsigned i = threadIdx.x; i < heads * side.units; i += blockDim.x) {
+    const unsigned head = i / side.units, unit = i % side.units;
+    const long long source = head * side.token_head_stride + unit;
+    const long long target = head * side.head_stride + unit;
+    Unit copies[kTokens];
+#pragma unroll
+    for (unsigned k = 0; k < kTokens; ++k) {
+      if (from[k]) copies[k] = from[k][source];
+    }
+#pragma unroll
+    for (unsigned k = 0; k < kTokens; ++k) {
+      if (from[k]) to[k][target] = copies[k];
+    }
+  }
 }
 
-#define PAGED_APPEND(bytes, Unit)                                                               \
-  extern "C" __global__ void paged_append_##bytes(                                              \
-      Side key, Side value, const long long* slot_mapping, unsigned tokens, unsigned heads,     \
-      unsigned page_size, long long slots) {                                                    \
-    append<Unit>(blockIdx.y == 0 ? key : value, slot_mapping, tokens, heads, page_size, slots); \
+#define PAGED_APPEND(bytes, Unit)                                                           \
+  extern "C" __global__ void paged_append_##bytes(                                          \
+      Side key, Side value, const long long* slot_mapping, unsigned tokens, unsigned heads, \
+      unsigned page_size, unsigned slots) {                                                 \
+    const Side side = blockIdx.y == 0 ? key : value;                                        \
+    append<Unit>(side, slot_mapping, tokens, heads, page_size, slots);                      \
   }
 
 PAGED_APPEND(16, uint4)

@@ -9,11 +9,13 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 
 namespace cudnn_ops {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int64_t kMaxThreads = 256, kWarp = 32;
+constexpr int64_t kTokens = 4;  // of a block, as in paged_append.cu
 
 // As in paged_append.cu.
 struct Side {
@@ -71,10 +73,16 @@ void append_cuda(const at::Tensor& key_cache, const at::Tensor& value_cache, con
   const auto* mapping = slots_of_tokens.const_data_ptr<int64_t>();
   auto tokens = static_cast<unsigned>(key.size(0)), heads = static_cast<unsigned>(key.size(1));
   auto page_size = static_cast<unsigned>(key_cache.size(head_major ? 2 : 1));
-  long long slots = key_cache.size(0) * static_cast<long long>(page_size);
+  const int64_t all_slots = key_cache.size(0) * static_cast<int64_t>(page_size);
+  TORCH_CHECK_VALUE(all_slots <= std::numeric_limits<uint32_t>::max(),
+                    "cudnn_ops.paged_kv_append_: the caches have ", all_slots,
+                    " slots, and at most 2^32 can be told apart");
+  auto slots = static_cast<unsigned>(all_slots);
   std::array<void*, 7> arguments{&keys, &values, &mapping, &tokens, &heads, &page_size, &slots};
-  const int64_t work = key.size(0) * key.size(1) * std::max(keys.units, values.units);
-  kernel_of(unit).launch((work + kThreads - 1) / kThreads, 2, kThreads, arguments.data());
+  const int64_t units = key.size(1) * std::max(keys.units, values.units);
+  const int64_t threads = std::min(kMaxThreads, (units + kWarp - 1) / kWarp * kWarp);
+  kernel_of(unit).launch((key.size(0) + kTokens - 1) / kTokens, 2, static_cast<int>(threads),
+                         arguments.data());
 }
 
 }  // namespace
