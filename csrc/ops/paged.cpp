@@ -1,5 +1,5 @@
 // Attention over a paged cache, and writing into one: schemas and the checks of their arguments.
-// Kernels: paged_cuda.cpp and paged_append_cuda.cpp here, the CPU and fake ones in
+// Kernels: paged_cuda.cpp here and ../kernels/paged_append_cuda.cpp, the CPU and fake ones in
 // cudnn_ops/ops/paged.py.
 
 #include "paged.h"
@@ -51,6 +51,25 @@ void check_index(const at::Tensor& tensor, const c10::SymInt& batch, int64_t dim
                     tensor.sym_sizes(), " on ", tensor.device());
 }
 
+// What lies behind the last token of a sequence in its last page: cuDNN multiplies it by 0.
+void check_tails(const Paged& args) {
+  const int64_t page_size = args.key_cache.size(args.token_dim());
+  const at::Tensor last = args.seq_lens_kv.sub(1).clamp_min(0).to(at::kLong).unsqueeze(1);
+  const at::Tensor pages = args.page_table.gather(1, last.floor_divide(page_size)).squeeze(1);
+  const at::Tensor slots = at::arange(page_size, args.page_table.options());
+  const at::Tensor behind =
+      slots.gt(last.remainder(page_size)).logical_and(args.seq_lens_kv.gt(0).unsqueeze(1));
+  const at::Tensor used = args.seq_lens_kv.gt(0);
+  const at::Tensor finite = args.value_cache.index_select(0, pages.masked_fill(~used, 0))
+                                .isfinite()
+                                .all(3)
+                                .all(args.head_dim());
+  const at::Tensor bad = behind.logical_and(~finite).any(1).nonzero();
+  TORCH_CHECK_VALUE(bad.numel() == 0, kOp, "sequence ", bad[0].item<int64_t>(),
+                    " ends inside a page, and value_cache has NaN or infinity behind its last "
+                    "token there; several queries a sequence need finite values in its place");
+}
+
 // What only the device knows: asked for by CUDNN_OPS_CHECK.
 void check_contents(const Paged& args) {
   if (!checks_values() || args.seq_lens_kv.is_meta() || args.seq_lens_kv.numel() == 0) return;
@@ -70,6 +89,7 @@ void check_contents(const Paged& args) {
   TORCH_CHECK_VALUE(lowest >= 0 && highest < args.key_cache.size(0), kOp, "page_table holds page ",
                     lowest < 0 ? lowest : highest, ", and there are ", args.key_cache.size(0),
                     " pages");
+  if (!args.has_one_query_each()) check_tails(args);
 }
 
 }  // namespace
@@ -194,10 +214,9 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
         cudnn_ops::check_paged_append, tags);
 }
 
-// cuDNN has no derivative of attention over pages: asking for one raises.
+// What is written in place has no derivative either.
 TORCH_LIBRARY_IMPL(cudnn_ops, Autograd, m) {
-  for (const char* name : {"paged_attention", "paged_attention_with_lse", "_paged_attention_out",
-                           "paged_kv_append_"}) {
+  for (const char* name : {"_paged_attention_out", "paged_kv_append_"}) {
     m.impl(name, torch::autograd::autogradNotImplementedFallback());
   }
 }

@@ -23,8 +23,17 @@ struct Paged {
   const OptionalTensor& sinks;
   bool head_major;
 
+  // The same with other queries, which must outlive it.
+  Paged with_query(const at::Tensor& other, const OptionalTensor& offsets) const {
+    return {other, key_cache, value_cache, page_table, seq_lens_kv, offsets,   max_seqlen_q,
+            scale, is_causal, window_size, softcap,    sinks,       head_major};
+  }
   bool is_packed() const {
     return cu_seqlens_q.has_value();
+  }
+  bool has_one_query_each() const {
+    if (!is_packed()) return query.sym_size(1) == 1;
+    return max_seqlen_q == 1 && query.sym_size(0) == page_table.sym_size(0);
   }
   // Where the tokens and the heads of a page are.
   int64_t token_dim() const {

@@ -3,12 +3,15 @@
 
 #include "paged_problem.h"
 #include "sdpa_cuda.h"
+#include "sdpa_ragged.h"
 #include "varlen_table.h"
 
+#include "../kernels/paged_merge.h"
+#include "../kernels/paged_pad.h"
+
+#include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/logaddexp.h>
-#include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
@@ -22,49 +25,57 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-at::Tensor make_query_lengths(const at::Device& device, int64_t batch, int64_t declared,
-                              int64_t length) {
-  const at::Tensor lengths =
-      at::full({declared}, length, at::TensorOptions().dtype(at::kInt).device(device));
-  if (batch < declared) lengths.narrow(0, batch, declared - batch).zero_();
-  return lengths;
-}
-
-// How many queries each sequence of a batch has, and none beyond it: the same for all calls of a
-// shape, so it is made once. Any stream may read it, for the first waited until it was written.
-at::Tensor query_lengths(const at::Device& device, int64_t batch, int64_t declared,
-                         int64_t length) {
-  using Key = std::tuple<c10::DeviceIndex, int64_t, int64_t, int64_t>;
+// How many queries each sequence of a full batch has: the same for all calls of a shape, so it is
+// made once. Any stream may read it, for the first waited until it was written.
+at::Tensor query_lengths(const at::Device& device, int64_t batch, int64_t length) {
+  using Key = std::tuple<c10::DeviceIndex, int64_t, int64_t>;
   static auto& made = *new std::map<Key, at::Tensor>;  // the driver may be gone at exit
   static std::mutex mutex;
-  const Key key{device.index(), batch, declared, length};
+  const Key key{device.index(), batch, length};
   const std::lock_guard<std::mutex> lock(mutex);
   if (const auto found = made.find(key); found != made.end()) return found->second;
-  const at::Tensor lengths = make_query_lengths(device, batch, declared, length);
+  const at::Tensor lengths =
+      at::full({batch}, length, at::TensorOptions().dtype(at::kInt).device(device));
   if (graph::is_capturing()) return lengths;  // written when the graph is replayed
   c10::cuda::getCurrentCUDAStream().synchronize();
   return made.emplace(key, lengths).first->second;
 }
 
-// The tensor itself if it is as large as is declared, else a copy with zeros behind it.
-at::Tensor padded(const at::Tensor& tensor, at::IntArrayRef declared) {
-  if (tensor.sizes() == declared && tensor.is_contiguous()) return tensor;
-  const at::Tensor copy = at::zeros(declared, tensor.options());
-  at::Tensor own = copy.narrow(0, 0, tensor.size(0));
-  if (tensor.dim() > 1) own = own.narrow(1, 0, tensor.size(1));
-  own.copy_(tensor);
+// How many sequences cuDNN writes: those that are declared, whether they are there or not. Packed
+// ones it leaves alone.
+int64_t rows_of(const Paged& args) {
+  return args.is_packed() ? args.query.size(0) : declared_batch(args.query.size(0));
+}
+
+// The queries as the plan declares them; what has to be added is read and does not count.
+at::Tensor declared_query(const at::Tensor& query, const PagedProblem& problem, int64_t rows) {
+  if (problem.queries == 1 && query.size(0) == rows) return query;
+  const int64_t heads_kv = problem.params.key_cache.sizes[1];
+  at::Tensor given = query;
+  if (problem.queries > 1) given = query.unflatten(2, {heads_kv, -1}).transpose(1, 2);
+  auto sizes = given.sizes().vec();
+  sizes[0] = rows;
+  const at::Tensor copy =
+      at::detail::empty_cuda(sizes, query.scalar_type(), query.device(), std::nullopt);
+  copy.narrow(0, 0, query.size(0)).copy_(given);
   return copy;
 }
 
-// [B, H, Sq], or [H, tokens] with room for what the plan declares.
-at::Tensor empty_lse(const Paged& args) {
+at::Tensor empty_out(const Paged& args, int64_t rows) {
+  auto sizes = args.query.sizes().vec();
+  sizes[0] = rows;
+  sizes.back() = args.value_cache.size(3);
+  return at::detail::empty_cuda(sizes, args.query.scalar_type(), args.query.device(), std::nullopt);
+}
+
+// [rows, H, Sq], or [H, tokens] with room for what the plan declares.
+at::Tensor empty_lse(const Paged& args, int64_t rows) {
   const auto& query = args.query;
   const auto empty = [&](at::IntArrayRef sizes) -> at::Tensor {
     return at::detail::empty_cuda(sizes, at::kFloat, query.device(), std::nullopt);
   };
-  if (!args.is_packed()) return empty({query.size(0), query.size(2), query.size(1)});
-  const int64_t tokens = query.size(0);
-  return empty({query.size(1), packed_lse_stride(tokens)}).narrow(1, 0, tokens);
+  if (!args.is_packed()) return empty({rows, query.size(2), query.size(1)});
+  return empty({query.size(1), packed_lse_stride(rows)}).narrow(1, 0, rows);
 }
 
 // The sinks beside a log-sum-exp.
@@ -73,50 +84,71 @@ at::Tensor sinks_of(const Paged& args) {
   return args.is_packed() ? sinks.unsqueeze(-1) : sinks.view({1, -1, 1});
 }
 
-// With the sink's share taken out of what was computed without it.
-void apply_sinks(const Paged& args, const at::Tensor& out, const at::Tensor& lse) {
-  const at::Tensor sinks = sinks_of(args);
-  const at::Tensor share = lse.sub(sinks).sigmoid_();
-  out.mul_(share.transpose(-1, -2).unsqueeze(-1));
-  at::Tensor result = lse;
-  at::logaddexp_out(result, lse, sinks);
-}
-
 graph::Call call_of(const SdpaPointers& pointers) {
   return {"cudnn_ops.paged_attention",
           "gather the pages and call cudnn_ops.scaled_dot_product_attention", pointers.all,
           pointers.written};
 }
 
-void run(const Paged& args, const at::Tensor& out, at::Tensor lse) {
+// Where the plan writes: `out` and `lse` themselves, but for queries that it takes for heads.
+PartialAttention partial_of(const Paged& args, const PagedProblem& problem, const at::Tensor& out,
+                            const at::Tensor& lse) {
+  const int64_t rows = rows_of(args);
+  const auto empty = [&](at::IntArrayRef sizes, at::ScalarType dtype) -> at::Tensor {
+    return at::detail::empty_cuda(sizes, dtype, out.device(), std::nullopt);
+  };
+  PartialAttention partial{out, lse, problem.hidden};
+  if (problem.queries > 1) {
+    const int64_t heads = args.query.size(2) * problem.queries;
+    partial.out = empty({rows, heads, out.size(-1)}, out.scalar_type());
+    partial.lse = empty({rows, heads}, at::kFloat);
+  } else if (problem.params.with_lse && !lse.defined()) {
+    partial.lse = empty_lse(args, rows);
+  }
+  return partial;
+}
+
+// `out` and `lse` have rows_of() rows.
+void run(const Paged& args, const at::Tensor& out, const at::Tensor& lse) {
   const PagedProblem problem(args, lse.defined());
   const auto& params = problem.params;
-  const auto& sizes = params.page_table.sizes;
-  if (params.with_lse && !lse.defined()) lse = empty_lse(args);
-  // cuDNN leaves alone what belongs to a sequence without keys.
-  out.zero_();
-  if (lse.defined()) lse.fill_(-kInfinity);
-  if (lse.defined() && params.mask.has_sinks) lse.copy_(sinks_of(args));
+  const int64_t declared = params.page_table.sizes[0], width = params.page_table.sizes[2];
+  const PartialAttention partial = partial_of(args, problem, out, lse);
+  constexpr int kMeasured = 9;  // Hopper
+  if (!problem.is_decoding() || at::cuda::getCurrentDeviceProperties()->major != kMeasured) {
+    // Not every engine writes what belongs to a sequence without keys.
+    partial.out.zero_();
+    if (partial.lse.defined()) partial.lse.fill_(-kInfinity);
+    if (partial.lse.defined() && params.mask.has_sinks) partial.lse.copy_(sinks_of(args));
+  }
 
   const Scale scale(args.scale, args.query);
-  SdpaForwardTensors tensors{scale.applied_to(args.query),
+  const at::Tensor query = scale.applied_to(args.query);
+  SdpaForwardTensors tensors{declared_query(query, problem, rows_of(args)),
                              args.key_cache,
                              args.value_cache,
                              MaskTensors(),
                              scale.value,
                              static_cast<float>(args.softcap),
-                             out,
-                             lse};
+                             partial.out,
+                             partial.lse};
   if (params.mask.has_sinks) tensors.mask.sinks = args.sinks->to(at::kFloat).contiguous();
-  tensors.mask.lengths_kv = padded(args.seq_lens_kv, {sizes[0]});
-  const at::Tensor table = padded(args.page_table, {sizes[0], sizes[2]});
   const OptionalTensor all;
   std::optional<SequenceTable> queries;
-  if (args.is_packed()) {
-    queries.emplace(*args.cu_seqlens_q, all, sizes[0]);
+  if (args.is_packed()) queries.emplace(*args.cu_seqlens_q, all, declared);
+  const int64_t length = params.query.sizes[2];
+  at::Tensor table = args.page_table;
+  if (problem.is_decoding() && problem.hidden == 0 && table.size(0) == declared &&
+      table.size(1) == width && table.is_contiguous() && args.seq_lens_kv.is_contiguous()) {
+    tensors.mask.lengths_kv = args.seq_lens_kv;
+    tensors.mask.lengths = query_lengths(table.device(), declared, length);
   } else {
-    tensors.mask.lengths =
-        query_lengths(args.query.device(), args.query.size(0), sizes[0], args.query.size(1));
+    const auto padded =
+        pad_table(table, args.seq_lens_kv,
+                  {declared, width, args.key_cache.size(args.token_dim()), length, problem.hidden});
+    table = padded.page_table;
+    tensors.mask.lengths_kv = padded.seq_lens_kv;
+    if (!queries) tensors.mask.lengths = padded.seq_lens_q;
   }
   SdpaPointers pointers(params, tensors);
   if (queries) {
@@ -133,7 +165,7 @@ void run(const Paged& args, const at::Tensor& out, at::Tensor lse) {
   pointers.all.push_back(table.mutable_data_ptr());
   const graph::Call call = call_of(pointers);
   graph::execute(call, *graph::get_plan(call, graph::PlanKey::of(params, out.get_device())));
-  if (problem.has_sinks_afterwards) apply_sinks(args, out, lse);
+  if (problem.is_merged) merge_paged(args, query, scale.value, partial, out, lse);
 }
 
 void check_addressable(const at::Tensor& cache, const char* name) {
@@ -156,30 +188,40 @@ void forward_into(const Paged& args, const at::Tensor& out, const at::Tensor& ls
   check_addressable(args.value_cache, "value_cache");
   if (graph::is_addressable(args.query)) return run(args, out, lse);
   const at::Tensor query = args.query.contiguous();
-  run({query, args.key_cache, args.value_cache, args.page_table, args.seq_lens_kv,
-       args.cu_seqlens_q, args.max_seqlen_q, args.scale, args.is_causal, args.window_size,
-       args.softcap, args.sinks, args.head_major},
-      out, lse);
+  run(args.with_query(query, args.cu_seqlens_q), out, lse);
 }
 
-at::Tensor empty_out(const Paged& args) {
-  auto sizes = args.query.sizes().vec();
-  sizes.back() = args.value_cache.size(3);
-  return at::detail::empty_cuda(sizes, args.query.scalar_type(), args.query.device(), std::nullopt);
+// The output, and with_lse the log-sum-exp.
+OutAndLse forward(const Paged& args, bool with_lse) {
+  if (is_packed_batch(args)) {
+    auto [out, lse] = forward(PackedBatch(args).args, with_lse);
+    return {out.squeeze(1), with_lse ? lse.squeeze(2).t().contiguous() : lse};
+  }
+  const int64_t rows = rows_of(args);
+  const at::Tensor out = empty_out(args, rows);
+  const at::Tensor lse = with_lse ? empty_lse(args, rows) : at::Tensor();
+  forward_into(args, out, lse);
+  const int64_t own = args.query.size(0);
+  if (args.is_packed()) return {out, with_lse ? lse.contiguous() : lse};
+  if (own == rows) return {out, lse};
+  return {out.narrow(0, 0, own), with_lse ? lse.narrow(0, 0, own) : lse};
 }
 
 at::Tensor paged_cuda(const Paged& args) {
   check_paged(args);
-  const at::Tensor out = empty_out(args);
-  forward_into(args, out, at::Tensor());
-  return out;
+  return std::get<0>(forward(args, /*with_lse=*/false));
 }
 
 OutAndLse paged_with_lse_cuda(const Paged& args) {
   check_paged(args);
-  const at::Tensor out = empty_out(args), lse = empty_lse(args);
-  forward_into(args, out, lse);
-  return {out, lse.contiguous()};
+  return forward(args, /*with_lse=*/true);
+}
+
+void write_out(const Paged& args, const at::Tensor& out) {
+  if (is_packed_batch(args)) return write_out(PackedBatch(args).args, out.unsqueeze(1));
+  const bool has_room = out.size(0) == rows_of(args) && graph::is_addressable(out);
+  if (has_room) return forward_into(args, out, at::Tensor());
+  out.copy_(std::get<0>(forward(args, /*with_lse=*/false)));
 }
 
 void paged_out_cuda(const at::Tensor& query, const at::Tensor& key_cache,
@@ -193,10 +235,7 @@ void paged_out_cuda(const at::Tensor& query, const at::Tensor& key_cache,
       scale, is_causal, window_size, softcap,    sinks,       head_major};
   check_paged(args);
   check_paged_out(args, out);
-  if (graph::is_addressable(out)) return forward_into(args, out, at::Tensor());
-  const at::Tensor aligned = empty_out(args);
-  forward_into(args, aligned, at::Tensor());
-  out.copy_(aligned);
+  write_out(args, out);
 }
 
 }  // namespace

@@ -28,4 +28,9 @@ struct PagedParams {
   }
 };
 
+// cuDNN has an engine for a single query a sequence that sees all keys.
+inline bool is_decoding(const PagedParams& params) {
+  return params.query.sizes[2] == 1 && params.mask.left == kUnbounded && !params.mask.has_softcap;
+}
+
 }  // namespace cudnn_ops

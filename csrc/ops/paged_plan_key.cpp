@@ -9,6 +9,7 @@ namespace {
 
 std::vector<int64_t> plan_key(const Paged& args, bool with_lse) {
   check_paged(args);
+  if (is_packed_batch(args)) return plan_key(PackedBatch(args).args, with_lse);
   return graph::PlanKey::of(PagedProblem(args, with_lse).params, 0).words().vec();
 }
 

@@ -4,6 +4,7 @@
 #include "paged_params.h"
 #include "sdpa_params.h"
 
+#include "../graph/cudnn_library.h"
 #include "../graph/frontend.h"
 #include "../graph/plan_kind.h"
 
@@ -270,6 +271,18 @@ std::shared_ptr<graph::FrontendGraph> make_paged(const PagedParams& params,
   return builder.graph();
 }
 
+// For decoding cuDNN 9.19 names configuration 35 of its engine, whose tiles have 16 rows. Measured
+// on an H100 and an H200: 34 takes 1 to 4 % less time where all heads find room on the GPU at once,
+// and up to 3 % more where they do not and sequences differ in length; 33 is for more rows.
+std::string paged_engine(const PagedParams& params, const graph::Target& target) {
+  constexpr int64_t kRows = 16, kRoom = 128;
+  const bool is_measured = target.sm_version() == 90 && graph::cudnn().version / 100 == 919;
+  if (!is_measured || !is_decoding(params)) return {};
+  const int64_t heads = params.key_cache.sizes[1];
+  if (params.query.sizes[1] > kRows * heads) return "eng8_k24=33";
+  return params.query.sizes[0] * heads <= kRoom ? "eng8_k24=34" : "";
+}
+
 std::shared_ptr<graph::FrontendGraph> make_backward(const SdpaBackwardParams& params,
                                                     const graph::Target& target) {
   Builder<fe::graph::SDPA_backward_attributes> builder(params, params.key.sizes[2], target);
@@ -298,7 +311,7 @@ std::shared_ptr<graph::FrontendGraph> make_backward(const SdpaBackwardParams& pa
 }
 
 const graph::RegisterPlanKind<SdpaForwardParams, make_forward> forward_kind;
-const graph::RegisterPlanKind<PagedParams, make_paged> paged_kind;
+const graph::RegisterPlanKind<PagedParams, make_paged, paged_engine> paged_kind;
 const graph::RegisterPlanKind<SdpaBackwardParams, make_backward> backward_kind;
 
 }  // namespace

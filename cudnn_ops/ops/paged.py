@@ -54,13 +54,19 @@ def paged_attention(
     replayed while they change; one plan serves every length and every batch up to the one that it
     was declared for. It has no gradient.
 
+    Sequences of mixed lengths take up to an eighth less time on a GPU if the longest come first,
+    and a batch of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... with a table whose width is a power of 2 needs
+    no copies of the table and the queries.
+
     Args:
         query: [batch, length, heads, head size]; or packed, [tokens, heads, head size], with
             ``cu_seqlens_q``. A last stride of 1. float16 or bfloat16; on a CPU float32 and float64
             too.
         key_cache: [pages, page_size, heads_kv, head size] (``kv_layout="NHD"``) or
             [pages, heads_kv, page_size, head size] ("HND"), of the query's dtype and device.
-        value_cache: likewise, with the value head size.
+        value_cache: likewise, with the value head size. Unless each sequence has one query, the
+            slots behind a sequence's last token in its last page must hold finite numbers, for
+            cuDNN multiplies them by 0; those of a cache that began as zeros do.
         page_table: int32 [batch, width]: which pages hold a sequence's tokens, in order. What lies
             beyond a sequence's length is not followed, whatever it is.
         seq_lens_kv: int32 [batch], tokens of each sequence in the cache, those of this call's
@@ -81,8 +87,8 @@ def paged_attention(
 
     Raises:
         ValueError: shapes, strides, devices or options that do not fit. With ``CUDNN_OPS_CHECK=1``,
-            which waits for the GPU, also lengths over the table's reach and page numbers that are
-            none of the cache's.
+            which waits for the GPU, also lengths over the table's reach, page numbers that are none
+            of the cache's and values that are not finite as said above.
         TypeError: a dtype that cuDNN does not take, or two different ones.
         NotImplementedError: cuDNN has no kernel for this on this GPU; the message has its reason.
     """

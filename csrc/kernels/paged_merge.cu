@@ -1,0 +1,153 @@
+// Attention over all keys but the last few becomes attention over those that each query sees, and
+// over the sink. Compiled to PTX when the package is built (cmake/compile_ptx.py);
+// paged_merge_cuda.cpp launches it, with a struct alike.
+
+struct Merge {
+  const void *query, *key_cache, *value_cache;
+  const int *page_table, *seq_lens_kv;
+  const float* sinks;  // null: none
+  const void* partial_out;
+  const float* partial_lse;
+  void* out;
+  float* lse;  // null: not wanted
+  long long query_batch, query_token, query_head;
+  long long key_page, key_slot, key_head, value_page, value_slot, value_head, table_row;
+  unsigned batch, queries, heads_kv, group;
+  int size, value_size, page_size, hidden;
+  float scale, softcap;
+};
+
+constexpr int kLanes = 32;
+constexpr unsigned kAll = 0xffffffffu;
+
+// Numbers lie in pairs: lane l has those at 2 l and 2 l + 1 of every 64.
+struct Pair {
+  float first, second;
+};
+
+struct Half {
+  static __device__ Pair read(const void* from, long long i) {
+    const unsigned bits = *(const unsigned*)((const unsigned short*)from + i);
+    Pair pair;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(pair.first) : "h"((unsigned short)bits));
+    asm("cvt.f32.f16 %0, %1;" : "=f"(pair.second) : "h"((unsigned short)(bits >> 16)));
+    return pair;
+  }
+  static __device__ void write(void* to, long long i, Pair pair) {
+    unsigned bits;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(pair.second), "f"(pair.first));
+    *(unsigned*)((unsigned short*)to + i) = bits;
+  }
+};
+
+struct BFloat16 {
+  static __device__ Pair read(const void* from, long long i) {
+    const unsigned bits = *(const unsigned*)((const unsigned short*)from + i);
+    return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
+  }
+  static __device__ void write(void* to, long long i, Pair pair) {
+    unsigned bits;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(pair.second), "f"(pair.first));
+    *(unsigned*)((unsigned short*)to + i) = bits;
+  }
+};
+
+// The partial results are [batch, heads_kv, queries, group], the result [batch, queries, heads]
+// and, of the log-sum-exp, [batch, heads, queries]. A warp has one query of one head.
+template <class Type, int kPairs>
+__device__ void merge(const Merge& m) {
+  const float infinity = __int_as_float(0x7f800000);
+  const int lane = threadIdx.x % kLanes;
+  const unsigned warp = blockIdx.x * (blockDim.x / kLanes) + threadIdx.x / kLanes;
+  const unsigned in_group = warp % m.group;
+  const unsigned query = warp / m.group % m.queries;
+  const unsigned head_kv = warp / (m.group * m.queries) % m.heads_kv;
+  const unsigned sequence = warp / (m.group * m.queries * m.heads_kv);
+  if (sequence >= m.batch) return;
+  const unsigned head = head_kv * m.group + in_group, heads = m.heads_kv * m.group;
+  const auto load = [&](const void* memory, long long start, int size, Pair* pairs) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const int at = 2 * (i * kLanes + lane);
+      pairs[i] = at < size ? Type::read(memory, start + at) : Pair{0, 0};
+    }
+  };
+
+  // exp(s - highest) summed up, and the values so weighed.
+  float highest = m.partial_lse[warp], sum = highest == -infinity ? 0.f : 1.f;
+  Pair sums[kPairs];
+  load(m.partial_out, (long long)warp * m.value_size, sum > 0 ? m.value_size : 0, sums);
+  const auto add = [&](float score) {  // what to weigh it with
+    if (score == -infinity) return 0.f;
+    const float higher = fmaxf(highest, score);
+    const float shrink = sum > 0 ? expf(highest - higher) : 0.f;
+    const float weight = expf(score - higher);
+    sum = sum * shrink + weight;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) sums[i] = {sums[i].first * shrink, sums[i].second * shrink};
+    highest = higher;
+    return weight;
+  };
+
+  const int first = m.seq_lens_kv[sequence] - m.hidden;
+  const int seen = (int)query;  // of the hidden keys
+  if (m.hidden > 0 && first + seen > 0) {
+    Pair own[kPairs];
+    load(m.query, sequence * m.query_batch + query * m.query_token + head * m.query_head, m.size,
+         own);
+    // Lane l finds out where the l-th key is: there are fewer keys than lanes.
+    const int mine = first + lane;
+    const bool is_seen = lane < seen && mine >= 0;
+    const int page = is_seen ? m.page_table[sequence * m.table_row + mine / m.page_size] : 0;
+    const int slot = is_seen ? mine % m.page_size : 0;
+    for (int key = max(-first, 0); key < seen; ++key) {
+      const long long in_page = __shfl_sync(kAll, page, key),
+                      in_slot = __shfl_sync(kAll, slot, key);
+      Pair keys[kPairs], values[kPairs];
+      load(m.key_cache, in_page * m.key_page + in_slot * m.key_slot + head_kv * m.key_head, m.size,
+           keys);
+      load(m.value_cache, in_page * m.value_page + in_slot * m.value_slot + head_kv * m.value_head,
+           m.value_size, values);
+      float score = 0;
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        score += own[i].first * keys[i].first + own[i].second * keys[i].second;
+      }
+      for (int step = kLanes / 2; step > 0; step /= 2) score += __shfl_xor_sync(kAll, score, step);
+      score *= m.scale;
+      if (m.softcap > 0) score = m.softcap * tanhf(score / m.softcap);
+      const float weight = add(score);
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        sums[i].first += weight * values[i].first;
+        sums[i].second += weight * values[i].second;
+      }
+    }
+  }
+  if (m.sinks) add(m.sinks[head]);
+
+  const long long to = ((long long)sequence * m.queries + query) * heads + head;
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    const int at = 2 * (i * kLanes + lane);
+    const float share = sum > 0 ? 1 / sum : 0.f;
+    if (at < m.value_size) {
+      Type::write(m.out, to * m.value_size + at, {sums[i].first * share, sums[i].second * share});
+    }
+  }
+  if (m.lse && lane == 0) {
+    m.lse[((long long)sequence * heads + head) * m.queries + query] =
+        sum > 0 ? highest + logf(sum) : -infinity;
+  }
+}
+
+// For head sizes up to 128, and up to 256.
+#define PAGED_MERGE(name, Type, size)                      \
+  extern "C" __global__ void paged_merge_##name(Merge m) { \
+    merge<Type, size / 2 / kLanes>(m);                     \
+  }
+
+PAGED_MERGE(half_128, Half, 128)
+PAGED_MERGE(half_256, Half, 256)
+PAGED_MERGE(bfloat16_128, BFloat16, 128)
+PAGED_MERGE(bfloat16_256, BFloat16, 256)

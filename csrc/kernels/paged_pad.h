@@ -1,0 +1,25 @@
+// Page tables and lengths of a batch as a plan takes them, by one kernel (paged_pad.cu).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace cudnn_ops {
+
+struct PaddedTable {
+  at::Tensor page_table;               // int32 [batch, width]
+  at::Tensor seq_lens_kv, seq_lens_q;  // int32 [batch]
+};
+
+// What the plan is told beyond, or in place of, what the caller gave.
+struct TablePadding {
+  int64_t batch, width;  // declared
+  int64_t page_size;
+  int64_t queries;  // of each sequence that there is
+  int64_t hidden;   // keys at the end of each sequence that the plan does not see
+};
+
+// On the current device and stream.
+PaddedTable pad_table(const at::Tensor& page_table, const at::Tensor& seq_lens_kv,
+                      const TablePadding& padding);
+
+}  // namespace cudnn_ops
