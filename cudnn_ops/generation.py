@@ -208,9 +208,10 @@ class Engine:
             scheduler.undo(batch)
             raise
         generated = []
+        now = time.perf_counter()
         for share, token in zip(batch.shares, tokens, strict=True):
             if share.is_last:
-                share.request.accept(token)
+                share.request.accept(token, now)
                 generated.append(GeneratedToken(share.request, token))
         finished = [request for request, _ in generated if request.is_finished]
         for request in finished:

@@ -440,10 +440,26 @@ class PagedKVCache:
         if not rows or not width:
             return torch.zeros((len(rows), width), dtype=torch.int32)
         table = bytearray(4 * len(rows) * width)
-        words = memoryview(table).cast("i")
-        for start, row in zip(range(0, len(words), width), rows, strict=True):
-            words[start : start + len(row)] = row
+        self.write_page_table(sequences, memoryview(table).cast("i"), width)
         return torch.frombuffer(table, dtype=torch.int32).view(len(rows), width)
+
+    def write_page_table(
+        self, sequences: Sequence[KVSequence], table: memoryview, width: int
+    ) -> None:
+        """Writes the same into memory that is there, such as a pinned tensor's.
+
+        Args:
+            sequences: the batch, none of them with more than ``width`` pages.
+            table: 32 bit numbers, at least batch times ``width``. What lies behind a sequence's
+                pages is left alone.
+            width: columns.
+
+        Raises:
+            ValueError: a sequence is not one of this cache.
+        """
+        for number, row in enumerate(self._rows(sequences)):
+            start = number * width
+            table[start : start + len(row)] = row
 
     def seq_lens(self, sequences: Sequence[KVSequence]) -> Tensor:
         """The lengths of a batch, in tokens: ``seq_lens_kv``, int32 [batch] on the CPU.

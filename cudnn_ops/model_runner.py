@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ctypes
+from array import array
+from collections.abc import Callable, Iterable
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from cudnn_ops.kv_cache import ALIGNMENT, PagedKVCache
+from cudnn_ops.kv_cache import ALIGNMENT, KVSequence, PagedKVCache
 from cudnn_ops.ops.paged import paged_attention
 from cudnn_ops.sampling import sample
 from cudnn_ops.scheduler import Batch
@@ -70,6 +72,10 @@ def padded_batch(batch: int) -> int:
     return -(-batch // step) * step
 
 
+# How array and memoryview call them.
+_FORMATS: dict[torch.dtype, Literal["q", "i"]] = {torch.int64: "q", torch.int32: "i"}
+
+
 class _Inputs:
     """A step's inputs at fixed addresses, as CUDA graphs want them; filled by a single copy.
 
@@ -101,28 +107,35 @@ class _Inputs:
         self._host = self._device
         if device.type == "cuda":
             self._host = torch.zeros(ends[-1], dtype=torch.uint8, pin_memory=True)
-        self._views: dict[str, tuple[Tensor, Tensor]] = {}
+        # Written to as memory: a step writes seven inputs, and by way of tensors that would take a
+        # third of a millisecond, in which the GPU waits.
+        memory = memoryview((ctypes.c_ubyte * ends[-1]).from_address(self._host.data_ptr()))
+        self._views: dict[str, Tensor] = {}
+        self._memory: dict[str, memoryview] = {}
         for (name, (dtype, rows, row)), start in zip(sizes.items(), [0, *ends], strict=False):
-            host, on_device = (
-                memory[start : start + dtype.itemsize * rows * row].view(dtype)
-                for memory in (self._host, self._device)
-            )
-            if name == "table":
-                host, on_device = host.view(rows, row), on_device.view(rows, row)
-            self._views[name] = (host, on_device)
-        self._table_start, self._row_bytes = ([0, *ends])[-2], 4 * width
+            stop = start + dtype.itemsize * rows * row
+            view = self._device[start:stop].view(dtype)
+            self._views[name] = view.view(rows, row) if name == "table" else view
+            self._memory[name] = memory[start:stop].cast("B").cast(_FORMATS[dtype])
+        self._width = width
+        self._table_start = ([0, *ends])[-2]
 
     def __getitem__(self, name: str) -> Tensor:
         """One of the inputs on the device."""
-        return self._views[name][1]
+        return self._views[name]
 
-    def write(self, name: str, values: Sequence[int] | Tensor, size: int, padding: int) -> None:
-        """Sets the first ``size`` rows of an input, with ``padding`` behind the values."""
-        host = self._views[name][0]
-        count = len(values)
-        if count:
-            host[:count] = values if isinstance(values, Tensor) else torch.tensor(values)
-        host[count:size] = padding
+    def write(self, name: str, values: Iterable[int], size: int, padding: int) -> None:
+        """Sets the first ``size`` elements of an input, with ``padding`` behind the values."""
+        memory = self._memory[name]
+        words = array(memory.format, values)
+        words.extend([padding] * (size - len(words)))
+        memory[:size] = words
+
+    def clear_table(self, batch: int) -> memoryview:
+        """The first ``batch`` rows of the page table, all of page 0."""
+        memory = self._memory["table"][: batch * self._width]
+        memory[:] = array(memory.format, bytes(memory.nbytes))
+        return memory
 
     def upload(self, batch: int) -> None:
         """Copies what was written, of the table ``batch`` rows.
@@ -130,7 +143,7 @@ class _Inputs:
         What is written next must wait until this copy is done.
         """
         if self._host is not self._device:
-            size = self._table_start + batch * self._row_bytes
+            size = self._table_start + batch * self._width * self._memory["table"].itemsize
             self._device[:size].copy_(self._host[:size], non_blocking=True)
 
 
@@ -176,10 +189,8 @@ class ModelRunner:
             [position for share in shares for position in range(share.start, share.stop)],
             batch.slots,
             counts,
-            self._cache.seq_lens([share.sequence for share in shares]),
-            self._cache.page_table(
-                [share.sequence for share in shares], self._inputs["table"].shape[1]
-            ),
+            [share.stop for share in shares],
+            [share.sequence for share in shares],
         )
         logits, greedy = self._compute(counts)
         if self._device.type == "cuda" and max(counts) == 1:
@@ -202,9 +213,7 @@ class ModelRunner:
         for size in reversed(sizes):
             for counts in ([1] * size, [min(2, self._chunk)] + [1] * (size - 1)):
                 total = sum(counts)
-                empty = torch.zeros(size, dtype=torch.int32)
-                table = torch.zeros((size, self._inputs["table"].shape[1]), dtype=torch.int32)
-                self._fill([0] * total, [0] * total, [-1] * total, counts, empty, table)
+                self._fill([0] * total, [0] * total, [-1] * total, counts, [0] * size, [])
                 self._compute(counts)[1].tolist()
 
     def _fill(
@@ -213,8 +222,8 @@ class ModelRunner:
         positions: list[int],
         slots: list[int],
         counts: list[int],
-        lengths: Tensor,
-        table: Tensor,
+        lengths: list[int],
+        sequences: list[KVSequence],
     ) -> None:
         """Writes the inputs, with padding that is harmless: it is not stored, and sees nothing."""
         batch = padded_batch(len(counts))
@@ -229,7 +238,8 @@ class ModelRunner:
         inputs.write("last", [offset - 1 for offset in offsets[1:]], batch, 0)
         inputs.write("offsets", offsets, batch + 1, total)
         inputs.write("lengths", lengths, batch, 0)
-        inputs.write("table", table, batch, 0)
+        table = inputs.clear_table(batch)
+        self._cache.write_page_table(sequences, table, inputs["table"].shape[1])
         inputs.upload(batch)
 
     def _compute(self, counts: list[int]) -> tuple[Tensor, Tensor]:
