@@ -1,6 +1,7 @@
 """Decoding over a paged cache: bytes of keys and values read a second, host time, and appending.
 
-bf16, one query a sequence, pages of 16 tokens in random order. Peers read the same keys and values
+bf16, one query a sequence or a few, pages of 16 tokens in random order; lengths alike or drawn from
+64 to 4096, in random order or the longest first. Peers read the same keys and values
 from a contiguous cache: torch's flash backend, for sequences that are all as long; and a copy on
 the device, whose bytes are those that it reads and those that it writes. FlashInfer over the same
 pages where it is installed.
@@ -33,27 +34,39 @@ class Shape(NamedTuple):
     kv_heads: int
     dim: int
     lengths: str
-    """How many tokens each sequence has, or "mixed"."""
+    """How many tokens each sequence has, or "mixed", or "falling": mixed, the longest first."""
+    queries: int = 1
+    """Of each sequence, causal."""
 
     def __str__(self) -> str:
-        return f"{','.join(map(str, self[:4]))} {self.lengths}"
+        queries = f" {self.queries} queries" if self.queries > 1 else ""
+        return f"{','.join(map(str, self[:4]))} {self.lengths}{queries}"
 
     def draw(self) -> list[int]:
-        if self.lengths != "mixed":
+        if self.lengths.isdecimal():
             return [int(self.lengths)] * self.batch
         rng = random.Random(0)
-        return [rng.randint(64, 4096) for _ in range(self.batch)]
+        lengths = [rng.randint(64, 4096) for _ in range(self.batch)]
+        return sorted(lengths, reverse=True) if self.lengths == "falling" else lengths
+
+    @property
+    def has_contiguous_peer(self) -> bool:
+        """Whether torch has attention for it: one query a sequence, and lengths alike."""
+        return self.lengths.isdecimal() and self.queries == 1
 
 
-SHAPES = tuple(
-    Shape(*sizes, lengths)
-    for sizes in ((64, 32, 8, 128), (128, 64, 8, 128), (8, 32, 8, 128))
-    for lengths in ("2048", "mixed")
+SHAPES = (
+    *(
+        Shape(*sizes, lengths)
+        for sizes in ((64, 32, 8, 128), (128, 64, 8, 128), (8, 32, 8, 128))
+        for lengths in ("2048", "mixed", "falling")
+    ),
+    *(Shape(64, 32, 8, 128, "2048", queries) for queries in (4, 8)),
 )
 
 
 class Problem(NamedTuple):
-    """A query a sequence and the pages of its keys and values."""
+    """The queries, and the pages of the keys and values."""
 
     query: Tensor
     key_cache: Tensor
@@ -81,7 +94,7 @@ def problem(shape: Shape, device: str = "cuda") -> Problem:
         return torch.randn(*sizes, device=device, dtype=torch.bfloat16)
 
     return Problem(
-        random_tensor(shape.batch, 1, shape.heads, shape.dim),
+        random_tensor(shape.batch, shape.queries, shape.heads, shape.dim),
         random_tensor(pages, PAGE, shape.kv_heads, shape.dim),
         random_tensor(pages, PAGE, shape.kv_heads, shape.dim),
         table.to(device),
@@ -118,14 +131,15 @@ def flashinfer(p: Problem) -> Callable[[], Tensor] | None:
 
 
 def attentions(shape: Shape, p: Problem) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    yield "cudnn_ops", partial(torch.ops.cudnn_ops.paged_attention, *p)
-    if shape.lengths != "mixed":
+    is_causal = shape.queries > 1
+    yield "cudnn_ops", partial(torch.ops.cudnn_ops.paged_attention, *p, is_causal=is_causal)
+    if shape.has_contiguous_peer:
         query, keys, values = contiguous(p)
         yield (
             "torch_flash",
             partial(scaled_dot_product_attention, query, keys, values, enable_gqa=True),
         )
-    if (other := flashinfer(p)) is not None:
+    if shape.queries == 1 and (other := flashinfer(p)) is not None:
         yield "flashinfer", other
 
 

@@ -84,6 +84,17 @@ def paged_decode(rows: Sequence[Row]) -> Lines:
     return lines
 
 
+def generation(rows: Sequence[Row]) -> Lines:
+    """A line a case: a step's time, the GPU's part of it, and tokens."""
+    metrics = unique(row["metric"] for row in rows)
+    found = {metric: pivot(rows, metric) for metric in metrics}
+    lines = [["", "step ms", "of it in the graph, ms", "GPU's share", "tokens a second"]]
+    for case in found["step_ms"]:
+        step, graph, share, rate = (found[metric][case][OURS] for metric in metrics)
+        lines.append([case, short(step), short(graph), f"{share:.1%}", f"{rate:.0f}"])
+    return lines
+
+
 def host_overhead(rows: Sequence[Row]) -> Lines:
     """A line a case, a column an implementation."""
     times = pivot(rows, "host_us")
@@ -155,6 +166,12 @@ TABLES = {
         paged_decode,
         "Bytes of keys and values read, for a copy those read and written; bf16, pages of 16.",
         "paged_decode",
+    ),
+    "generation": Table(
+        generation,
+        "Llama 3 8B's sizes, random bf16 weights, prompts of 256 to 1024 tokens.",
+        "generation",
+        samples=8,
     ),
     "host_overhead": Table(
         host_overhead, "Host time of one call in µs, [1, 8, 64, 64] bf16, causal.", "host_overhead"

@@ -322,7 +322,12 @@ def test_bench_paged_decode_rows_make_its_table(monkeypatch: pytest.MonkeyPatch)
     problem = bench.problem
     monkeypatch.setattr(bench, "problem", lambda shape: problem(shape, "cpu"))
     monkeypatch.setattr(
-        bench, "SHAPES", tuple(bench.Shape(2, 4, 2, 16, which) for which in ("100", "mixed"))
+        bench,
+        "SHAPES",
+        (
+            *(bench.Shape(2, 4, 2, 16, which) for which in ("100", "mixed", "falling")),
+            bench.Shape(2, 4, 2, 16, "100", queries=4),
+        ),
     )
     monkeypatch.setattr(bench, "TOKENS_TO_APPEND", 128)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
@@ -335,10 +340,12 @@ def test_bench_paged_decode_rows_make_its_table(monkeypatch: pytest.MonkeyPatch)
     assert [line[0] for line in lines] == [
         "2, 4, 2, 16 100",
         "2, 4, 2, 16 mixed",
+        "2, 4, 2, 16 falling",
+        "2, 4, 2, 16 100 4 queries",
         "append 128, 8, 128",
     ]
-    assert [line[1] for line in lines] == ["2.00"] * 3
-    assert [line[-2:] for line in lines] == [["1.00", "2.00"]] * 3
+    assert [line[1] for line in lines] == ["2.00"] * 5
+    assert [line[-2:] for line in lines] == [["1.00", "2.00"]] * 5
     assert lines[1][3] == ""
     found = harness.pivot(rows.rows, "tb_per_s")["2,4,2,16 100"]["cudnn_ops"]
     assert found == pytest.approx(2 * 2 * 100 * 2 * 16 * 2 / 2e-3 / 1e12)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from cudnn_ops import OutOfPages
+from cudnn_ops import _C, OutOfPages
 from cudnn_ops.generation import Engine, SamplingParams
 from cudnn_ops.model_runner import padded_batch
 from tests.cases.generation import (
@@ -176,8 +176,8 @@ def test_prompts_are_computed_in_chunks_beside_decoding():
     engine.submit(range(40, 46), SamplingParams(max_tokens=30))
     assert [step() for _ in range(5)] == [
         [1, 8],
-        [1, 8],
-        [1, 4, 4],
+        [8, 1],  # what is there of a request decides: the longest come first
+        [4, 1, 4],
         [1, 1, 2],
         [1, 1, 1],
     ]
@@ -356,3 +356,9 @@ def test_figures_of_a_request():
 def test_batches_are_padded_to_what_plans_are_declared_for():
     sizes = [padded_batch(batch) for batch in range(1, 18)]
     assert sizes == [1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16, 16, 16, 16, 24]
+    cache = torch.empty(9, 16, 2, 64, device="meta", dtype=torch.float16)
+    for batch in (*range(1, 70), 1000):
+        query = torch.empty(batch, 1, 2, 64, device="meta", dtype=torch.float16)
+        table = torch.empty(batch, 4, device="meta", dtype=torch.int32)
+        words = torch.ops.cudnn_ops._paged_plan_key(query, cache, cache, table, table[:, 0])
+        assert f"page_table=Int[{padded_batch(batch)}, 1, 4, 1]" in _C.describe_plan(words)

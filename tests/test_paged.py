@@ -36,6 +36,18 @@ CASES = [
         replace(SPECULATE, one=replace(ONE, is_causal=True, **feature))
         for feature in ({}, {"window_size": (20, 0)}, {"sinks": True}, {"softcap": 5.0})
     ),
+    *(
+        replace(case, lengths_kv=(2, 0, 3, 4, 70))  # some queries see nothing
+        for case in (
+            replace(SPECULATE, one=replace(ONE, is_causal=True)),
+            replace(SPECULATE, one=replace(ONE, is_causal=True, sinks=True)),
+        )
+    ),
+    replace(SPECULATE, one=replace(ONE, sinks=True), head_major=True, spare_width=3),
+    replace(SPECULATE, lengths=(8,) * 5, one=replace(ONE, heads=8, heads_kv=1, is_causal=True)),
+    replace(SPECULATE, lengths=(16,) * 5, one=replace(ONE, is_causal=True, value_size=32)),
+    replace(SPECULATE, lengths=(33,) * 5, one=replace(ONE, is_causal=True)),
+    replace(DECODE, lengths=(1,) * 70, lengths_kv=tuple(range(0, 210, 3))),
     PREFILL,
     replace(PREFILL, head_major=True, spare_width=3, page_size=1),
     replace(PREFILL, one=replace(ONE, is_causal=True, window_size=(20, 0), sinks=True)),
@@ -233,7 +245,7 @@ def test_one_plan_serves_every_length_and_smaller_batch(fresh_cache):
                 t.query, *caches, width, t.seq_lens_kv, **t.options
             )
             cases.check(case, t, out, lse)
-            built.append(cudnn_ops.cache_info().built)
+            built.append(cudnn_ops.cache_info().builds)
     assert set(built) == {1}
 
 

@@ -142,6 +142,16 @@ def test_contents_are_checked_when_asked(case, device, checked):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_values_behind_the_end_are_checked_when_asked(device, checked):
+    t = cases.make(PREFILL, torch.bfloat16, device, seed=1)
+    sequence = 2
+    assert PREFILL.lengths_kv[sequence] == 33  # the third page has one token
+    t.value_cache[t.page_table[sequence, 2].long(), 1, 0, 3] = torch.inf
+    with pytest.raises(ValueError, match="sequence 2 ends inside a page, and value_cache has NaN"):
+        _ops.paged_attention(*t.arguments, **t.options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_slots_are_checked_when_asked(device, checked):
     t = cases.make(replace(DECODE), torch.bfloat16, device, seed=1)
     slots = t.key_cache.shape[0] * 16

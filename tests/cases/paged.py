@@ -75,7 +75,7 @@ class Tensors:
 
 
 def make(case: PagedCase, dtype: torch.dtype, device: str, seed: int) -> Tensors:
-    """Random values in random pages; all that may not be read is NaN, or no page at all."""
+    """Random values in random pages; all that may not be read is NaN, or no page of the cache."""
     generator = torch.Generator().manual_seed(seed)
     one, size = case.one, case.page_size
 
@@ -95,9 +95,11 @@ def make(case: PagedCase, dtype: torch.dtype, device: str, seed: int) -> Tensors
         mine, order = order[:count], order[count:]
         table[index, :count] = mine.int()
         if count < width:  # beyond the length: whatever was there
-            table[index, count:] = torch.tensor([-1, 2**30, -(2**31)])[index % 3]
+            table[index, count:] = torch.tensor([-1, 2**30, -(2**31), int(order[-1])])[index % 4]
         keys.append(random_tokens(length, one.heads_kv, one.head_size))
         values.append(random_tokens(length, one.heads_kv, one.value_size))
+        if set(case.lengths) != {1}:  # then what lies behind the end has to be finite
+            value_cache[mine] = 1e4
         place = torch.arange(length)
         for cache, tokens in ((key_cache, keys[-1]), (value_cache, values[-1])):
             cache[mine[place // size], place % size] = tokens
@@ -173,7 +175,7 @@ def draw(rng: random.Random, *, on_gpu: bool) -> PagedCase:
     )
     count = rng.randint(1, 7)
     packed = rng.random() < 0.5
-    single = rng.choice([1, 1, 1, 2, 4, 8, 33])
+    single = rng.choice([1, 1, 1, 2, 4, 8, 16, 33])
     lengths = tuple(
         rng.choice([1, rng.randint(0, 9), rng.randint(1, 150)]) if packed else single
         for _ in range(count)
