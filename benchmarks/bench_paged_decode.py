@@ -131,8 +131,8 @@ def flashinfer(p: Problem) -> Callable[[], Tensor] | None:
 
 
 def attentions(shape: Shape, p: Problem) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    is_causal = shape.queries > 1
-    yield "cudnn_ops", partial(torch.ops.cudnn_ops.paged_attention, *p, is_causal=is_causal)
+    options = {"is_causal": True} if shape.queries > 1 else {}
+    yield "cudnn_ops", partial(torch.ops.cudnn_ops.paged_attention, *p, **options)
     if shape.has_contiguous_peer:
         query, keys, values = contiguous(p)
         yield (
