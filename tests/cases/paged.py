@@ -12,17 +12,15 @@ from torch import Tensor
 
 from tests.cases import sdpa, sdpa_features
 from tests.cases.sdpa_features import Features
+from tests.cases.varlen import Sequences
 
 _ops = torch.ops.cudnn_ops
 
 
 @dataclass(frozen=True)
-class PagedCase:
-    """Sequences with this many queries and keys; ``one`` has the rest, its own lengths aside."""
+class PagedCase(Sequences):
+    """Sequences whose keys and values lie in pages."""
 
-    lengths: tuple[int, ...]
-    lengths_kv: tuple[int, ...]
-    one: Features
     page_size: int = 16
     spare_width: int = 0
     """Columns of the table beyond the longest sequence's."""
@@ -37,14 +35,8 @@ class PagedCase:
         )
 
     def sequence(self, index: int) -> Features:
-        return replace(
-            self.one,
-            batch=1,
-            length=self.lengths[index],
-            length_kv=self.lengths_kv[index],
-            bottom_right=True,
-            layout="bhsd",
-        )
+        """One of them by itself; its last query belongs to its last key."""
+        return replace(super().sequence(index), bottom_right=True)
 
     def kwargs(self) -> dict[str, Any]:
         one = self.one

@@ -17,12 +17,28 @@ _ops = torch.ops.cudnn_ops
 
 
 @dataclass(frozen=True)
-class Packed:
-    """Sequences of these lengths; ``one`` has the rest, its own lengths aside."""
+class Sequences:
+    """Sequences with this many queries and keys; ``one`` has the rest, its own lengths aside."""
 
     lengths: tuple[int, ...]
     lengths_kv: tuple[int, ...]
     one: Features
+
+    def sequence(self, index: int) -> Features:
+        """One of them by itself."""
+        return replace(
+            self.one,
+            batch=1,
+            length=self.lengths[index],
+            length_kv=self.lengths_kv[index],
+            layout="bhsd",
+        )
+
+
+@dataclass(frozen=True)
+class Packed(Sequences):
+    """Sequences one behind the other."""
+
     gaps: tuple[int, ...] = ()
     """Unused tokens behind each sequence, of queries and of keys; empty: none."""
     offsets: torch.dtype = torch.int32
@@ -37,15 +53,6 @@ class Packed:
         return (
             f"{self.lengths}x{self.lengths_kv}gaps{self.gaps}-{str(self.offsets)[6:]}"
             f"{'-together' * self.together}{'-same' * self.same}{'-lse' * self.lse}-{self.one}"
-        )
-
-    def sequence(self, index: int) -> Features:
-        return replace(
-            self.one,
-            batch=1,
-            length=self.lengths[index],
-            length_kv=self.lengths_kv[index],
-            layout="bhsd",
         )
 
     def kwargs(self) -> dict[str, Any]:
