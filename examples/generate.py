@@ -20,7 +20,13 @@ from tqdm import tqdm
 from cudnn_ops import PagedKVCache, scaled_dot_product_attention
 from cudnn_ops.generation import Engine, Request, SamplingParams
 from examples.llama import Llama
-from examples.train_llama import CHECKPOINT, RECIPES, TrainConfig, load_text
+from examples.train_llama import (
+    CHECKPOINT,
+    RECIPES,
+    TrainConfig,
+    kind_of_device,
+    load_text,
+)
 
 
 @dataclass(frozen=True)
@@ -173,9 +179,7 @@ def report(summary: Summary) -> str:
 
 def generate(config: GenerateConfig) -> tuple[Summary, list[Request]]:
     """Serves the prompts that `config` asks for."""
-    kind = config.device
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = kind_of_device(config.device)
     device = torch.device(kind)
     model = load_model(config, device)
     sizes = model.config

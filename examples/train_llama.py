@@ -222,12 +222,17 @@ def time_side_by_side(trainers: dict[str, Trainer], batches: list[Tensor]) -> di
     return result
 
 
+def kind_of_device(choice: str) -> str:
+    """What --device says, "cpu" or "cuda", or for "auto" which of them there is."""
+    if choice != "auto":
+        return choice
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def train(config: TrainConfig) -> Summary:
     """Trains, samples, on a GPU compares, and writes the results to `config.out`."""
     began = time.perf_counter()
-    kind = config.device
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = kind_of_device(config.device)
     device, recipe = torch.device(kind), RECIPES[kind]
     steps = recipe.steps if config.steps is None else config.steps
     torch.manual_seed(config.seed)
