@@ -18,6 +18,7 @@ from cudnn_ops.cache import (
 from cudnn_ops.known_bad import KnownBad, known_bad
 from cudnn_ops.kv_cache import CacheUsage, KVSequence, OutOfPages, PagedKVCache
 from cudnn_ops.ops.merge import merge_attention_states
+from cudnn_ops.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from cudnn_ops.ops.paged import (
     paged_attention,
     paged_attention_with_lse,
@@ -45,9 +46,12 @@ __all__ = [
     "StoreInfo",
     "TunedPlan",
     "WarmupReport",
+    "add_layer_norm",
+    "add_rms_norm",
     "cache_clear",
     "cache_info",
     "known_bad",
+    "layer_norm",
     "merge_attention_states",
     "paged_attention",
     "paged_attention_with_lse",
@@ -55,6 +59,7 @@ __all__ = [
     "plan_policy",
     "plan_requests",
     "record_shapes",
+    "rms_norm",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_with_lse",
     "set_autotune",

@@ -1,0 +1,161 @@
+// Layer norm and RMS norm: schemas, the checks of their arguments, and the public operators, which
+// are made of one operator with a kernel and a derivative (norm_cuda.cpp, norm_autograd.cpp; the
+// CPU and fake kernels are in cudnn_ops/ops/norm.py).
+
+#include "norm.h"
+#include "sdpa_check.h"
+
+#include <c10/core/ScalarType.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/library.h>
+
+#include <limits>
+
+namespace cudnn_ops {
+namespace {
+
+void check_parameter(const Norm& args, const OptionalTensor& parameter, const char* name) {
+  if (!parameter) return;
+  TORCH_CHECK_VALUE(
+      parameter->sym_sizes() == args.normalized_shape && parameter->device() == args.input.device(),
+      name_of(args), ": ", name, " must be of normalized_shape, ", args.normalized_shape, ", on ",
+      args.input.device(), "; got ", parameter->sym_sizes(), " on ", parameter->device());
+  const auto dtype = parameter->scalar_type();
+  TORCH_CHECK_TYPE(dtype == args.input.scalar_type() || dtype == at::kFloat, name_of(args), ": ",
+                   name, " must be of the input's dtype, ", args.input.scalar_type(),
+                   ", or float32; got ", dtype);
+}
+
+// torch takes the input's machine epsilon where none is given.
+double default_eps(const at::Tensor& input) {
+  switch (input.scalar_type()) {
+    case at::kDouble: return std::numeric_limits<double>::epsilon();
+    case at::kHalf: return std::numeric_limits<at::Half>::epsilon();
+    case at::kBFloat16: return std::numeric_limits<at::BFloat16>::epsilon();
+    default: return std::numeric_limits<float>::epsilon();
+  }
+}
+
+at::Tensor norm(const Norm& args) {
+  const bool with_stats =
+      torch::autograd::compute_requires_grad(args.input, args.weight, args.bias);
+  return std::get<0>(norm_op().call(args.input, args.normalized_shape, args.weight, args.bias,
+                                    args.eps, args.is_layer, args.zero_centered, with_stats));
+}
+
+at::Tensor rms_norm(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
+                    const OptionalTensor& weight, std::optional<double> eps, bool zero_centered) {
+  const OptionalTensor none;
+  return norm({input, normalized_shape, weight, none, eps.value_or(default_eps(input)),
+               /*is_layer=*/false, zero_centered});
+}
+
+at::Tensor layer_norm(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
+                      const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                      bool zero_centered) {
+  return norm({input, normalized_shape, weight, bias, eps, /*is_layer=*/true, zero_centered});
+}
+
+std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& input, const at::Tensor& residual,
+                                                c10::SymIntArrayRef normalized_shape,
+                                                const OptionalTensor& weight,
+                                                std::optional<double> eps, bool zero_centered) {
+  const at::Tensor sum = input + residual;
+  return {rms_norm(sum, normalized_shape, weight, eps, zero_centered), sum};
+}
+
+std::tuple<at::Tensor, at::Tensor> add_layer_norm(
+    const at::Tensor& input, const at::Tensor& residual, c10::SymIntArrayRef normalized_shape,
+    const OptionalTensor& weight, const OptionalTensor& bias, double eps, bool zero_centered) {
+  const at::Tensor sum = input + residual;
+  return {layer_norm(sum, normalized_shape, weight, bias, eps, zero_centered), sum};
+}
+
+void norm_check(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
+                const OptionalTensor& weight, const OptionalTensor& bias, double eps, bool is_layer,
+                bool zero_centered) {
+  check_norm({input, normalized_shape, weight, bias, eps, is_layer, zero_centered});
+}
+
+}  // namespace
+
+const char* name_of(const Norm& args) {
+  return args.is_layer ? "cudnn_ops.layer_norm" : "cudnn_ops.rms_norm";
+}
+
+void check_norm(const Norm& args) {
+  const auto& input = args.input;
+  const auto dims = static_cast<int64_t>(args.normalized_shape.size());
+  TORCH_CHECK_VALUE(dims >= 1, name_of(args),
+                    ": normalized_shape must have at least one number, the last dimension's size");
+  TORCH_CHECK_VALUE(
+      input.dim() >= dims && input.sym_sizes().slice(input.dim() - dims) == args.normalized_shape,
+      name_of(args), ": input must end with normalized_shape, ", args.normalized_shape, "; got ",
+      input.sym_sizes());
+  TORCH_CHECK_TYPE(input.is_floating_point(), name_of(args),
+                   ": input must be float16, bfloat16 or float32 (float64 too on a CPU); got ",
+                   input.scalar_type());
+  check_parameter(args, args.weight, "weight");
+  check_parameter(args, args.bias, "bias");
+}
+
+const c10::TypedOperatorHandle<OutAndStats(const at::Tensor&, c10::SymIntArrayRef,
+                                           const OptionalTensor&, const OptionalTensor&, double,
+                                           bool, bool, bool)>&
+norm_op() {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("cudnn_ops::_norm", "")
+          .typed<OutAndStats(const at::Tensor&, c10::SymIntArrayRef, const OptionalTensor&,
+                             const OptionalTensor&, double, bool, bool, bool)>();
+  return op;
+}
+
+const c10::TypedOperatorHandle<
+    NormGradients(const at::Tensor&, const at::Tensor&, c10::SymIntArrayRef, const OptionalTensor&,
+                  const at::Tensor&, const at::Tensor&, bool, bool, std::array<bool, 3>)>&
+norm_backward_op() {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("cudnn_ops::_norm_backward", "")
+          .typed<NormGradients(const at::Tensor&, const at::Tensor&, c10::SymIntArrayRef,
+                               const OptionalTensor&, const at::Tensor&, const at::Tensor&, bool,
+                               bool, std::array<bool, 3>)>();
+  return op;
+}
+
+}  // namespace cudnn_ops
+
+TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
+  using namespace cudnn_ops;
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  m.def(
+      "rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, *, "
+      "bool zero_centered=False) -> Tensor",
+      rms_norm, tags);
+  m.def(
+      "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, "
+      "float eps=1e-05, *, bool zero_centered=False) -> Tensor",
+      layer_norm, tags);
+  m.def(
+      "add_rms_norm(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
+      "float? eps=None, *, bool zero_centered=False) -> (Tensor out, Tensor sum)",
+      add_rms_norm, tags);
+  m.def(
+      "add_layer_norm(Tensor input, Tensor residual, SymInt[] normalized_shape, "
+      "Tensor? weight=None, Tensor? bias=None, float eps=1e-05, *, bool zero_centered=False) -> "
+      "(Tensor out, Tensor sum)",
+      add_layer_norm, tags);
+  const std::string arguments =
+      "(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps, "
+      "bool is_layer, bool zero_centered";
+  m.def(("_norm" + arguments + ", bool with_stats) -> (Tensor out, Tensor mean, Tensor rstd)")
+            .c_str(),
+        tags);
+  m.def(
+      "_norm_backward(Tensor grad_out, Tensor input, SymInt[] normalized_shape, Tensor? weight, "
+      "Tensor mean, Tensor rstd, bool is_layer, bool zero_centered, bool[3] output_mask) -> "
+      "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+      tags);
+  m.def(("_norm_check" + arguments + ") -> ()").c_str(), norm_check, tags);
+}
