@@ -26,14 +26,10 @@ void check_parameter(const Norm& args, const OptionalTensor& parameter, const ch
                    ", or float32; got ", dtype);
 }
 
-// torch takes the input's machine epsilon where none is given.
+// torch takes the machine epsilon of what it computes in where none is given.
 double default_eps(const at::Tensor& input) {
-  switch (input.scalar_type()) {
-    case at::kDouble: return std::numeric_limits<double>::epsilon();
-    case at::kHalf: return std::numeric_limits<at::Half>::epsilon();
-    case at::kBFloat16: return std::numeric_limits<at::BFloat16>::epsilon();
-    default: return std::numeric_limits<float>::epsilon();
-  }
+  return input.scalar_type() == at::kDouble ? std::numeric_limits<double>::epsilon()
+                                            : std::numeric_limits<float>::epsilon();
 }
 
 at::Tensor norm(const Norm& args) {
@@ -60,14 +56,14 @@ std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& input, const a
                                                 c10::SymIntArrayRef normalized_shape,
                                                 const OptionalTensor& weight,
                                                 std::optional<double> eps, bool zero_centered) {
-  const at::Tensor sum = input + residual;
+  const at::Tensor sum = input.add(residual);
   return {rms_norm(sum, normalized_shape, weight, eps, zero_centered), sum};
 }
 
 std::tuple<at::Tensor, at::Tensor> add_layer_norm(
     const at::Tensor& input, const at::Tensor& residual, c10::SymIntArrayRef normalized_shape,
     const OptionalTensor& weight, const OptionalTensor& bias, double eps, bool zero_centered) {
-  const at::Tensor sum = input + residual;
+  const at::Tensor sum = input.add(residual);
   return {layer_norm(sum, normalized_shape, weight, bias, eps, zero_centered), sum};
 }
 

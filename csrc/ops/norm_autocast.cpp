@@ -1,5 +1,5 @@
-// Layer norm under autocast: the rule that torch has for its own, float32. RMS norm has none there
-// either.
+// Layer norm under autocast on CUDA: the rule that torch has for its own, float32. RMS norm has
+// none there, and on a CPU neither has.
 
 #include "norm.h"
 
@@ -9,15 +9,12 @@
 namespace cudnn_ops {
 namespace {
 
-template <c10::DeviceType device>
 at::Tensor layer_norm_autocast(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
                                const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                                bool zero_centered) {
-  constexpr auto key =
-      device == at::kCUDA ? c10::DispatchKey::AutocastCUDA : c10::DispatchKey::AutocastCPU;
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(key);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
   const auto cast = [](const at::Tensor& tensor) {
-    return at::autocast::cached_cast(at::kFloat, tensor, device);
+    return at::autocast::cached_cast(at::kFloat, tensor, at::kCUDA);
   };
   const auto cast_parameter = [&](const OptionalTensor& tensor) {
     return tensor ? OptionalTensor(cast(*tensor)) : std::nullopt;
@@ -35,9 +32,5 @@ at::Tensor layer_norm_autocast(const at::Tensor& input, c10::SymIntArrayRef norm
 }  // namespace cudnn_ops
 
 TORCH_LIBRARY_IMPL(cudnn_ops, AutocastCUDA, m) {
-  m.impl("layer_norm", cudnn_ops::layer_norm_autocast<at::kCUDA>);
-}
-
-TORCH_LIBRARY_IMPL(cudnn_ops, AutocastCPU, m) {
-  m.impl("layer_norm", cudnn_ops::layer_norm_autocast<at::kCPU>);
+  m.impl("layer_norm", cudnn_ops::layer_norm_autocast);
 }

@@ -34,7 +34,7 @@ def rms_norm(
             does not lie row after row is copied.
         normalized_shape: the last dimensions, over which the mean is taken.
         weight: of ``normalized_shape``, in the input's dtype or float32; None stands for ones.
-        eps: None stands for ``torch.finfo(input.dtype).eps``.
+        eps: None stands for float32's machine epsilon, float64's for float64, as torch has it.
         zero_centered: the factor is ``1 + weight``, as in Gemma.
 
     Returns:
@@ -75,7 +75,7 @@ def layer_norm(
         zero_centered: as in :func:`rms_norm`.
 
     Returns:
-        Of the input's shape and dtype, contiguous; under autocast float32, as torch has it.
+        Of the input's shape and dtype, contiguous; float32 under autocast on CUDA, as torch has it.
 
     Raises:
         ValueError: as :func:`rms_norm`, and so are TypeError and NotImplementedError.

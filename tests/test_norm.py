@@ -1,0 +1,170 @@
+"""Layer norm and RMS norm: results and gradients, layouts, empty and strange rows, compile."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import cudnn_ops
+from tests.cases import norm as cases
+from tests.cases.norm import NormCase
+from tests.conftest import DEVICES
+
+_ops = torch.ops.cudnn_ops
+RMS = NormCase((6, 100), (100,), is_layer=False)
+LAYER = NormCase((6, 100), (100,), is_layer=True, bias="same")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("block", range(4))
+def test_any_combination(block, device, poisoned):
+    rng = random.Random(4000 + block)
+    wrong = []
+    for seed in range(60):
+        case = cases.draw(rng)
+        dtype = rng.choice([torch.float16, torch.bfloat16, torch.float32])
+        try:
+            cases.check(case, cases.make(case, dtype, device, seed))
+        except AssertionError as error:
+            wrong.append(f"{dtype} {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", [RMS, LAYER], ids=str)
+def test_opcheck(case, device):
+    t = cases.make(case, torch.float32, device, seed=1)
+    arguments = (t.input, case.normalized, t.weight, t.bias, case.eps, case.is_layer, False)
+    for with_stats in (False, True):
+        torch.library.opcheck(_ops._norm.default, (*arguments, with_stats))
+    _, mean, rstd = _ops._norm(*arguments, True)
+    torch.library.opcheck(
+        _ops._norm_backward.default,
+        (
+            t.grad_out,
+            t.input.detach(),
+            case.normalized,
+            t.weight.detach(),
+            mean.detach(),
+            rstd.detach(),
+            case.is_layer,
+            False,
+            (True, True, case.is_layer),
+        ),
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_large_mean_keeps_three_digits(device):
+    torch.manual_seed(0)
+    values = (1000 + torch.randn(64, 512, dtype=torch.float64)).half().to(device)
+    out = cudnn_ops.layer_norm(values, (512,))
+    exact = F.layer_norm(values.double(), (512,))
+    assert (out.double() - exact).abs().max() < 5e-3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_of_zeros(device):
+    zeros = torch.zeros(3, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.ones(64, device=device, dtype=torch.bfloat16)
+    for out in (cudnn_ops.rms_norm(zeros, (64,), weight), cudnn_ops.layer_norm(zeros, (64,))):
+        assert not out.any()
+        (grad,) = torch.autograd.grad(out.sum(), zeros)
+        assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_without_eps_it_is_that_of_torch(dtype, device):
+    small = torch.full((2, 64), 1e-3, device=device, dtype=dtype)
+    torch.testing.assert_close(cudnn_ops.rms_norm(small, (64,)), F.rms_norm(small, (64,)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_sum_comes_along_and_has_its_gradient(device):
+    torch.manual_seed(0)
+    x, residual, weight = (
+        torch.randn(*shape, device=device, requires_grad=True)
+        for shape in ((5, 64), (5, 64), (64,))
+    )
+    for ours, theirs in (
+        (cudnn_ops.add_rms_norm(x, residual, (64,), weight, 1e-6), F.rms_norm),
+        (cudnn_ops.add_layer_norm(x, residual, (64,), weight, eps=1e-6), F.layer_norm),
+    ):
+        expected_sum = x + residual
+        expected = theirs(expected_sum, (64,), weight, eps=1e-6)
+        torch.testing.assert_close(ours, (expected, expected_sum))
+        leaves = (x, residual, weight)
+        found = torch.autograd.grad(ours[0].sin().sum() + ours[1].square().sum(), leaves)
+        wanted = torch.autograd.grad(expected.sin().sum() + expected_sum.square().sum(), leaves)
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", [RMS, LAYER], ids=str)
+def test_compiled_without_a_break_for_any_number_of_rows(case, device):
+    torch._dynamo.reset()
+
+    def step(x, weight, bias):
+        if case.is_layer:
+            return cudnn_ops.layer_norm(x * 2, case.normalized, weight, bias).relu()
+        return cudnn_ops.rms_norm(x * 2, case.normalized, weight, case.eps).relu()
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+    for rows in (6, 9):
+        t = cases.make(
+            NormCase((rows, 100), (100,), case.is_layer, bias=case.bias), torch.float32, device, 1
+        )
+        for function in (compiled, step):
+            out = function(t.input, t.weight, t.bias)
+            grads = torch.autograd.grad(out, t.differentiable, t.grad_out)
+            if function is compiled:
+                found = (out, *grads)
+        torch.testing.assert_close(found, (out, *grads))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast_is_that_of_torch(device):
+    x = torch.randn(3, 64, device=device)
+    weight = torch.randn(64, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        low = x.bfloat16()
+        for mine, other in (
+            (cudnn_ops.layer_norm(low, (64,), weight), F.layer_norm(low, (64,), weight)),
+            (cudnn_ops.rms_norm(x, (64,), weight), F.rms_norm(x, (64,), weight)),
+        ):
+            assert mine.dtype == other.dtype
+            torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"normalized_shape": ()}, ValueError, "normalized_shape must have at least one"),
+        ({"normalized_shape": (99,)}, ValueError, r"input must end with normalized_shape, \[99\]"),
+        ({"weight": torch.ones(99)}, ValueError, r"weight must be of normalized_shape, \[100\]"),
+        ({"weight": torch.ones(100, dtype=torch.float16)}, TypeError, "weight must be of the inp"),
+        ({"input": torch.ones(6, 100, dtype=torch.int32)}, TypeError, "input must be float16"),
+    ],
+    ids=str,
+)
+def test_bad_input(change, error, match, device):
+    arguments = {"input": torch.ones(6, 100), "normalized_shape": (100,), **change}
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            arguments[name] = value.to(device)
+    for function in (cudnn_ops.rms_norm, cudnn_ops.layer_norm):
+        with pytest.raises(error, match=match):
+            function(**arguments)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_second_derivative_is_refused(device):
+    x = torch.randn(3, 64, device=device, requires_grad=True)
+    (grad,) = torch.autograd.grad(cudnn_ops.rms_norm(x, (64,)).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward of a norm"):
+        grad.sum().backward()
