@@ -17,6 +17,7 @@ from cudnn_ops.cache import (
 )
 from cudnn_ops.known_bad import KnownBad, known_bad
 from cudnn_ops.kv_cache import CacheUsage, KVSequence, OutOfPages, PagedKVCache
+from cudnn_ops.ops.gated import geglu, swiglu
 from cudnn_ops.ops.merge import merge_attention_states
 from cudnn_ops.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from cudnn_ops.ops.paged import (
@@ -50,6 +51,7 @@ __all__ = [
     "add_rms_norm",
     "cache_clear",
     "cache_info",
+    "geglu",
     "known_bad",
     "layer_norm",
     "merge_attention_states",
@@ -69,6 +71,7 @@ __all__ = [
     "store_clear",
     "store_info",
     "support",
+    "swiglu",
     "tune_sdpa",
     "using_plan_policy",
     "varlen_attention",

@@ -1,0 +1,125 @@
+// Gated activations, act(gate) * up, and their gradients. Compiled to PTX when the package is built
+// (cmake/compile_ptx.py); gated_cuda.cpp launches it, with a struct alike.
+
+// Tensors of rows; strides in elements, from row to row.
+struct Gated {
+  const void *gate, *up, *grad_out;  // grad_out: of the backward
+  void *first, *second;              // the output; or the gradients of gate and up
+  long long gate_stride, up_stride, grad_stride, out_stride;
+  long long pieces;  // in all rows, each of the kernel's vector width
+  unsigned pieces_per_row;
+};
+
+struct Half {
+  using Bits = unsigned short;
+  static __device__ float read(Bits bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+  }
+  static __device__ Bits write(float value) {
+    Bits bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+  }
+};
+
+struct BFloat16 {
+  using Bits = unsigned short;
+  static __device__ float read(Bits bits) {
+    return __uint_as_float((unsigned)bits << 16);
+  }
+  static __device__ Bits write(float value) {
+    Bits bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+  }
+};
+
+struct Float {
+  using Bits = float;
+  static __device__ float read(Bits bits) {
+    return bits;
+  }
+  static __device__ Bits write(float value) {
+    return value;
+  }
+};
+
+// The value and the slope.
+struct Silu {
+  static __device__ float2 of(float x) {
+    const float s = 1 / (1 + expf(-x));
+    return {x * s, s * (1 + x * (1 - s))};
+  }
+};
+
+struct Gelu {
+  static __device__ float2 of(float x) {
+    const float below = 0.5f * (1 + erff(x * 0.70710678118654752f));
+    return {x * below, below + x * 0.39894228040143268f * expf(-0.5f * x * x)};
+  }
+};
+
+struct GeluTanh {
+  static __device__ float2 of(float x) {
+    const float a = 0.79788456080286536f, b = 0.044715f;
+    const float t = tanhf(a * (x + b * x * x * x));
+    return {0.5f * x * (1 + t), 0.5f * (1 + t) + 0.5f * x * (1 - t * t) * a * (1 + 3 * b * x * x)};
+  }
+};
+
+template <class Type, int kWidth>
+struct alignas(sizeof(typename Type::Bits) * kWidth) Piece {
+  typename Type::Bits bits[kWidth];
+};
+
+template <class Type, class Activation, int kWidth, bool kBackward>
+__device__ void gated(const Gated& g) {
+  using Vector = Piece<Type, kWidth>;
+  const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= g.pieces) return;
+  // A long division takes longer than the rest.
+  const long long row = g.pieces >> 32 ? i / g.pieces_per_row : (unsigned)i / g.pieces_per_row;
+  const long long column = (i - row * g.pieces_per_row) * kWidth;
+  const auto at = [&](const void* memory, long long stride) {
+    return (const Vector*)((const typename Type::Bits*)memory + row * stride + column);
+  };
+  const Vector gate = *at(g.gate, g.gate_stride), up = *at(g.up, g.up_stride);
+  Vector grad, first, second;
+  if (kBackward) grad = *at(g.grad_out, g.grad_stride);
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) {
+    const float2 activation = Activation::of(Type::read(gate.bits[k]));
+    const float factor = Type::read(up.bits[k]);
+    if (kBackward) {
+      const float slope = Type::read(grad.bits[k]);
+      first.bits[k] = Type::write(slope * factor * activation.y);
+      second.bits[k] = Type::write(slope * activation.x);
+    } else {
+      first.bits[k] = Type::write(activation.x * factor);
+    }
+  }
+  *(Vector*)at(g.first, g.out_stride) = first;
+  if (kBackward) *(Vector*)at(g.second, g.out_stride) = second;
+}
+
+#define GATED(name, Type, Activation, suffix, width)                       \
+  extern "C" __global__ void gated_##name##_##suffix(Gated g) {            \
+    gated<Type, Activation, width, false>(g);                              \
+  }                                                                        \
+  extern "C" __global__ void gated_##name##_##suffix##_backward(Gated g) { \
+    gated<Type, Activation, width, true>(g);                               \
+  }
+
+#define GATED_TYPES(name, Activation)              \
+  GATED(name, Half, Activation, half_1, 1)         \
+  GATED(name, Half, Activation, half_8, 8)         \
+  GATED(name, BFloat16, Activation, bfloat16_1, 1) \
+  GATED(name, BFloat16, Activation, bfloat16_8, 8) \
+  GATED(name, Float, Activation, float_1, 1)       \
+  GATED(name, Float, Activation, float_4, 4)
+
+GATED_TYPES(silu, Silu)
+GATED_TYPES(gelu, Gelu)
+GATED_TYPES(gelu_tanh, GeluTanh)

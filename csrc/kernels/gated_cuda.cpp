@@ -1,0 +1,126 @@
+// Gated activations on CUDA, each way by one kernel (gated.cu).
+
+#include "../ops/gated.h"
+#include "gated_ptx.h"
+#include "ptx_kernel.h"
+
+#include <ATen/cuda/EmptyTensor.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/library.h>
+
+#include <array>
+
+namespace cudnn_ops {
+namespace {
+
+constexpr int kThreads = 256;
+
+// As in gated.cu.
+struct Gated {
+  const void *gate, *up, *grad_out;
+  void *first, *second;
+  long long gate_stride, up_stride, grad_stride, out_stride;
+  long long pieces;
+  unsigned pieces_per_row;
+};
+
+// The tensor as [rows, columns] with a unit last stride, copied only if it cannot be seen as that.
+at::Tensor as_rows(const at::Tensor& tensor) {
+  const int64_t columns = tensor.dim() == 0 ? 1 : tensor.size(-1);
+  if (tensor.is_contiguous()) return tensor.view({-1, columns});
+  if (tensor.stride(-1) == 1 || columns == 1) {
+    const auto sizes = tensor.sizes(), strides = tensor.strides();
+    bool is_regular = true;
+    for (int64_t dim = tensor.dim() - 3; dim >= 0; --dim) {
+      is_regular =
+          is_regular && (sizes[dim] == 1 || strides[dim] == strides[dim + 1] * sizes[dim + 1]);
+    }
+    if (is_regular) return tensor.view({-1, columns});
+  }
+  return tensor.contiguous().view({-1, columns});
+}
+
+const PtxKernel& kernel_of(Activation activation, at::ScalarType dtype, bool is_wide,
+                           bool is_backward) {
+#define CUDNN_OPS_GATED(name, type)                                                      \
+  {                                                                                      \
+    {kGatedPtx, "gated_" name "_" type}, {kGatedPtx, "gated_" name "_" type "_backward"} \
+  }
+#define CUDNN_OPS_GATED_TYPES(name)                                             \
+  CUDNN_OPS_GATED(name, "half_1"), CUDNN_OPS_GATED(name, "half_8"),             \
+      CUDNN_OPS_GATED(name, "bfloat16_1"), CUDNN_OPS_GATED(name, "bfloat16_8"), \
+      CUDNN_OPS_GATED(name, "float_1"), CUDNN_OPS_GATED(name, "float_4")
+  static const PtxKernel kernels[18][2] = {CUDNN_OPS_GATED_TYPES("silu"),
+                                           CUDNN_OPS_GATED_TYPES("gelu"),
+                                           CUDNN_OPS_GATED_TYPES("gelu_tanh")};
+#undef CUDNN_OPS_GATED_TYPES
+#undef CUDNN_OPS_GATED
+  const int type = dtype == at::kHalf ? 0 : dtype == at::kBFloat16 ? 1 : 2;
+  return kernels[6 * static_cast<int>(activation) + 2 * type + is_wide][is_backward];
+}
+
+bool is_aligned(const at::Tensor& rows) {
+  constexpr int64_t kBytes = 16;
+  const int64_t element = rows.element_size();
+  return reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % kBytes == 0 &&
+         (rows.size(0) == 1 || rows.stride(0) * element % kBytes == 0) &&
+         rows.size(1) * element % kBytes == 0;
+}
+
+// Writes `first`, and in the backward `second`, both dense.
+void launch(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& grad_out,
+            Activation activation, const at::Tensor& first, const at::Tensor& second) {
+  TORCH_CHECK_TYPE(gate.scalar_type() != at::kDouble,
+                   "cudnn_ops: gated activations are float16, bfloat16 or float32 on a GPU; got ",
+                   gate.scalar_type());
+  if (gate.numel() == 0) return;
+  const bool is_backward = grad_out.defined();
+  const at::Tensor g = as_rows(gate), u = as_rows(up);
+  const at::Tensor d = is_backward ? as_rows(grad_out) : at::Tensor();
+  const bool is_wide = is_aligned(g) && is_aligned(u) && (!is_backward || is_aligned(d));
+  const int64_t columns = g.size(1);
+  const int64_t width = is_wide ? 16 / static_cast<int64_t>(g.element_size()) : 1;
+  Gated arguments{g.const_data_ptr(),
+                  u.const_data_ptr(),
+                  is_backward ? d.const_data_ptr() : nullptr,
+                  first.mutable_data_ptr(),
+                  is_backward ? second.mutable_data_ptr() : nullptr,
+                  g.stride(0),
+                  u.stride(0),
+                  is_backward ? d.stride(0) : 0,
+                  columns,
+                  g.numel() / width,
+                  static_cast<unsigned>(columns / width)};
+  std::array<void*, 1> pointers{&arguments};
+  kernel_of(activation, gate.scalar_type(), is_wide, is_backward)
+      .launch((arguments.pieces + kThreads - 1) / kThreads, 1, kThreads, pointers.data());
+}
+
+at::Tensor empty_like(const at::Tensor& tensor) {
+  return at::detail::empty_cuda(tensor.sizes(), tensor.scalar_type(), tensor.device(),
+                                std::nullopt);
+}
+
+at::Tensor gated_cuda(const at::Tensor& gate, const at::Tensor& up, int64_t activation) {
+  check_gated(gate, up, activation);
+  const c10::cuda::CUDAGuard device_guard(gate.device());
+  const at::Tensor out = empty_like(gate);
+  launch(gate, up, at::Tensor(), static_cast<Activation>(activation), out, at::Tensor());
+  return out;
+}
+
+GatedGradients gated_backward_cuda(const at::Tensor& grad_out, const at::Tensor& gate,
+                                   const at::Tensor& up, int64_t activation) {
+  const c10::cuda::CUDAGuard device_guard(gate.device());
+  const at::Tensor grad_gate = empty_like(gate), grad_up = empty_like(gate);
+  launch(gate, up, grad_out, static_cast<Activation>(activation), grad_gate, grad_up);
+  return {grad_gate, grad_up};
+}
+
+}  // namespace
+}  // namespace cudnn_ops
+
+TORCH_LIBRARY_IMPL(cudnn_ops, CUDA, m) {
+  m.impl("_gated", cudnn_ops::gated_cuda);
+  m.impl("_gated_backward", cudnn_ops::gated_backward_cuda);
+}
