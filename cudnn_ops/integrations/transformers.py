@@ -59,6 +59,11 @@ class CompactMask(NamedTuple):
     cu_seqlens: Tensor | None = None
     longest: int = 0
 
+    @property
+    def ndim(self) -> int:
+        """That of the mask that it stands for: not 2, as transformers' masks of padding are."""
+        return 4
+
 
 def register(
     name: str = "cudnn_ops", *, compact_masks: bool = True, packing_under_compile: bool = True
@@ -227,7 +232,7 @@ def cudnn_ops_mask(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | CompactMask | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
@@ -254,7 +259,8 @@ def cudnn_ops_mask(
         q_offset: position of the first query; a tensor for static caches.
         kv_offset: position of the first key.
         mask_function: what a query sees.
-        attention_mask: bool [batch, tokens], False for padding.
+        attention_mask: bool [batch, tokens], False for padding; or what this function returned, as
+            ``generate`` hands it to the model, which asks again.
         local_size: the window or the chunk.
         allow_is_causal_skip: set by transformers where ``mask_function`` is causal, and local if
             there is a ``local_size``, and nothing else.
@@ -264,6 +270,8 @@ def cudnn_ops_mask(
         packing_under_compile: as in :func:`register`.
         kwargs: for ``sdpa_mask``.
     """
+    if isinstance(attention_mask, CompactMask):
+        return attention_mask
     sequences = None
     # Chunks come with a local_size as windows do; the configuration tells them apart.
     is_chunked = local_size is not None and getattr(config, "attention_chunk_size", None)
