@@ -58,8 +58,8 @@ def test_masks_of_every_query_and_key(case, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
 def test_mask_of_the_user(kind, device):
-    """Nothing is added to it: here each query sees the next token too."""
-    model = make_model("llama", device)
+    """Nothing is added to it: here each query sees the next token too, and beyond the window."""
+    model = make_model("mistral", device)
     visible = torch.ones(TOKENS, TOKENS, dtype=torch.bool, device=device).tril(1)
     visible = visible.expand(2, 1, -1, -1)
     mask = visible if kind == torch.bool else torch.zeros(visible.shape, device=device)
@@ -67,9 +67,9 @@ def test_mask_of_the_user(kind, device):
         mask.masked_fill_(~visible, torch.finfo(kind).min)
     tokens = make_tokens(device)
     found = model(tokens, attention_mask=mask.to(model.dtype) if mask.is_floating_point() else mask)
-    exact = stock("llama", model, torch.float64)
+    exact = stock("mistral", model, torch.float64)
     exact.set_attn_implementation("sdpa")
-    rough = stock("llama", model, model.dtype)
+    rough = stock("mistral", model, model.dtype)
     check(
         found.logits,
         exact(tokens, attention_mask=visible).logits,

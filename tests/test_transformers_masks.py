@@ -164,16 +164,30 @@ def test_the_host_does_not_wait(kind, device):
             torch.cuda.set_sync_debug_mode("default")
 
 
-def attention_of(sizes: tuple[int, int, int, int], **options: Any) -> Tensor:
+def attention_of(sizes: tuple[int, int, int, int], mask: Any = None, **options: Any) -> Tensor:
     query, key, value = torch.randn(3, *sizes, generator=torch.Generator().manual_seed(1))
     module = nn.Identity()  # causal, as layers are that do not say
-    return cudnn_ops_attention(module, query, key, value, None, **options)[0]
+    return cudnn_ops_attention(module, query, key, value, mask, **options)[0]
 
 
 def test_output_is_contiguous_by_token():
     out = attention_of((2, 4, 9, 16))
     assert out.shape == (2, 9, 4, 16)
     assert out.is_contiguous()
+
+
+def test_padding_at_the_end_is_not_computed():
+    out = attention_of((2, 4, 9, 16), CompactMask(lengths=torch.tensor([9, 5], dtype=torch.int32)))
+    assert not out[1, 5:].any()
+    out[1, 5:] = attention_of((2, 4, 9, 16))[1, 5:]
+    torch.testing.assert_close(out, attention_of((2, 4, 9, 16)))
+
+
+def test_window_of_the_mask():
+    sizes = (1, 2, 9, 16)
+    found = attention_of(sizes, CompactMask((2, 0)))
+    torch.testing.assert_close(found, attention_of(sizes, sliding_window=3))
+    assert not torch.allclose(found, attention_of(sizes))
 
 
 def test_dropout():

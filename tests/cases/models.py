@@ -44,10 +44,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: Qwen3Config(**SIZES),
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=7),
     "gemma2": lambda: Gemma2Config(
-        **SIZES, sliding_window=7, attn_logit_softcapping=2.0, query_pre_attn_scalar=16
+        **SIZES, sliding_window=7, attn_logit_softcapping=2.0, query_pre_attn_scalar=24
     ),
     "gemma3": lambda: Gemma3TextConfig(
-        **SIZES, sliding_window=7, layer_types=LAYERS, query_pre_attn_scalar=16
+        **SIZES, sliding_window=7, layer_types=LAYERS, query_pre_attn_scalar=24
     ),
     # All experts, so that rounding does not choose among them.
     "gpt_oss": lambda: GptOssConfig(
