@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -35,6 +36,15 @@ def halves(shape: tuple[int, ...], layout: str, dtype: torch.dtype, device: str)
     return [tensor.requires_grad_() for tensor in tensors]
 
 
+def formula(
+    activation: Callable[[Tensor], Tensor], leaves: list[Tensor], grad: Tensor, dtype: torch.dtype
+) -> list[Tensor]:
+    """Output and gradients in ``dtype``."""
+    gate, up = (leaf.detach().to(dtype).requires_grad_() for leaf in leaves)
+    result = activation(gate) * up
+    return [result, *torch.autograd.grad(result, (gate, up), grad.to(dtype))]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_results_and_gradients(name, device, poisoned):
@@ -53,13 +63,11 @@ def test_results_and_gradients(name, device, poisoned):
         assert out.is_contiguous()
         found = [out, *torch.autograd.grad(out, leaves, grad)]
 
-        def formula(precision: torch.dtype) -> list[Tensor]:
-            gate, up = (leaf.detach().to(precision).requires_grad_() for leaf in leaves)
-            result = activation(gate) * up
-            return [result, *torch.autograd.grad(result, (gate, up), grad.to(precision))]
-
+        exact, rough = (
+            formula(activation, leaves, grad, precision) for precision in (torch.float64, dtype)
+        )
         for what, mine, right, other in zip(
-            ("out", "gate", "up"), found, formula(torch.float64), formula(dtype), strict=True
+            ("out", "gate", "up"), found, exact, rough, strict=True
         ):
             sdpa.check(mine, right, other, f"{name} {shape} {layout} {dtype} {what}")
 

@@ -1,0 +1,125 @@
+"""Modules against torch's, their state, and swapping them into models."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import cudnn_ops.nn
+from tests.conftest import DEVICES
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
+def test_norms_take_each_others_state(name, device):
+    torch.manual_seed(0)
+    theirs = getattr(nn, name)(64, eps=1e-5, device=device)
+    ours = getattr(cudnn_ops.nn, name)(64, eps=1e-5, device=device)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
+    for parameter in ours.parameters():
+        nn.init.normal_(parameter)
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(5, 64, device=device)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+def test_zero_centered_norms_begin_as_plain_ones():
+    x = torch.randn(5, 64)
+    norm = cudnn_ops.nn.RMSNorm(64, eps=1e-6, zero_centered=True)
+    assert not norm.weight.any()
+    torch.testing.assert_close(norm(x), F.rms_norm(x, (64,), eps=1e-6))
+
+
+class Norm(nn.Module):
+    """An RMS norm as models have it, under a name that nobody knows."""
+
+    def __init__(self, size: int, centered: bool = False, extra: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size))
+        self.tiny, self.extra, self.centered = 1e-4, extra, centered
+
+    def forward(self, x):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.tiny)
+        return (wide * (self.weight + self.centered) + self.extra).to(x.dtype)
+
+
+class Mlp(nn.Module):
+    def __init__(self, activation, swapped: bool = False) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(8, 12, bias=False), nn.Linear(8, 12, bias=False)
+        self.down_proj = nn.Linear(12, 8)
+        self.act_fn, self.swapped = activation, swapped
+
+    def forward(self, x):
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        gate, up = (up, gate) if self.swapped else (gate, up)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.LayerNorm(8),
+        nn.RMSNorm(8),
+        nn.LayerNorm(8, elementwise_affine=False),
+        Norm(8),
+        Norm(8, centered=True),
+        Norm(8, extra=0.5),  # something else
+        Mlp(nn.SiLU()),
+        Mlp(nn.GELU(approximate="tanh")),
+        Mlp(F.gelu),
+        Mlp(nn.ReLU()),  # something else
+        Mlp(nn.SiLU(), swapped=True),  # something else
+        nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8, eps=1e-3)),
+    )
+
+
+def test_what_computes_the_same_is_swapped(capsys):
+    stock = model()
+    for parameter in stock.parameters():
+        nn.init.normal_(parameter)
+    ours = copy.deepcopy(stock)
+    planned = cudnn_ops.nn.replace_modules_(ours, dry_run=True)
+    assert [type(module) for module in ours] == [type(module) for module in stock]
+    names = ["0", "1", "2", "3", "4", "6", "7", "8", "11.1"]
+    assert [replacement.name for replacement in planned] == names
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "0: LayerNorm -> LayerNorm"
+    assert printed[4] == "4: Norm -> RMSNorm, zero-centered"
+    assert printed[5] == "6: Mlp -> SwiGLU"
+
+    parameters = dict(ours.named_parameters())
+    assert len(cudnn_ops.nn.replace_modules_(ours)) == len(names)
+    assert {name: id(p) for name, p in ours.named_parameters()} == {
+        name: id(p) for name, p in parameters.items()
+    }
+    assert list(ours.state_dict()) == list(stock.state_dict())
+    x = torch.randn(5, 8)
+    torch.testing.assert_close(ours(x), stock(x), rtol=1e-4, atol=1e-4)
+    stock(x).square().sum().backward()
+    ours(x).square().sum().backward()
+    for mine, theirs in zip(ours.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-3)
+    assert cudnn_ops.nn.replace_modules_(ours) == []
+
+
+def test_shared_modules_stay_shared_and_hooks_stay():
+    shared, hooked = nn.RMSNorm(8), nn.LayerNorm(8)
+    hooked.register_forward_hook(lambda *_: None)
+    both = nn.Sequential(shared, hooked, shared).eval()
+    cudnn_ops.nn.replace_modules_(both)
+    assert both[0] is both[2]
+    assert isinstance(both[0], cudnn_ops.nn.RMSNorm)
+    assert not both[0].training
+    assert both[1] is hooked
+
+
+def test_an_activation_that_there_is_not():
+    with pytest.raises(ValueError, match="activation is one of silu, gelu, gelu_tanh, got 'relu'"):
+        cudnn_ops.nn.SwiGLU(8, 16, activation="relu")
