@@ -23,6 +23,9 @@ from torch import Tensor
 from cudnn_ops import _C
 from cudnn_ops.ops.paged import KVLayout, is_head_major
 
+#: The names of the norms' plans.
+NORMS = ("rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward")
+
 #: What describes a tensor: a tensor (its data are not read), or its shape and dtype, or its
 #: shape, dtype and strides. Without strides it is contiguous.
 TensorSpec = (
@@ -77,9 +80,11 @@ def explain(
 
     Args:
         op: ``"sdpa"``, or ``"sdpa_backward"`` for its derivative (the deterministic one under
-            ``torch.use_deterministic_algorithms(True)``); or ``"paged_attention"``.
-        q: the query: a tensor, ``(shape, dtype)`` or ``(shape, dtype, strides)``, with shape
-            [batch, heads, length, head size] and strides in elements.
+            ``torch.use_deterministic_algorithms(True)``); ``"paged_attention"``; or one of
+            :data:`NORMS`.
+        q: the query, or the input of a norm: a tensor, ``(shape, dtype)`` or
+            ``(shape, dtype, strides)``, a query with shape [batch, heads, length, head size], and
+            strides in elements.
         k: the key; None stands for one like the query.
         v: the value; None stands for one like the key.
         with_lse: whether the forward also stores the log-sum-exp, as it does in training.
@@ -92,7 +97,9 @@ def explain(
             ``sinks``, ``seq_lens_q`` and ``seq_lens_kv`` may be True. ``grad_mask=True`` asks for
             the gradient of the mask too. For ``"paged_attention"``, where ``k`` and ``v`` are the
             caches, as in :func:`cudnn_ops.paged_attention`: ``page_table`` may be its shape, and
-            ``cu_seqlens_q`` and ``sinks`` True.
+            ``cu_seqlens_q`` and ``sinks`` True. For a norm ``normalized_shape`` (None: the last
+            dimension), ``weight`` and ``bias`` (True, or a dtype), ``zero_centered``, and
+            ``with_stats`` for the forward that a backward follows.
 
     Raises:
         ValueError: an unknown op or device; shapes that do not fit each other.
@@ -131,8 +138,11 @@ def plan_key(
     """The key of the plan that such a call needs; or why it has none."""
     if op == "paged_attention":
         return _paged_plan_key(q, k, v, with_lse=with_lse, **options), ""
+    if op in NORMS:
+        return _norm_plan_key(op, q, **options), ""
     if op not in ("sdpa", "sdpa_backward"):
-        raise ValueError(f'op is "sdpa", "sdpa_backward" or "paged_attention", got {op!r}')
+        known = ("sdpa", "sdpa_backward", "paged_attention", *NORMS)
+        raise ValueError(f"op is one of {', '.join(known)}, got {op!r}")
     query, key, value = meta_tensors(q, k, v)
     if options.get("attn_mask") is not None:
         options["attn_mask"] = _meta_tensor(options["attn_mask"], "attn_mask")
@@ -193,6 +203,36 @@ def _paged_plan_key(
         else meta(query.shape[-2], dtype=torch.float32),
         head_major=is_head_major(kv_layout),
         **options,
+    )
+
+
+def _norm_plan_key(
+    op: str,
+    input: TensorSpec,
+    *,
+    normalized_shape: Sequence[int] | None = None,
+    weight: torch.dtype | bool = True,
+    bias: torch.dtype | bool = False,
+    zero_centered: bool = False,
+    with_stats: bool = False,
+) -> Sequence[int]:
+    x = _meta_tensor(input, "q")
+    shape = x.shape[-1:] if normalized_shape is None else normalized_shape
+
+    def parameter(kind: torch.dtype | bool) -> Tensor | None:
+        if kind is False:
+            return None
+        return torch.empty(shape, dtype=x.dtype if kind is True else kind, device="meta")
+
+    return torch.ops.cudnn_ops._norm_plan_key(
+        x,
+        shape,
+        weight=parameter(weight),
+        bias=parameter(bias),
+        is_layer=op.startswith("layer"),
+        zero_centered=zero_centered,
+        with_stats=with_stats,
+        backward=op.endswith("_backward"),
     )
 
 

@@ -1,7 +1,6 @@
 // Layer norm and RMS norm on CUDA.
 
-#include "norm.h"
-#include "norm_params.h"
+#include "norm_problem.h"
 
 #include "../graph/cuda_call.h"
 
@@ -15,26 +14,8 @@
 namespace cudnn_ops {
 namespace {
 
-using graph::TensorDesc;
-
 at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, const at::Device& device) {
   return at::detail::empty_cuda(sizes, dtype, device, std::nullopt);
-}
-
-// How many numbers a row has.
-int64_t row_size(c10::SymIntArrayRef normalized_shape) {
-  int64_t size = 1;
-  for (const auto& dim : normalized_shape) size *= dim.expect_int();
-  return size;
-}
-
-// [rows, size, 1, 1], one row behind the other, as cuDNN takes them and in no other way.
-TensorDesc rows_desc(const at::Tensor& tensor, int64_t size) {
-  return {tensor.scalar_type(), {tensor.numel() / size, size, 1, 1}, {size, 1, 1, 1}};
-}
-
-TensorDesc parameter_desc(const at::Tensor& tensor) {
-  return {tensor.scalar_type(), {1, tensor.numel(), 1, 1}, {tensor.numel(), 1, 1, 1}};
 }
 
 // The addresses of a call, and which of them the plan writes.
@@ -90,17 +71,7 @@ OutAndStats norm_cuda(const at::Tensor& input, c10::SymIntArrayRef normalized_sh
     const at::Tensor x = input.contiguous();
     at::Tensor factor = dense(weight);
     const at::Tensor shift = dense(bias);
-    // cuDNN has no bias without a weight.
-    if (!factor.defined() && (shift.defined() || zero_centered)) {
-      factor = neutral_weight(args);
-    }
-    NormParams params;
-    params.input = rows_desc(x, size);
-    if (factor.defined()) params.weight = parameter_desc(factor);
-    if (shift.defined()) params.bias = parameter_desc(shift);
-    params.is_layer = is_layer;
-    params.zero_centered = zero_centered;
-    params.with_stats = with_stats;
+    if (needs_weight(args, /*backward=*/false)) factor = neutral_weight(args);
     auto epsilon = static_cast<float>(eps);
     Pointers pointers;
     pointers.read(x);
@@ -110,7 +81,7 @@ OutAndStats norm_cuda(const at::Tensor& input, c10::SymIntArrayRef normalized_sh
     if (with_stats && is_layer) pointers.write(mean);
     if (with_stats) pointers.write(rstd);
     pointers.write(out);
-    run(params, pointers, input.get_device());
+    run(norm_params(args, with_stats), pointers, input.get_device());
   }
   return {out, mean, rstd};
 }
@@ -120,12 +91,11 @@ NormGradients norm_backward_cuda(const at::Tensor& grad_out, const at::Tensor& i
                                  const at::Tensor& mean, const at::Tensor& rstd, bool is_layer,
                                  bool zero_centered, std::array<bool, 3> output_mask) {
   const c10::cuda::CUDAGuard device_guard(input.device());
-  const int64_t size = row_size(normalized_shape);
+  const OptionalTensor none;
+  const Norm args{input, normalized_shape, weight, none, 0, is_layer, zero_centered};
   const at::Tensor grad_input = empty(input.sizes(), input.scalar_type(), input.device());
-  at::Tensor factor = dense(weight);
-  if (!factor.defined()) {
-    factor = neutral_weight({input, normalized_shape, weight, weight, 0, is_layer, zero_centered});
-  }
+  const at::Tensor factor =
+      needs_weight(args, /*backward=*/true) ? neutral_weight(args) : dense(weight);
   const at::Tensor grad_weight = empty(factor.sizes(), factor.scalar_type(), input.device());
   const at::Tensor grad_bias =
       is_layer ? empty(factor.sizes(), factor.scalar_type(), input.device()) : at::Tensor();
@@ -134,11 +104,6 @@ NormGradients norm_backward_cuda(const at::Tensor& grad_out, const at::Tensor& i
     if (grad_bias.defined()) grad_bias.zero_();
   } else {
     const at::Tensor x = input.contiguous(), g = grad_out.contiguous();
-    NormBackwardParams params;
-    params.input = rows_desc(x, size);
-    params.weight = parameter_desc(factor);
-    params.is_layer = is_layer;
-    params.zero_centered = zero_centered;
     Pointers pointers;
     pointers.read(x);
     pointers.read(factor);
@@ -148,7 +113,7 @@ NormGradients norm_backward_cuda(const at::Tensor& grad_out, const at::Tensor& i
     pointers.write(grad_input);
     pointers.write(grad_weight);
     pointers.write(grad_bias);
-    run(params, pointers, input.get_device());
+    run(norm_backward_params(args), pointers, input.get_device());
   }
   const auto wanted = [&](bool is_wanted, const at::Tensor& gradient) {
     return is_wanted ? gradient : empty({0}, at::kFloat, input.device());
