@@ -26,7 +26,9 @@ enum Uid : int64_t {
 };
 
 graph::TensorDesc stats_desc(const graph::TensorDesc& input) {
-  return {at::kFloat, {input.sizes[0], 1, 1, 1}, {1, 1, 1, 1}};
+  graph::TensorDesc desc(at::kFloat, {input.sizes[0], 1, 1, 1}, {1, 1, 1, 1});
+  desc.strides = {1, 1, 1, 1};
+  return desc;
 }
 
 // The weight as an input, and 1 added where it is centered at zero: in float32, for next to 1 a

@@ -9,16 +9,22 @@ namespace {
 
 using graph::TensorDesc;
 
-// One row behind the other, as cuDNN takes them and in no other way.
+// One row behind the other, as cuDNN takes them and in no other way. It counts the columns by all
+// strides, those of dimensions of size 1 too.
+TensorDesc dense_desc(c10::ScalarType dtype, int64_t rows, int64_t size) {
+  TensorDesc desc(dtype, {rows, size, 1, 1}, {size, 1, 1, 1});
+  desc.strides = {size, 1, 1, 1};
+  return desc;
+}
+
 TensorDesc rows_desc(const Norm& args) {
   const int64_t size = row_size(args.normalized_shape);
-  return {args.input.scalar_type(), {args.input.numel() / size, size, 1, 1}, {size, 1, 1, 1}};
+  return dense_desc(args.input.scalar_type(), args.input.numel() / size, size);
 }
 
 TensorDesc parameter_desc(const Norm& args, const OptionalTensor& parameter) {
-  const int64_t size = row_size(args.normalized_shape);
   const auto dtype = parameter ? parameter->scalar_type() : args.input.scalar_type();
-  return {dtype, {1, size, 1, 1}, {size, 1, 1, 1}};
+  return dense_desc(dtype, 1, row_size(args.normalized_shape));
 }
 
 std::vector<int64_t> plan_key(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
