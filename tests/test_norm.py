@@ -37,14 +37,15 @@ def test_any_combination(block, device, poisoned):
 @pytest.mark.parametrize("case", [RMS, LAYER], ids=str)
 def test_opcheck(case, device):
     t = cases.make(case, torch.float32, device, seed=1)
-    arguments = (t.input, case.normalized, t.weight, t.bias, case.eps, case.is_layer, False)
+    arguments = (t.input, None, case.normalized, t.weight, t.bias, case.eps, case.is_layer, False)
     for with_stats in (False, True):
         torch.library.opcheck(_ops._norm.default, (*arguments, with_stats))
-    _, mean, rstd = _ops._norm(*arguments, True)
+    _, _, mean, rstd = _ops._norm(*arguments, True)
     torch.library.opcheck(
         _ops._norm_backward.default,
         (
             t.grad_out,
+            None,
             t.input.detach(),
             case.normalized,
             t.weight.detach(),

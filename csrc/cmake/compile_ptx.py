@@ -1,6 +1,6 @@
 """Compiles a CUDA source to PTX by the NVRTC that torch brings, as a C++ header with a string.
 
-    python compile_ptx.py source.cu header.h kName
+    python compile_ptx.py source.cu header.h kName [-DMACRO=value ...]
 
 The lowest architecture that cudnn_ops runs on is compiled for; the driver makes the rest of it.
 """
@@ -25,14 +25,17 @@ def find_nvrtc() -> ctypes.CDLL:
         raise SystemExit("NVRTC was not found: `pip install nvidia-cuda-nvrtc`") from None
 
 
-def compile_ptx(source: Path) -> str:
+def compile_ptx(source: Path, macros: list[str]) -> str:
     nvrtc = find_nvrtc()
     program = ctypes.c_void_p()
     nvrtc.nvrtcCreateProgram(
         ctypes.byref(program), source.read_bytes(), source.name.encode(), 0, None, None
     )
-    options = (ctypes.c_char_p * 1)(ARCHITECTURE)
-    status = nvrtc.nvrtcCompileProgram(program, 1, options)
+    options = [ARCHITECTURE, f"--include-path={source.parent}".encode()]
+    options += [macro.encode() for macro in macros]
+    status = nvrtc.nvrtcCompileProgram(
+        program, len(options), (ctypes.c_char_p * len(options))(*options)
+    )
     size = ctypes.c_size_t()
     if status != 0:
         nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
@@ -47,7 +50,7 @@ def compile_ptx(source: Path) -> str:
 
 def main() -> None:
     source, header, name = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    ptx = compile_ptx(source)
+    ptx = compile_ptx(source, sys.argv[4:])
     header.write_text(
         f"// Made from {source.name} by compile_ptx.py.\n#pragma once\n\n"
         f'constexpr const char* {name} = R"PTX({ptx})PTX";\n'

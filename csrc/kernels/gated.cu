@@ -1,6 +1,8 @@
 // Gated activations, act(gate) * up, and their gradients. Compiled to PTX when the package is built
 // (cmake/compile_ptx.py); gated_cuda.cpp launches it, with a struct alike.
 
+#include "number.cuh"
+
 // Tensors of rows; strides in elements, from row to row.
 struct Gated {
   const void *gate, *up, *grad_out;  // grad_out: of the backward
@@ -8,42 +10,6 @@ struct Gated {
   long long gate_stride, up_stride, grad_stride, out_stride;
   long long pieces;  // in all rows, each of the kernel's vector width
   unsigned pieces_per_row;
-};
-
-struct Half {
-  using Bits = unsigned short;
-  static __device__ float read(Bits bits) {
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
-  }
-  static __device__ Bits write(float value) {
-    Bits bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
-  }
-};
-
-struct BFloat16 {
-  using Bits = unsigned short;
-  static __device__ float read(Bits bits) {
-    return __uint_as_float((unsigned)bits << 16);
-  }
-  static __device__ Bits write(float value) {
-    Bits bits;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
-  }
-};
-
-struct Float {
-  using Bits = float;
-  static __device__ float read(Bits bits) {
-    return bits;
-  }
-  static __device__ Bits write(float value) {
-    return value;
-  }
 };
 
 // The value and the slope.

@@ -12,9 +12,11 @@ class PtxKernel {
   PtxKernel(const char* ptx, const char* name) : ptx_(ptx), name_(name) {
   }
 
-  // On the current device and stream. `arguments` are the addresses of the kernel's parameters.
+  // On the current device and stream. `arguments` are the addresses of the kernel's parameters,
+  // `shared_bytes` the memory that each block gets beside what the kernel declares.
   // Any thread may call this.
-  void launch(int64_t blocks, int rows, int threads, void** arguments) const;
+  void launch(int64_t blocks, int rows, int threads, void** arguments,
+              int shared_bytes = 0) const;
 
  private:
   const void* function() const;

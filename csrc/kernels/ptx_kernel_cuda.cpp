@@ -23,11 +23,20 @@ const void* PtxKernel::function() const {
   return function_;
 }
 
-void PtxKernel::launch(int64_t blocks, int rows, int threads, void** arguments) const {
+void PtxKernel::launch(int64_t blocks, int rows, int threads, void** arguments,
+                       int shared_bytes) const {
   TORCH_CHECK_VALUE(blocks <= std::numeric_limits<int32_t>::max(), name_, ": too many tokens");
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(rows));
-  C10_CUDA_CHECK(cudaLaunchKernel(function(), grid, dim3(static_cast<unsigned>(threads)), arguments,
-                                  0, c10::cuda::getCurrentCUDAStream()));
+  const void* kernel = function();
+  // A block has 48 KiB with what the kernel declares without being asked for.
+  constexpr int kUnasked = 32 << 10;
+  if (shared_bytes > kUnasked) {
+    C10_CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+  }
+  C10_CUDA_CHECK(cudaLaunchKernel(kernel, grid, dim3(static_cast<unsigned>(threads)), arguments,
+                                  static_cast<size_t>(shared_bytes),
+                                  c10::cuda::getCurrentCUDAStream()));
 }
 
 }  // namespace cudnn_ops

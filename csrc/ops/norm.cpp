@@ -32,45 +32,52 @@ double default_eps(const at::Tensor& input) {
                                             : std::numeric_limits<float>::epsilon();
 }
 
-at::Tensor norm(const Norm& args) {
+NormResults norm(const Norm& args) {
   const bool with_stats =
-      torch::autograd::compute_requires_grad(args.input, args.weight, args.bias);
-  return std::get<0>(norm_op().call(args.input, args.normalized_shape, args.weight, args.bias,
-                                    args.eps, args.is_layer, args.zero_centered, with_stats));
+      torch::autograd::compute_requires_grad(args.input, args.residual, args.weight, args.bias);
+  return norm_op().call(args.input, args.residual, args.normalized_shape, args.weight, args.bias,
+                        args.eps, args.is_layer, args.zero_centered, with_stats);
 }
+
+const OptionalTensor kNone;
 
 at::Tensor rms_norm(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
                     const OptionalTensor& weight, std::optional<double> eps, bool zero_centered) {
-  const OptionalTensor none;
-  return norm({input, normalized_shape, weight, none, eps.value_or(default_eps(input)),
-               /*is_layer=*/false, zero_centered});
+  return std::get<0>(norm({input, kNone, normalized_shape, weight, kNone,
+                           eps.value_or(default_eps(input)), /*is_layer=*/false, zero_centered}));
 }
 
 at::Tensor layer_norm(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
                       const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                       bool zero_centered) {
-  return norm({input, normalized_shape, weight, bias, eps, /*is_layer=*/true, zero_centered});
+  return std::get<0>(
+      norm({input, kNone, normalized_shape, weight, bias, eps, /*is_layer=*/true, zero_centered}));
 }
 
 std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& input, const at::Tensor& residual,
                                                 c10::SymIntArrayRef normalized_shape,
                                                 const OptionalTensor& weight,
                                                 std::optional<double> eps, bool zero_centered) {
-  const at::Tensor sum = input.add(residual);
-  return {rms_norm(sum, normalized_shape, weight, eps, zero_centered), sum};
+  const OptionalTensor other = residual;
+  auto [out, sum, mean, rstd] =
+      norm({input, other, normalized_shape, weight, kNone, eps.value_or(default_eps(input)),
+            /*is_layer=*/false, zero_centered});
+  return {std::move(out), std::move(sum)};
 }
 
 std::tuple<at::Tensor, at::Tensor> add_layer_norm(
     const at::Tensor& input, const at::Tensor& residual, c10::SymIntArrayRef normalized_shape,
     const OptionalTensor& weight, const OptionalTensor& bias, double eps, bool zero_centered) {
-  const at::Tensor sum = input.add(residual);
-  return {layer_norm(sum, normalized_shape, weight, bias, eps, zero_centered), sum};
+  const OptionalTensor other = residual;
+  auto [out, sum, mean, rstd] =
+      norm({input, other, normalized_shape, weight, bias, eps, /*is_layer=*/true, zero_centered});
+  return {std::move(out), std::move(sum)};
 }
 
-void norm_check(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
-                const OptionalTensor& weight, const OptionalTensor& bias, double eps, bool is_layer,
-                bool zero_centered) {
-  check_norm({input, normalized_shape, weight, bias, eps, is_layer, zero_centered});
+void norm_check(const at::Tensor& input, const OptionalTensor& residual,
+                c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                const OptionalTensor& bias, double eps, bool is_layer, bool zero_centered) {
+  check_norm({input, residual, normalized_shape, weight, bias, eps, is_layer, zero_centered});
 }
 
 }  // namespace
@@ -91,32 +98,27 @@ void check_norm(const Norm& args) {
   TORCH_CHECK_TYPE(input.is_floating_point(), name_of(args),
                    ": input must be float16, bfloat16 or float32 (float64 too on a CPU); got ",
                    input.scalar_type());
+  TORCH_CHECK_VALUE(!args.residual || (args.residual->sym_sizes() == input.sym_sizes() &&
+                                       args.residual->device() == input.device()),
+                    name_of(args), ": residual must be of input's shape, ", input.sym_sizes(),
+                    ", on ", input.device(), "; got ",
+                    args.residual ? args.residual->sym_sizes() : c10::SymIntArrayRef());
+  TORCH_CHECK_TYPE(!args.residual || args.residual->scalar_type() == input.scalar_type(),
+                   name_of(args), ": residual must be of input's dtype, ", input.scalar_type());
   check_parameter(args, args.weight, "weight");
   check_parameter(args, args.bias, "bias");
 }
 
-const c10::TypedOperatorHandle<OutAndStats(const at::Tensor&, c10::SymIntArrayRef,
-                                           const OptionalTensor&, const OptionalTensor&, double,
-                                           bool, bool, bool)>&
-norm_op() {
+const c10::TypedOperatorHandle<NormOp>& norm_op() {
   static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("cudnn_ops::_norm", "")
-          .typed<OutAndStats(const at::Tensor&, c10::SymIntArrayRef, const OptionalTensor&,
-                             const OptionalTensor&, double, bool, bool, bool)>();
+      c10::Dispatcher::singleton().findSchemaOrThrow("cudnn_ops::_norm", "").typed<NormOp>();
   return op;
 }
 
-const c10::TypedOperatorHandle<
-    NormGradients(const at::Tensor&, const at::Tensor&, c10::SymIntArrayRef, const OptionalTensor&,
-                  const at::Tensor&, const at::Tensor&, bool, bool, std::array<bool, 3>)>&
-norm_backward_op() {
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("cudnn_ops::_norm_backward", "")
-          .typed<NormGradients(const at::Tensor&, const at::Tensor&, c10::SymIntArrayRef,
-                               const OptionalTensor&, const at::Tensor&, const at::Tensor&, bool,
-                               bool, std::array<bool, 3>)>();
+const c10::TypedOperatorHandle<NormBackwardOp>& norm_backward_op() {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("cudnn_ops::_norm_backward", "")
+                             .typed<NormBackwardOp>();
   return op;
 }
 
@@ -143,14 +145,17 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
       "(Tensor out, Tensor sum)",
       add_layer_norm, tags);
   const std::string arguments =
-      "(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps, "
+      "(Tensor input, Tensor? residual, SymInt[] normalized_shape, Tensor? weight, "
+      "Tensor? bias, float eps, "
       "bool is_layer, bool zero_centered";
-  m.def(("_norm" + arguments + ", bool with_stats) -> (Tensor out, Tensor mean, Tensor rstd)")
+  m.def(("_norm" + arguments +
+         ", bool with_stats) -> (Tensor out, Tensor sum, Tensor mean, Tensor rstd)")
             .c_str(),
         tags);
   m.def(
-      "_norm_backward(Tensor grad_out, Tensor input, SymInt[] normalized_shape, Tensor? weight, "
-      "Tensor mean, Tensor rstd, bool is_layer, bool zero_centered, bool[3] output_mask) -> "
+      "_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor input, SymInt[] normalized_shape, "
+      "Tensor? weight, Tensor mean, Tensor rstd, bool is_layer, bool zero_centered, bool[3] "
+      "output_mask) -> "
       "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
       tags);
   m.def(("_norm_check" + arguments + ") -> ()").c_str(), norm_check, tags);

@@ -13,6 +13,7 @@ namespace cudnn_ops {
 // The arguments of a call, in the order of the schema of cudnn_ops::_norm.
 struct Norm {
   const at::Tensor& input;
+  const OptionalTensor& residual;  // the norm is of the sum of both
   c10::SymIntArrayRef normalized_shape;
   const OptionalTensor &weight, &bias;
   double eps;
@@ -20,22 +21,26 @@ struct Norm {
   bool zero_centered;  // the factor is the weight and 1
 };
 
-// The output, and what the backward needs of each row, float32 [rows] (float64 for float64 inputs);
-// of RMS norm no mean. [0] where they are not asked for.
-using OutAndStats = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+// The output, the sum, and what the backward needs of each row, mean and 1 / deviation, float32
+// [rows] (float64 for float64 inputs); of RMS norm no mean. [0] where they are not asked for.
+using NormResults = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 // Of input, weight and bias; [0] where they are not asked for.
 using NormGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 const char* name_of(const Norm& args);
 void check_norm(const Norm& args);
 
-const c10::TypedOperatorHandle<OutAndStats(const at::Tensor&, c10::SymIntArrayRef,
-                                           const OptionalTensor&, const OptionalTensor&, double,
-                                           bool, bool, bool)>&
-norm_op();
-const c10::TypedOperatorHandle<
-    NormGradients(const at::Tensor&, const at::Tensor&, c10::SymIntArrayRef, const OptionalTensor&,
-                  const at::Tensor&, const at::Tensor&, bool, bool, std::array<bool, 3>)>&
-norm_backward_op();
+using NormOp = NormResults(const at::Tensor& input, const OptionalTensor& residual,
+                           c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                           const OptionalTensor& bias, double eps, bool is_layer,
+                           bool zero_centered, bool with_stats);
+// `grad_sum` is that of the sum, which comes as `input`; it becomes part of the input's.
+using NormBackwardOp = NormGradients(const at::Tensor& grad_out, const OptionalTensor& grad_sum,
+                                     const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
+                                     const OptionalTensor& weight, const at::Tensor& mean,
+                                     const at::Tensor& rstd, bool is_layer, bool zero_centered,
+                                     std::array<bool, 3> output_mask);
+const c10::TypedOperatorHandle<NormOp>& norm_op();
+const c10::TypedOperatorHandle<NormBackwardOp>& norm_backward_op();
 
 }  // namespace cudnn_ops

@@ -17,10 +17,10 @@ using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
 struct NormBackwardNode : public torch::autograd::Node {
-  SavedVariable input, weight;
-  at::Tensor mean, rstd;  // never differentiated
+  SavedVariable input, weight;  // what the norm is of: the sum, where there is a residual
+  at::Tensor mean, rstd;        // never differentiated
   std::vector<c10::SymInt> normalized_shape;
-  bool has_weight = false, is_layer = false, zero_centered = false;
+  bool has_residual = false, has_weight = false, is_layer = false, zero_centered = false;
 
   std::string name() const override {
     return "NormBackward";
@@ -36,68 +36,78 @@ struct NormBackwardNode : public torch::autograd::Node {
 
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    variable_list result(3);
-    if (!grads[0].defined()) return result;
-    const at::Tensor x = input.unpack();
+    variable_list result(4);
+    const std::array<bool, 3> wanted{
+        task_should_compute_output(0) || (has_residual && task_should_compute_output(1)),
+        has_weight && task_should_compute_output(2), task_should_compute_output(3)};
+    if (!grads[0].defined()) {
+      if (has_residual) result[0] = result[1] = grads[1];
+      return result;
+    }
+    const at::Tensor x = has_residual ? input.unpack(owner_of(*this)) : input.unpack();
     const OptionalTensor w = has_weight ? OptionalTensor(weight.unpack()) : std::nullopt;
-    const std::array<bool, 3> wanted{task_should_compute_output(0),
-                                     has_weight && task_should_compute_output(1),
-                                     task_should_compute_output(2)};
+    const OptionalTensor grad_sum =
+        has_residual && grads[1].defined() ? OptionalTensor(grads[1]) : std::nullopt;
     const auto [grad_input, grad_weight, grad_bias] = norm_backward_op().call(
-        grads[0], x, normalized_shape, w, mean, rstd, is_layer, zero_centered, wanted);
+        grads[0], grad_sum, x, normalized_shape, w, mean, rstd, is_layer, zero_centered, wanted);
     if (wanted[0]) result[0] = grad_input;
-    if (wanted[1]) result[1] = grad_weight;
-    if (wanted[2]) result[2] = grad_bias;
+    if (wanted[0] && has_residual) result[1] = grad_input;
+    if (wanted[1]) result[2] = grad_weight;
+    if (wanted[2]) result[3] = grad_bias;
     return result;
   }
 };
 
-OutAndStats norm_autograd(c10::DispatchKeySet keys, const at::Tensor& input,
-                          c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                          const OptionalTensor& bias, double eps, bool is_layer, bool zero_centered,
-                          bool with_stats) {
-  const char* op = name_of({input, normalized_shape, weight, bias, eps, is_layer, zero_centered});
-  refuse_forward_mode(op, {input});
-  const bool requires_grad = torch::autograd::compute_requires_grad(input, weight, bias);
-  OutAndStats results;
+NormResults norm_autograd(c10::DispatchKeySet keys, const at::Tensor& input,
+                          const OptionalTensor& residual, c10::SymIntArrayRef normalized_shape,
+                          const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                          bool is_layer, bool zero_centered, bool with_stats) {
+  refuse_forward_mode(is_layer ? "cudnn_ops.layer_norm" : "cudnn_ops.rms_norm", {input});
+  const bool requires_grad = torch::autograd::compute_requires_grad(input, residual, weight, bias);
+  NormResults results;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    results = norm_op().redispatch(below_autograd(keys), input, normalized_shape, weight, bias, eps,
-                                   is_layer, zero_centered, with_stats || requires_grad);
+    results = norm_op().redispatch(below_autograd(keys), input, residual, normalized_shape, weight,
+                                   bias, eps, is_layer, zero_centered, with_stats || requires_grad);
   }
   if (!requires_grad) return results;
+  auto& [out, sum, mean, rstd] = results;
   auto node = make_node<NormBackwardNode>();
-  node->set_next_edges(torch::autograd::collect_next_edges(input, weight, bias));
-  node->input = SavedVariable(input, /*is_output=*/false);
+  node->set_next_edges(torch::autograd::collect_next_edges(input, residual, weight, bias));
+  node->has_residual = residual.has_value();
   node->has_weight = weight.has_value();
   if (weight) node->weight = SavedVariable(*weight, /*is_output=*/false);
-  node->mean = std::get<1>(results);
-  node->rstd = std::get<2>(results);
+  node->mean = mean;
+  node->rstd = rstd;
   node->normalized_shape = normalized_shape.vec();
   node->is_layer = is_layer;
   node->zero_centered = zero_centered;
-  torch::autograd::set_history(std::get<0>(results), node);
+  torch::autograd::set_history(out, node);
+  if (residual) torch::autograd::set_history(sum, node);
+  node->input = SavedVariable(residual ? sum : input, /*is_output=*/residual.has_value());
   return results;
 }
 
-// cuDNN has no derivative of its norms' backward: its results can be used, but asking for a
+// There is no derivative of the norms' backward: its results can be used, but asking for a
 // gradient through them raises.
 NormGradients norm_backward_autograd(c10::DispatchKeySet keys, const at::Tensor& grad_out,
-                                     const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
+                                     const OptionalTensor& grad_sum, const at::Tensor& input,
+                                     c10::SymIntArrayRef normalized_shape,
                                      const OptionalTensor& weight, const at::Tensor& mean,
                                      const at::Tensor& rstd, bool is_layer, bool zero_centered,
                                      std::array<bool, 3> output_mask) {
   NormGradients grads;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    grads = norm_backward_op().redispatch(below_autograd(keys), grad_out, input, normalized_shape,
-                                          weight, mean, rstd, is_layer, zero_centered, output_mask);
+    grads = norm_backward_op().redispatch(below_autograd(keys), grad_out, grad_sum, input,
+                                          normalized_shape, weight, mean, rstd, is_layer,
+                                          zero_centered, output_mask);
   }
-  if (torch::autograd::compute_requires_grad(grad_out, input, weight)) {
+  if (torch::autograd::compute_requires_grad(grad_out, grad_sum, input, weight)) {
     auto node = make_node<torch::autograd::Error>(
         "cudnn_ops: double backward of a norm is not available; compute that part with "
         "torch.nn.functional",
-        torch::autograd::collect_next_edges(grad_out, input, weight));
+        torch::autograd::collect_next_edges(grad_out, grad_sum, input, weight));
     std::apply([&](auto&... tensor) { (torch::autograd::set_history(tensor, node), ...); }, grads);
   }
   return grads;

@@ -30,7 +30,8 @@ TensorDesc parameter_desc(const Norm& args, const OptionalTensor& parameter) {
 std::vector<int64_t> plan_key(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
                               const OptionalTensor& weight, const OptionalTensor& bias,
                               bool is_layer, bool zero_centered, bool with_stats, bool backward) {
-  const Norm args{input, normalized_shape, weight, bias, 0, is_layer, zero_centered};
+  const OptionalTensor none;
+  const Norm args{input, none, normalized_shape, weight, bias, 0, is_layer, zero_centered};
   check_norm(args);
   TORCH_CHECK_VALUE(input.numel() > 0, name_of(args), ": nothing needs no plan");
   const auto key = backward ? graph::PlanKey::of(norm_backward_params(args), 0)

@@ -154,6 +154,7 @@ def _rows(input: Tensor, normalized_shape: Sequence[int]) -> int:
 
 def _norm_fake(
     input: Tensor,
+    residual: Tensor | None,
     normalized_shape: Sequence[int],
     weight: Tensor | None,
     bias: Tensor | None,
@@ -161,19 +162,23 @@ def _norm_fake(
     is_layer: bool,
     zero_centered: bool,
     with_stats: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _ops._norm_check.default(input, normalized_shape, weight, bias, eps, is_layer, zero_centered)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _ops._norm_check.default(
+        input, residual, normalized_shape, weight, bias, eps, is_layer, zero_centered
+    )
     dtype = _stats_dtype(input.dtype)
     rows = _rows(input, normalized_shape)
     mean, rstd = (
         input.new_empty(rows if wanted else 0, dtype=dtype)
         for wanted in (with_stats and is_layer, with_stats)
     )
-    return input.new_empty(input.shape), mean, rstd
+    total = input.new_empty(0 if residual is None else input.shape)
+    return input.new_empty(input.shape), total, mean, rstd
 
 
 def _norm_backward_fake(
     grad_out: Tensor,
+    grad_sum: Tensor | None,
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None,
@@ -200,6 +205,7 @@ def _factor(weight: Tensor | None, zero_centered: bool, dtype: torch.dtype) -> T
 
 def _norm_cpu(
     input: Tensor,
+    residual: Tensor | None,
     normalized_shape: Sequence[int],
     weight: Tensor | None,
     bias: Tensor | None,
@@ -207,10 +213,12 @@ def _norm_cpu(
     is_layer: bool,
     zero_centered: bool,
     with_stats: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    out, mean, rstd = _norm_fake(
-        input, normalized_shape, weight, bias, eps, is_layer, zero_centered, with_stats
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    out, total, mean, rstd = _norm_fake(
+        input, residual, normalized_shape, weight, bias, eps, is_layer, zero_centered, with_stats
     )
+    if residual is not None:
+        input = torch.add(input, residual, out=total)
     dtype = _stats_dtype(input.dtype)
     dims = tuple(range(input.dim() - len(normalized_shape), input.dim()))
     x = input.to(dtype)
@@ -223,11 +231,12 @@ def _norm_cpu(
         rstd.copy_(scale.reshape(-1))
     if with_stats and is_layer:
         mean.copy_(center.reshape(-1))
-    return out, mean, rstd
+    return out, total, mean, rstd
 
 
 def _norm_backward_cpu(
     grad_out: Tensor,
+    grad_sum: Tensor | None,
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None,
@@ -239,6 +248,7 @@ def _norm_backward_cpu(
 ) -> tuple[Tensor, Tensor, Tensor]:
     results = _norm_backward_fake(
         grad_out,
+        grad_sum,
         input,
         normalized_shape,
         weight,
@@ -258,7 +268,8 @@ def _norm_backward_cpu(
     if output_mask[0]:
         along = (weighed * normed).mean(dims, keepdim=True) * normed
         shift = weighed.mean(dims, keepdim=True) if is_layer else 0
-        results[0].copy_((weighed - along - shift) * scale)
+        result = (weighed - along - shift) * scale
+        results[0].copy_(result if grad_sum is None else result + grad_sum.to(dtype))
     for wanted, result, terms in zip(
         output_mask[1:], results[1:], (grad * normed, grad), strict=True
     ):
