@@ -1,5 +1,5 @@
-// Gated activations, act(gate) * up, and their gradients. Compiled to PTX when the package is built
-// (cmake/compile_ptx.py); gated_cuda.cpp launches it, with a struct alike.
+// Gated activations, act(gate) * up, and their gradients. Compiled when the package is built
+// (cmake/compile_kernels.py); gated_cuda.cpp launches it, with a struct alike.
 
 #include "number.cuh"
 
@@ -33,11 +33,6 @@ struct GeluTanh {
     const float t = tanhf(a * (x + b * x * x * x));
     return {0.5f * x * (1 + t), 0.5f * (1 + t) + 0.5f * x * (1 - t * t) * a * (1 + 3 * b * x * x)};
   }
-};
-
-template <class Type, int kWidth>
-struct alignas(sizeof(typename Type::Bits) * kWidth) Piece {
-  typename Type::Bits bits[kWidth];
 };
 
 template <class Type, class Activation, int kWidth, bool kBackward>

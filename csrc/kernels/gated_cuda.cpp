@@ -1,8 +1,8 @@
 // Gated activations on CUDA, each way by one kernel (gated.cu).
 
 #include "../ops/gated.h"
-#include "gated_ptx.h"
-#include "ptx_kernel.h"
+#include "gated_images.h"
+#include "device_kernel.h"
 
 #include <ATen/cuda/EmptyTensor.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -40,19 +40,19 @@ at::Tensor as_rows(const at::Tensor& tensor) {
   return tensor.contiguous().view({-1, columns});
 }
 
-const PtxKernel& kernel_of(Activation activation, at::ScalarType dtype, bool is_wide,
-                           bool is_backward) {
-#define CUDNN_OPS_GATED(name, type)                                                      \
-  {                                                                                      \
-    {kGatedPtx, "gated_" name "_" type}, {kGatedPtx, "gated_" name "_" type "_backward"} \
+const DeviceKernel& kernel_of(Activation activation, at::ScalarType dtype, bool is_wide,
+                              bool is_backward) {
+#define CUDNN_OPS_GATED(name, type)                                                            \
+  {                                                                                            \
+    {kGatedImages, "gated_" name "_" type}, {kGatedImages, "gated_" name "_" type "_backward"} \
   }
 #define CUDNN_OPS_GATED_TYPES(name)                                             \
   CUDNN_OPS_GATED(name, "half_1"), CUDNN_OPS_GATED(name, "half_8"),             \
       CUDNN_OPS_GATED(name, "bfloat16_1"), CUDNN_OPS_GATED(name, "bfloat16_8"), \
       CUDNN_OPS_GATED(name, "float_1"), CUDNN_OPS_GATED(name, "float_4")
-  static const PtxKernel kernels[18][2] = {CUDNN_OPS_GATED_TYPES("silu"),
-                                           CUDNN_OPS_GATED_TYPES("gelu"),
-                                           CUDNN_OPS_GATED_TYPES("gelu_tanh")};
+  static const DeviceKernel kernels[18][2] = {CUDNN_OPS_GATED_TYPES("silu"),
+                                              CUDNN_OPS_GATED_TYPES("gelu"),
+                                              CUDNN_OPS_GATED_TYPES("gelu_tanh")};
 #undef CUDNN_OPS_GATED_TYPES
 #undef CUDNN_OPS_GATED
   const int type = dtype == at::kHalf ? 0 : dtype == at::kBFloat16 ? 1 : 2;

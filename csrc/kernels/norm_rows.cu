@@ -1,5 +1,9 @@
-// Layer norm and RMS norm of rows, and their gradients. Compiled to PTX when the package is built
-// (cmake/compile_ptx.py), once for each type of the rows; norm_rows_cuda.cpp launches it.
+// Layer norm and RMS norm of rows, and their gradients. Compiled when the package is built
+// (cmake/compile_kernels.py), once for each type of the rows and each direction; norm_rows_cuda.cpp
+// launches it.
+//
+// Blocks stay and go from row to row, the next rows on their way through shared memory meanwhile.
+// What belongs to a column (weight, bias, sums of the gradients) stays in registers.
 
 #include "norm_rows_call.h"
 #include "number.cuh"
@@ -9,14 +13,10 @@ namespace {
 using Type = KERNEL_TYPE;
 using Bits = Type::Bits;
 
-// 16 bytes, what a thread loads at once.
-constexpr int kWidth = 16 / sizeof(Bits);
+// Numbers a thread keeps in registers beside those that it works on.
+constexpr int kMostKept = 16;
 
-struct alignas(16) Vector {
-  Bits bits[kWidth];
-};
-
-__device__ inline const Bits* row_of(const NormRows& rows, unsigned row) {
+__device__ const Bits* row_of(const NormRows& rows, unsigned row) {
   long long offset = row * rows.stride;
   if (rows.inner != 0) {
     const unsigned outer = row / rows.inner, index = row - outer * rows.inner;
@@ -24,6 +24,21 @@ __device__ inline const Bits* row_of(const NormRows& rows, unsigned row) {
     offset = outermost * rows.stride + middle * rows.middle_stride + index * rows.inner_stride;
   }
   return (const Bits*)rows.data + offset;
+}
+
+// The kernels before it in the stream have written what this one reads; only what comes behind this
+// overlaps with them.
+__device__ void wait_for_inputs() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel may start, up to where it waits in its turn.
+__device__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
 }
 
 // A weight or bias, of the rows' type or float32.
@@ -37,22 +52,27 @@ struct Parameter {
     return (is_float ? ((const float*)data)[column] : Type::read(((const Bits*)data)[column])) +
            shift;
   }
+  template <int kWidth>
   __device__ void read(unsigned vector, float (&values)[kWidth]) const {
     if (data == nullptr) {
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) values[k] = otherwise;
-    } else if (is_float) {
+      return;
+    }
+    if (is_float) {
+      constexpr int kPart = kWidth < 4 ? kWidth : 4;
 #pragma unroll
-      for (int k = 0; k < kWidth; k += 4) {
-        const float4 four = ((const float4*)data)[(vector * kWidth + k) / 4];
-        values[k] = four.x + shift, values[k + 1] = four.y + shift;
-        values[k + 2] = four.z + shift, values[k + 3] = four.w + shift;
+      for (int k = 0; k < kWidth; k += kPart) {
+        float part[kPart];
+        ((const Piece<Float, kPart>*)data)[(vector * kWidth + k) / kPart].read(part);
+#pragma unroll
+        for (int i = 0; i < kPart; ++i) values[k + i] = part[i];
       }
     } else {
-      const Vector bits = ((const Vector*)data)[vector];
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k) values[k] = Type::read(bits.bits[k]) + shift;
+      ((const Piece<Type, kWidth>*)data)[vector].read(values);
     }
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) values[k] += shift;
   }
 };
 
@@ -65,103 +85,193 @@ __device__ Parameter bias_of(const NormCall& call) {
 }
 
 // The sums over the `group` threads that share a row: lanes of a warp, a power of two of them, or
-// the block. Every thread of the block must come here.
-__device__ float2 sum_over(float2 value, unsigned group, float2* scratch) {
+// the block, every thread of which must come here. `scratch` is free again after the next barrier.
+template <int kSums>
+__device__ void sum_up(float (&sums)[kSums], unsigned group, float (*scratch)[32]) {
   for (unsigned distance = (group < 32 ? group : 32) / 2; distance > 0; distance /= 2) {
-    value.x += __shfl_xor_sync(~0u, value.x, distance);
-    value.y += __shfl_xor_sync(~0u, value.y, distance);
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) sums[i] += __shfl_xor_sync(~0u, sums[i], distance);
   }
-  if (group <= 32) return value;
+  if (group <= 32) return;
   const unsigned lane = threadIdx.x % 32, warps = group / 32;
-  if (lane == 0) scratch[threadIdx.x / 32] = value;
-  __syncthreads();
-  value = lane < warps ? scratch[lane] : float2{0, 0};
-  for (unsigned distance = 16; distance > 0; distance /= 2) {
-    value.x += __shfl_xor_sync(~0u, value.x, distance);
-    value.y += __shfl_xor_sync(~0u, value.y, distance);
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) {
+    if (lane == 0) scratch[i][threadIdx.x / 32] = sums[i];
   }
-  return value;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) {
+    sums[i] = lane < warps ? scratch[i][lane] : 0;
+#pragma unroll
+    for (unsigned distance = 16; distance > 0; distance /= 2) {
+      sums[i] += __shfl_xor_sync(~0u, sums[i], distance);
+    }
+  }
 }
 
-// A row by call.group threads, each of which keeps kVectors pieces of it in registers.
-template <int kVectors>
-__device__ void forward(const NormCall& call) {
-  __shared__ float2 scratch[2][32];
-  const unsigned group = call.group, thread = threadIdx.x % group;
-  const unsigned row = blockIdx.x * (blockDim.x / group) + threadIdx.x / group;
-  const unsigned vectors = call.columns / kWidth;
-  const bool is_row = row < call.rows;
-  Vector x[kVectors];
-  float2 sums{0, 0};
-  if (is_row) {
-    const auto* input = (const Vector*)row_of(call.input, row);
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const unsigned at = thread + v * group;
-      if (at < vectors) x[v] = input[at];
+// Pieces of the rows to come, each where the thread that asked for it finds it: so nobody waits for
+// another. cp.async takes 4 bytes or more; of less, rows are loaded when they are needed.
+template <int kBytes, int kVectors, int kStages>
+struct Pipeline {
+  static constexpr bool kIsAsync = kBytes >= 4;
+  template <int kWidth>
+  using Vector = Piece<Type, kWidth>;
+
+  static __device__ unsigned char* slot(unsigned tensors, unsigned stage, unsigned tensor, int v) {
+    extern __shared__ uint4 memory[];
+    return (unsigned char*)memory +
+           (((stage * tensors + tensor) * kVectors + v) * blockDim.x + threadIdx.x) * kBytes;
+  }
+  static __device__ void load(void* shared, const void* global) {
+    if constexpr (kBytes == 16) {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                       (unsigned)__cvta_generic_to_shared(shared)),
+                   "l"(global));
+    } else if constexpr (kIsAsync) {
+      asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(
+                       (unsigned)__cvta_generic_to_shared(shared)),
+                   "l"(global), "n"(kBytes));
     }
-    if (call.residual.data != nullptr) {
-      const auto* residual = (const Vector*)row_of(call.residual, row);
-      auto* sum = (Vector*)call.sum + (long long)row * vectors;
+  }
+  static __device__ void commit() {
+    if constexpr (kIsAsync) asm volatile("cp.async.commit_group;");
+  }
+  // For all but the `kStages` - 1 last that were committed.
+  static __device__ void wait() {
+    if constexpr (kIsAsync) {
+      asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
+    }
+  }
+};
+
+// kVectors pieces of kBytes a thread and row.
+template <int kBytes, int kVectors, bool kIsLayer>
+__device__ void forward(const NormCall& call) {
+  constexpr int kWidth = kBytes / sizeof(Bits);
+  constexpr int kStages = kVectors * kBytes > 64 ? 1 : 3;
+  constexpr bool kKeeps = kVectors * kWidth <= kMostKept;
+  using Vector = Piece<Type, kWidth>;
+  using Pipe = Pipeline<kBytes, kVectors, kStages>;
+  __shared__ float scratch[2][2][1][32];
+  const unsigned group = call.group, thread = threadIdx.x % group;
+  const unsigned groups = blockDim.x / group, vectors = call.columns / kWidth;
+  const bool has_residual = call.residual.data != nullptr;
+  const unsigned tensors = has_residual ? 2 : 1;
+  const auto load = [&](unsigned first, unsigned stage) {
+    const unsigned row = first + threadIdx.x / group;
+    if (Pipe::kIsAsync && row < call.rows) {
+      const auto* input = (const Vector*)row_of(call.input, row);
+      const auto* residual = has_residual ? (const Vector*)row_of(call.residual, row) : input;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         const unsigned at = thread + v * group;
         if (at >= vectors) continue;
-        const Vector other = residual[at];
-#pragma unroll
-        for (int k = 0; k < kWidth; ++k) {
-          x[v].bits[k] = Type::write(Type::read(x[v].bits[k]) + Type::read(other.bits[k]));
-        }
-        sum[at] = x[v];
+        Pipe::load(Pipe::slot(tensors, stage, 0, v), input + at);
+        if (has_residual) Pipe::load(Pipe::slot(tensors, stage, 1, v), residual + at);
       }
     }
-  }
-  float values[kVectors][kWidth];
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
-      values[v][k] = is_row && thread + v * group < vectors ? Type::read(x[v].bits[k]) : 0;
-      sums.x += values[v][k];
-    }
-  }
-  const float per_column = 1.0f / call.columns;
-  const float mean = call.is_layer ? sum_over(sums, group, scratch[0]).x * per_column : 0;
-  sums = {0, 0};
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    if (!is_row || thread + v * group >= vectors) continue;
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
-      sums.x += (values[v][k] - mean) * (values[v][k] - mean);
-    }
-  }
-  const float rstd = rsqrtf(sum_over(sums, group, scratch[1]).x * per_column + call.eps);
-  if (!is_row) return;
-  if (thread == 0 && call.rstd != nullptr) call.rstd[row] = rstd;
-  if (thread == 0 && call.mean != nullptr) call.mean[row] = mean;
+    Pipe::commit();
+  };
   const Parameter factor = factor_of(call), bias = bias_of(call);
-  auto* out = (Vector*)call.out + (long long)row * vectors;
+  const float per_column = 1.0f / call.columns;
+  const unsigned step = gridDim.x * groups;
+  unsigned first = blockIdx.x * groups;
+  wait_for_inputs();
+  let_next_start();
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    const unsigned at = thread + v * group;
-    if (at >= vectors) continue;
-    float weights[kWidth], shifts[kWidth];
-    factor.read(at, weights);
-    bias.read(at, shifts);
-    Vector y;
+  for (int stage = 0; stage < kStages - 1; ++stage) load(first + stage * step, stage);
+  float weights[kKeeps ? kVectors : 1][kWidth], shifts[kKeeps ? kVectors : 1][kWidth];
+  if constexpr (kKeeps) {
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
-      y.bits[k] = Type::write((values[v][k] - mean) * rstd * weights[k] + shifts[k]);
+    for (int v = 0; v < kVectors; ++v) {
+      const unsigned at = thread + v * group;
+      if (at >= vectors) continue;
+      factor.read(at, weights[v]);
+      if (kIsLayer) bias.read(at, shifts[v]);
     }
-    out[at] = y;
+  }
+  for (unsigned turn = 0; first < call.rows; first += step, ++turn) {
+    load(first + (kStages - 1) * step, (turn + kStages - 1) % kStages);
+    Pipe::wait();
+    const unsigned row = first + threadIdx.x / group, stage = turn % kStages;
+    const bool is_row = row < call.rows;
+    float values[kVectors][kWidth];
+    float sums[1] = {0};
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const unsigned at = thread + v * group;
+      if (!is_row || at >= vectors) {
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) values[v][k] = 0;
+        continue;
+      }
+      const auto read = [&](const NormRows& rows, unsigned tensor, float (&into)[kWidth]) {
+        if constexpr (Pipe::kIsAsync) {
+          ((const Vector*)Pipe::slot(tensors, stage, tensor, v))->read(into);
+        } else {
+          ((const Vector*)row_of(rows, row))[at].read(into);
+        }
+      };
+      read(call.input, 0, values[v]);
+      if (has_residual) {
+        float other[kWidth];
+        read(call.residual, 1, other);
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) values[v][k] += other[k];
+        const Vector sum = Vector::of(values[v]);
+        ((Vector*)call.sum)[(long long)row * vectors + at] = sum;
+        sum.read(values[v]);  // the norm is of what is written
+      }
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k)
+        sums[0] += kIsLayer ? values[v][k] : values[v][k] * values[v][k];
+    }
+    sum_up(sums, group, scratch[turn % 2][0]);
+    const float mean = kIsLayer ? sums[0] * per_column : 0;
+    if constexpr (kIsLayer) {
+      sums[0] = 0;
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        if (thread + v * group >= vectors) continue;
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) {
+          values[v][k] -= mean;
+          sums[0] += values[v][k] * values[v][k];
+        }
+      }
+      sum_up(sums, group, scratch[turn % 2][1]);
+    }
+    if (!is_row) continue;
+    const float rstd = rsqrtf(sums[0] * per_column + call.eps);
+    if (thread == 0 && call.rstd != nullptr) call.rstd[row] = rstd;
+    if (kIsLayer && thread == 0 && call.mean != nullptr) call.mean[row] = mean;
+    auto* out = (Vector*)call.out + (long long)row * vectors;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const unsigned at = thread + v * group;
+      if (at >= vectors) continue;
+      constexpr int kFirst = 0;
+      const int kept = kKeeps ? v : kFirst;
+      if constexpr (!kKeeps) {
+        factor.read(at, weights[kFirst]);
+        if (kIsLayer) bias.read(at, shifts[kFirst]);
+      }
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        values[v][k] *= rstd;
+        values[v][k] *= weights[kept][k];
+        if (kIsLayer) values[v][k] += shifts[kept][k];
+      }
+      out[at] = Vector::of(values[v]);
+    }
   }
 }
 
 // Rows of any size and alignment, a block each, read three times.
 __device__ void forward_any(const NormCall& call) {
-  __shared__ float2 scratch[2][32];
+  __shared__ float scratch[2][1][32];
   const unsigned row = blockIdx.x;
+  wait_for_inputs();
   const Bits* input = row_of(call.input, row);
   if (call.residual.data != nullptr) {
     const Bits* residual = row_of(call.residual, row);
@@ -171,20 +281,22 @@ __device__ void forward_any(const NormCall& call) {
     }
     input = sum;  // each thread reads again what it wrote
   }
-  float2 sums{0, 0};
+  float sums[1] = {0};
   float mean = 0;
   if (call.is_layer) {
     for (unsigned at = threadIdx.x; at < call.columns; at += blockDim.x) {
-      sums.x += Type::read(input[at]);
+      sums[0] += Type::read(input[at]);
     }
-    mean = sum_over(sums, blockDim.x, scratch[0]).x / call.columns;
+    sum_up(sums, blockDim.x, scratch[0]);
+    mean = sums[0] / call.columns;
+    sums[0] = 0;
   }
-  sums = {0, 0};
   for (unsigned at = threadIdx.x; at < call.columns; at += blockDim.x) {
     const float value = Type::read(input[at]) - mean;
-    sums.x += value * value;
+    sums[0] += value * value;
   }
-  const float rstd = rsqrtf(sum_over(sums, blockDim.x, scratch[1]).x / call.columns + call.eps);
+  sum_up(sums, blockDim.x, scratch[1]);
+  const float rstd = rsqrtf(sums[0] / call.columns + call.eps);
   if (threadIdx.x == 0 && call.rstd != nullptr) call.rstd[row] = rstd;
   if (threadIdx.x == 0 && call.mean != nullptr) call.mean[row] = mean;
   const Parameter factor = factor_of(call), bias = bias_of(call);
@@ -194,114 +306,147 @@ __device__ void forward_any(const NormCall& call) {
   }
 }
 
-__device__ void copy_async(void* shared, const void* global) {
-  asm volatile(
-      "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((unsigned)__cvta_generic_to_shared(shared)),
-      "l"(global));
+__device__ void write_gradient(const NormCall& call, bool is_weight, unsigned column, float value) {
+  void* out = is_weight ? call.grad_weight : call.grad_bias;
+  if (out == nullptr) return;
+  if (is_weight ? call.is_weight_float : call.is_bias_float) {
+    ((float*)out)[column] = value;
+  } else {
+    ((Bits*)out)[column] = Type::write(value);
+  }
 }
 
-// Rows one after the other in every block, the next ones on their way through shared memory
-// meanwhile; what a thread sums up for its columns stays in its registers until the end, and is
-// then one row of `partial`, which norm_columns adds up.
-template <int kVectors, bool kIsLayer>
+// What a thread sums up for its columns is, at the end, one row of `partial`, which norm_columns
+// adds up; of a single block it is the result.
+template <int kBytes, int kVectors, bool kIsLayer>
 __device__ void backward(const NormCall& call) {
+  constexpr int kWidth = kBytes / sizeof(Bits);
   constexpr int kStages = 3;
-  extern __shared__ Vector pipeline[];  // [stages][input, grad_out][vectors][threads]
-  __shared__ float2 scratch[2][32];
+  constexpr bool kKeeps = kVectors * kWidth <= kMostKept;
+  constexpr int kKept = kKeeps ? kVectors : 1;
+  using Vector = Piece<Type, kWidth>;
+  using Pipe = Pipeline<kBytes, kVectors, kStages>;
+  extern __shared__ uint4 memory[];
+  __shared__ float scratch[2][2][32];
   const unsigned group = call.group, thread = threadIdx.x % group;
   const unsigned groups = blockDim.x / group, vectors = call.columns / kWidth;
-  const auto slot = [&](unsigned stage, int tensor, int v) -> Vector& {
-    return pipeline[((stage * 2 + tensor) * kVectors + v) * blockDim.x + threadIdx.x];
-  };
   const auto load = [&](unsigned first, unsigned stage) {
-    const unsigned long long row = (unsigned long long)first + threadIdx.x / group;
-    if (row < call.rows) {
+    const unsigned row = first + threadIdx.x / group;
+    if (Pipe::kIsAsync && row < call.rows) {
       const auto* input = (const Vector*)row_of(call.input, row);
       const auto* grad_out = (const Vector*)row_of(call.grad_out, row);
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         const unsigned at = thread + v * group;
         if (at >= vectors) continue;
-        copy_async(&slot(stage, 0, v), input + at);
-        copy_async(&slot(stage, 1, v), grad_out + at);
+        Pipe::load(Pipe::slot(2, stage, 0, v), input + at);
+        Pipe::load(Pipe::slot(2, stage, 1, v), grad_out + at);
       }
     }
-    asm volatile("cp.async.commit_group;");
+    Pipe::commit();
   };
   const Parameter factor = factor_of(call);
   const float per_column = 1.0f / call.columns;
   float grad_weight[kVectors][kWidth] = {}, grad_bias[kIsLayer ? kVectors : 1][kWidth] = {};
-  const unsigned long long step = gridDim.x * groups;
-  unsigned long long first = blockIdx.x * groups;
+  float weights[kKept][kWidth], normed[kKept][kWidth], slopes[kKept][kWidth];
+  const unsigned step = gridDim.x * groups;
+  unsigned first = blockIdx.x * groups;
+  wait_for_inputs();
+  let_next_start();
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) load(first + stage * step, stage);
+  if constexpr (kKeeps) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (thread + v * group < vectors) factor.read(thread + v * group, weights[v]);
+    }
+  }
   for (unsigned turn = 0; first < call.rows; first += step, ++turn) {
     load(first + (kStages - 1) * step, (turn + kStages - 1) % kStages);
-    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
-    const unsigned long long row = first + threadIdx.x / group;
-    const unsigned stage = turn % kStages;
+    const unsigned row = first + threadIdx.x / group, stage = turn % kStages;
     const bool is_row = row < call.rows;
     const float rstd = is_row ? call.rstd[row] : 0;
     const float mean = kIsLayer && is_row ? call.mean[row] : 0;
-    float2 sums{0, 0};
+    Pipe::wait();
+    // The normed input, and the gradient of it: the output's, first without the weight.
+    const auto read = [&](int v, int kept) {
+      const unsigned at = thread + v * group;
+      Vector x, g;
+      if constexpr (Pipe::kIsAsync) {
+        x = *(const Vector*)Pipe::slot(2, stage, 0, v),
+        g = *(const Vector*)Pipe::slot(2, stage, 1, v);
+      } else {
+        x = ((const Vector*)row_of(call.input, row))[at];
+        g = ((const Vector*)row_of(call.grad_out, row))[at];
+      }
+      x.read(normed[kept]);
+      g.read(slopes[kept]);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) normed[kept][k] = (normed[kept][k] - mean) * rstd;
+      if constexpr (!kKeeps) factor.read(at, weights[kept]);
+    };
+    float sums[kIsLayer ? 2 : 1] = {};
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      const unsigned at = thread + v * group;
-      if (!is_row || at >= vectors) continue;
-      const Vector x = slot(stage, 0, v), g = slot(stage, 1, v);
-      float weights[kWidth];
-      factor.read(at, weights);
+      const int kept = kKeeps ? v : 0;
+      if (!is_row || thread + v * group >= vectors) continue;
+      read(v, kept);
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
-        const float normed = (Type::read(x.bits[k]) - mean) * rstd;
-        const float slope = Type::read(g.bits[k]);
-        grad_weight[v][k] += slope * normed;
-        if (kIsLayer) grad_bias[v][k] += slope;
-        sums.x += slope * weights[k] * normed;
-        if (kIsLayer) sums.y += slope * weights[k];
+        grad_weight[v][k] += slopes[kept][k] * normed[kept][k];
+        if (kIsLayer) grad_bias[v][k] += slopes[kept][k];
+        slopes[kept][k] *= weights[kept][k];
+        sums[0] += slopes[kept][k] * normed[kept][k];
+        if constexpr (kIsLayer) sums[1] += slopes[kept][k];
       }
     }
-    sums = sum_over(sums, group, scratch[turn % 2]);
-    if (!is_row) continue;
-    const float along = sums.x * per_column, shift = kIsLayer ? sums.y * per_column : 0;
+    sum_up(sums, group, scratch[turn % 2]);
+    if (!is_row || call.out == nullptr) continue;
+    const float along = sums[0] * per_column * rstd;
+    const float shift = kIsLayer ? sums[kIsLayer ? 1 : 0] * per_column * rstd : 0;
     const auto* more =
         call.grad_sum.data == nullptr ? nullptr : (const Vector*)row_of(call.grad_sum, row);
     auto* out = (Vector*)call.out + (long long)row * vectors;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
+      const int kept = kKeeps ? v : 0;
       const unsigned at = thread + v * group;
       if (at >= vectors) continue;
-      const Vector x = slot(stage, 0, v), g = slot(stage, 1, v);
-      float weights[kWidth];
-      factor.read(at, weights);
-      Vector result;
-      if (more != nullptr) result = more[at];
+      if constexpr (!kKeeps) {
+        read(v, kept);
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) slopes[kept][k] *= weights[kept][k];
+      }
+      float result[kWidth] = {};
+      if (more != nullptr) more[at].read(result);
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
-        const float normed = (Type::read(x.bits[k]) - mean) * rstd;
-        float value = (Type::read(g.bits[k]) * weights[k] - normed * along - shift) * rstd;
-        if (more != nullptr) value += Type::read(result.bits[k]);
-        result.bits[k] = Type::write(value);
+        result[k] += slopes[kept][k] * rstd - normed[kept][k] * along - shift;
       }
-      out[at] = result;
+      out[at] = Vector::of(result);
     }
   }
   if (call.partial == nullptr) return;
-  // The groups of a block lie one after the other in its warps: lanes that hold the same columns
-  // add up, then the warps, through shared memory, in a fixed order.
   asm volatile("cp.async.wait_all;" ::: "memory");
-  auto* shared = (float*)pipeline;
-  const auto write = [&](float (&sums)[kVectors][kWidth], float* partial) {
+  // The groups of a block add up through shared memory, in a fixed order.
+  auto* shared = (float*)memory;
+  const auto write = [&](const float (&sums)[kVectors][kWidth], bool is_weight) {
+    float* partial =
+        call.partial + (long long)((is_weight ? 0 : gridDim.x) + blockIdx.x) * call.columns;
+    const auto put = [&](unsigned column, float value) {
+      if (gridDim.x == 1) {
+        write_gradient(call, is_weight, column, value);
+      } else {
+        partial[column] = value;
+      }
+    };
     if (groups == 1) {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         const unsigned at = thread + v * group;
         if (at >= vectors) continue;
 #pragma unroll
-        for (int k = 0; k < kWidth; k += 4) {
-          *(float4*)(partial + at * kWidth + k) =
-              float4{sums[v][k], sums[v][k + 1], sums[v][k + 2], sums[v][k + 3]};
-        }
+        for (int k = 0; k < kWidth; ++k) put(at * kWidth + k, sums[v][k]);
       }
       return;
     }
@@ -319,30 +464,30 @@ __device__ void backward(const NormCall& call) {
       const float* values = shared + (at / group * kWidth + k) * blockDim.x + at % group;
       float sum = 0;
       for (unsigned other = 0; other < groups; ++other) sum += values[other * group];
-      partial[column] = sum;
+      put(column, sum);
     }
   };
-  float* partial = call.partial + (long long)blockIdx.x * call.columns;
-  write(grad_weight, partial);
-  if constexpr (kIsLayer) write(grad_bias, partial + (long long)gridDim.x * call.columns);
+  write(grad_weight, true);
+  if constexpr (kIsLayer) write(grad_bias, false);
 }
 
 // The gradient of rows of any size and alignment, a block each, read twice.
 __device__ void backward_any(const NormCall& call) {
-  __shared__ float2 scratch[32];
+  __shared__ float scratch[2][32];
   const unsigned row = blockIdx.x;
+  wait_for_inputs();
   const Bits *input = row_of(call.input, row), *grad_out = row_of(call.grad_out, row);
   const Bits* more = call.grad_sum.data == nullptr ? nullptr : row_of(call.grad_sum, row);
   const Parameter factor = factor_of(call);
   const float rstd = call.rstd[row], mean = call.is_layer ? call.mean[row] : 0;
-  float2 sums{0, 0};
+  float sums[2] = {};
   for (unsigned at = threadIdx.x; at < call.columns; at += blockDim.x) {
     const float slope = Type::read(grad_out[at]) * factor.at(at);
-    sums.x += slope * (Type::read(input[at]) - mean) * rstd;
-    sums.y += slope;
+    sums[0] += slope * (Type::read(input[at]) - mean) * rstd;
+    sums[1] += slope;
   }
-  sums = sum_over(sums, blockDim.x, scratch);
-  const float along = sums.x / call.columns, shift = call.is_layer ? sums.y / call.columns : 0;
+  sum_up(sums, blockDim.x, scratch);
+  const float along = sums[0] / call.columns, shift = call.is_layer ? sums[1] / call.columns : 0;
   Bits* out = (Bits*)call.out + (long long)row * call.columns;
   for (unsigned at = threadIdx.x; at < call.columns; at += blockDim.x) {
     const float normed = (Type::read(input[at]) - mean) * rstd;
@@ -352,15 +497,15 @@ __device__ void backward_any(const NormCall& call) {
   }
 }
 
-// The sums over rows that backward() leaves to this where it keeps none: 32 columns and every
-// gridDim.y-th of the rows a block.
+// The sums over rows where backward() does not keep them: of 32 columns and every gridDim.y-th
+// stretch of the rows a block.
 __device__ void partial_any(const NormCall& call) {
   __shared__ float sums[2][32][33];
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const unsigned column = blockIdx.x * 32 + lane;
   float grad_weight = 0, grad_bias = 0;
-  for (unsigned long long row = blockIdx.y * warps + warp; row < call.rows;
-       row += gridDim.y * warps) {
+  wait_for_inputs();
+  for (unsigned row = blockIdx.y * warps + warp; row < call.rows; row += gridDim.y * warps) {
     if (column >= call.columns) continue;
     const float mean = call.is_layer ? call.mean[row] : 0;
     const float slope = Type::read(row_of(call.grad_out, row)[column]);
@@ -383,6 +528,7 @@ __device__ void columns(const NormCall& call) {
   const unsigned column = blockIdx.x * 32 + lane;
   const float* partial = call.partial + (long long)blockIdx.y * call.partials * call.columns;
   float sum = 0;
+  wait_for_inputs();
   if (column < call.columns) {
 #pragma unroll 8
     for (unsigned row = warp; row < call.partials; row += warps) {
@@ -394,51 +540,53 @@ __device__ void columns(const NormCall& call) {
   if (warp > 0 || column >= call.columns) return;
   sum = 0;
   for (unsigned other = 0; other < warps; ++other) sum += sums[other][lane];
-  void* out = blockIdx.y == 0 ? call.grad_weight : call.grad_bias;
-  if (out == nullptr) return;
-  if (blockIdx.y == 0 ? call.is_weight_float : call.is_bias_float) {
-    ((float*)out)[column] = sum;
-  } else {
-    ((Bits*)out)[column] = Type::write(sum);
-  }
+  write_gradient(call, blockIdx.y == 0, column, sum);
 }
 
 }  // namespace
 
-#define FORWARD(vectors, threads)                                                             \
-  extern "C" __global__ void __launch_bounds__(threads) norm_##vectors(const NormCall call) { \
-    forward<vectors>(call);                                                                   \
+// By the bytes of a piece and the number of pieces a thread.
+#define NORM(direction, bytes, vectors, threads, blocks)                                    \
+  extern "C" __global__ void __launch_bounds__(threads, blocks)                             \
+      rms_norm_##direction##_##bytes##_##vectors(const __grid_constant__ NormCall call) {   \
+    direction<bytes, vectors, false>(call);                                                 \
+  }                                                                                         \
+  extern "C" __global__ void __launch_bounds__(threads, blocks)                             \
+      layer_norm_##direction##_##bytes##_##vectors(const __grid_constant__ NormCall call) { \
+    direction<bytes, vectors, true>(call);                                                  \
   }
 
-#define BACKWARD(vectors, threads, blocks)                      \
-  extern "C" __global__ void __launch_bounds__(threads, blocks) \
-      rms_norm_backward_##vectors(const NormCall call) {        \
-    backward<vectors, false>(call);                             \
-  }                                                             \
-  extern "C" __global__ void __launch_bounds__(threads, blocks) \
-      layer_norm_backward_##vectors(const NormCall call) {      \
-    backward<vectors, true>(call);                              \
+#define NORM_ANY(name, threads)                            \
+  extern "C" __global__ void __launch_bounds__(threads)    \
+      norm_##name(const __grid_constant__ NormCall call) { \
+    name(call);                                            \
   }
 
 #ifdef KERNEL_BACKWARD
-BACKWARD(1, 512, 2)
-BACKWARD(2, 512, 1)
-BACKWARD(4, 512, 1)
-extern "C" __global__ void __launch_bounds__(512) norm_backward_any(const NormCall call) {
-  backward_any(call);
-}
-extern "C" __global__ void __launch_bounds__(512) norm_partial_any(const NormCall call) {
-  partial_any(call);
-}
-extern "C" __global__ void __launch_bounds__(1024) norm_columns(const NormCall call) {
-  columns(call);
-}
+NORM(backward, 16, 1, 256, 3)
+NORM(backward, 16, 2, 512, 1)
+NORM(backward, 16, 4, 512, 1)
+NORM(backward, 4, 2, 256, 3)
+NORM(backward, 4, 8, 512, 1)
+NORM_ANY(backward_any, 512)
+NORM_ANY(partial_any, 512)
+NORM_ANY(columns, 1024)
 #else
-FORWARD(1, 512)
-FORWARD(2, 512)
-FORWARD(4, 1024)
-FORWARD(8, 1024)
-extern "C" __global__ void __launch_bounds__(1024) norm_any(const NormCall call) {
-  forward_any(call);
-}
+NORM(forward, 16, 1, 256, 4)
+NORM(forward, 16, 2, 512, 1)
+NORM(forward, 16, 4, 1024, 1)
+NORM(forward, 16, 8, 1024, 1)
+NORM(forward, 4, 2, 256, 4)
+NORM(forward, 4, 8, 512, 1)
+NORM_ANY(forward_any, 1024)
+#endif
+// A 16 bit number by itself
+#ifdef KERNEL_IS_SHORT
+#ifdef KERNEL_BACKWARD
+NORM(backward, 2, 2, 256, 3)
+NORM(backward, 2, 8, 512, 1)
+#else
+NORM(forward, 2, 2, 256, 4)
+NORM(forward, 2, 8, 512, 1)
+#endif
 #endif

@@ -1,15 +1,14 @@
 #include "norm_rows.h"
 
-#include "norm_backward_bfloat16_ptx.h"
-#include "norm_backward_float_ptx.h"
-#include "norm_backward_half_ptx.h"
-#include "norm_forward_bfloat16_ptx.h"
-#include "norm_forward_float_ptx.h"
-#include "norm_forward_half_ptx.h"
+#include "norm_backward_bfloat16_images.h"
+#include "norm_backward_float_images.h"
+#include "norm_backward_half_images.h"
+#include "norm_forward_bfloat16_images.h"
+#include "norm_forward_float_images.h"
+#include "norm_forward_half_images.h"
 #include "norm_rows_call.h"
-#include "ptx_kernel.h"
+#include "device_kernel.h"
 
-#include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/cuda/EmptyTensor.h>
 
 #include <algorithm>
@@ -19,7 +18,6 @@ namespace cudnn_ops {
 namespace {
 
 constexpr unsigned kWarp = 32;
-constexpr int64_t kVectorBytes = 16;
 
 unsigned divide_up(unsigned number, unsigned by) {
   return (number + by - 1) / by;
@@ -43,11 +41,11 @@ class Rows {
   const NormRows& get() const {
     return rows_;
   }
-  bool is_aligned() const {
-    const int64_t mask = rows_.stride | rows_.middle_stride | rows_.inner_stride;
-    return reinterpret_cast<uintptr_t>(rows_.data) % kVectorBytes == 0 &&
-           (!tensor_.defined() ||
-            mask * static_cast<int64_t>(tensor_.element_size()) % kVectorBytes == 0);
+  // The bits that are set in the address of some row.
+  uint64_t address_bits() const {
+    const int64_t strides = rows_.stride | rows_.middle_stride | rows_.inner_stride;
+    const int64_t bytes = tensor_.defined() ? static_cast<int64_t>(tensor_.element_size()) : 0;
+    return reinterpret_cast<uintptr_t>(rows_.data) | static_cast<uint64_t>(strides * bytes);
   }
 
  private:
@@ -88,11 +86,6 @@ class Rows {
   NormRows rows_{};
 };
 
-bool is_aligned(const at::Tensor& tensor) {
-  return !tensor.defined() ||
-         reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kVectorBytes == 0;
-}
-
 template <class T = void>
 T* data_of(const at::Tensor& tensor) {
   return tensor.defined() ? static_cast<T*>(tensor.mutable_data_ptr()) : nullptr;
@@ -127,115 +120,152 @@ NormCall call_of(const Norm& args, const Rows& input, const at::Tensor& weight) 
   return call;
 }
 
-// How a row is spread over threads, and rows over a block. `vectors` 0: not in registers.
+// The bytes that a thread can load at once: 16, 4 or one number's.
+unsigned piece_bytes(const NormCall& call, unsigned number_bytes, uint64_t row_bits) {
+  const auto parameter_bits =
+      reinterpret_cast<uintptr_t>(call.weight) | reinterpret_cast<uintptr_t>(call.bias);
+  const uint64_t bits = row_bits | static_cast<uint64_t>(call.columns) * number_bytes;
+  if (bits % 16 == 0 && parameter_bits % 16 == 0) return 16;
+  return bits % 4 == 0 && parameter_bits % 8 == 0 ? 4 : number_bytes;
+}
+
+// How a row is spread over threads, and rows over a block: `vectors` pieces a thread; 0: a row is
+// too long for that.
 struct Spread {
-  unsigned vectors, group, threads;
+  unsigned bytes, vectors, group, threads;
 };
 
-// So few vectors a thread as a warp allows, and then two: enough loads under way at once.
-Spread spread(unsigned vectors, unsigned max_group, unsigned max_vectors) {
-  constexpr unsigned kThreads = 256;
-  if (vectors <= kWarp) {
-    unsigned group = 1;
-    while (group < vectors) group *= 2;
-    return {1, group, kThreads};
-  }
-  if (vectors <= 2 * kWarp) return {2, kWarp, kThreads};
-  for (unsigned each = 2; each <= max_vectors; each *= 2) {
-    const unsigned group = divide_up(divide_up(vectors, each), kWarp) * kWarp;
-    if (group <= (each == 2 ? 512 : max_group)) return {each, group, group};
-  }
-  return {0, 512, 512};
+constexpr Spread kAnyRows{0, 0, 512, 512};
+
+Spread within_warp(unsigned bytes, unsigned vectors, unsigned pieces) {
+  unsigned group = 1;
+  while (group * vectors < pieces) group *= 2;
+  return {bytes, vectors, group, 256};
 }
 
-constexpr std::array<const char*, 3> kForward{kNormForwardHalfPtx, kNormForwardBFloat16Ptx,
-                                              kNormForwardFloatPtx};
-constexpr std::array<const char*, 3> kBackward{kNormBackwardHalfPtx, kNormBackwardBFloat16Ptx,
-                                               kNormBackwardFloatPtx};
-
-// The kernels by type and by the index of their number of vectors: none, 1, 2, 4, 8.
-int index_of(unsigned vectors) {
-  return vectors == 0 ? 0 : vectors == 1 ? 1 : vectors == 2 ? 2 : vectors == 4 ? 3 : 4;
+Spread within_block(unsigned bytes, unsigned vectors, unsigned pieces) {
+  const unsigned group = divide_up(divide_up(pieces, vectors), kWarp) * kWarp;
+  return {bytes, vectors, group, group};
 }
 
-void launch_forward(NormCall& call, int type, bool is_aligned) {
-#define CUDNN_OPS_NORM(ptx)                                                               \
-  {                                                                                       \
-    {ptx, "norm_any"}, {ptx, "norm_1"}, {ptx, "norm_2"}, {ptx, "norm_4"}, {ptx, "norm_8"} \
+// Few pieces a thread as long as a warp or a block has them all, for more loads under way.
+Spread spread(const NormCall& call, unsigned bytes, unsigned number_bytes, bool is_backward) {
+  const unsigned pieces = call.columns * number_bytes / bytes;
+  if (bytes < 16) {
+    if (pieces <= 2 * kWarp) return within_warp(bytes, 2, pieces);
+    if (pieces <= 8 * kWarp) return within_warp(bytes, 8, pieces);
+    return pieces <= 8 * 512 ? within_block(bytes, 8, pieces) : kAnyRows;
   }
-  static const PtxKernel kernels[3][5] = {CUDNN_OPS_NORM(kForward[0]), CUDNN_OPS_NORM(kForward[1]),
-                                          CUDNN_OPS_NORM(kForward[2])};
-#undef CUDNN_OPS_NORM
-  const unsigned width = type == 2 ? 4 : 8;
-  const Spread how = is_aligned ? spread(call.columns / width, 1024, 8) : Spread{0, 512, 512};
-  call.group = how.group;
+  if (pieces <= kWarp) return within_warp(bytes, 1, pieces);
+  if (pieces <= 2 * kWarp) return within_warp(bytes, 2, pieces);
+  if (pieces <= 2 * 512) return within_block(bytes, 2, pieces);
+  if (pieces <= 4 * 512) return within_block(bytes, 4, pieces);
+  if (is_backward || pieces > 8 * 1024) return kAnyRows;
+  return within_block(bytes, pieces <= 4 * 1024 ? 4 : 8, pieces);
+}
+
+// The kernels that keep a row in registers: by type, kind, and the index of their spread.
+constexpr int kSpreads = 8;
+
+int index_of(const Spread& how) {
+  if (how.bytes == 16)
+    return how.vectors == 1 ? 0 : how.vectors == 2 ? 1 : how.vectors == 4 ? 2 : 3;
+  return (how.bytes == 4 ? 4 : 6) + (how.vectors == 2 ? 0 : 1);
+}
+
+using Kernels = DeviceKernel[2][kSpreads];
+
+#define CUDNN_OPS_KIND(images, name)                                                            \
+  {                                                                                             \
+    {images, name "_16_1", true}, {images, name "_16_2", true}, {images, name "_16_4", true},   \
+        {images, name "_16_8", true}, {images, name "_4_2", true}, {images, name "_4_8", true}, \
+        {images, name "_2_2", true}, {                                                          \
+      images, name "_2_8", true                                                                 \
+    }                                                                                           \
+  }
+#define CUDNN_OPS_KINDS(images, direction) \
+  {CUDNN_OPS_KIND(images, "rms_norm_" direction), CUDNN_OPS_KIND(images, "layer_norm_" direction)}
+#define CUDNN_OPS_TYPES(direction, name)                    \
+  {CUDNN_OPS_KINDS(kNorm##direction##HalfImages, name),     \
+   CUDNN_OPS_KINDS(kNorm##direction##BFloat16Images, name), \
+   CUDNN_OPS_KINDS(kNorm##direction##FloatImages, name)}
+#define CUDNN_OPS_ANY(direction, name)                                                            \
+  {                                                                                               \
+    {kNorm##direction##HalfImages, name, true}, {kNorm##direction##BFloat16Images, name, true}, { \
+      kNorm##direction##FloatImages, name, true                                                   \
+    }                                                                                             \
+  }
+
+// Of a pipeline through shared memory, as in norm_rows.cu.
+constexpr unsigned kStages = 3;
+constexpr unsigned kMaxShared = 220 << 10;
+
+void launch_forward(NormCall& call, int type, unsigned number_bytes, uint64_t row_bits) {
+  static const Kernels kernels[3] = CUDNN_OPS_TYPES(Forward, "forward");
+  static const DeviceKernel any[3] = CUDNN_OPS_ANY(Forward, "norm_forward_any");
+  const unsigned bytes = piece_bytes(call, number_bytes, row_bits);
+  Spread how = spread(call, bytes, number_bytes, /*is_backward=*/false);
+  const unsigned stages = how.bytes == 2 ? 0 : how.bytes * how.vectors > 64 ? 1 : kStages;
+  const unsigned tensors = call.residual.data == nullptr ? 1 : 2;
+  const unsigned shared = stages * tensors * how.vectors * how.bytes * how.threads;
+  if (shared > kMaxShared) how = kAnyRows;
   void* argument = &call;
-  kernels[type][index_of(how.vectors)].launch(divide_up(call.rows, how.threads / how.group), 1,
-                                              static_cast<int>(how.threads), &argument);
+  if (how.vectors == 0) return any[type].launch(call.rows, 1, 512, &argument);
+  call.group = how.group;
+  const auto& kernel = kernels[type][call.is_layer][index_of(how)];
+  const auto threads = static_cast<int>(how.threads);
+  const int64_t blocks = divide_up(call.rows, how.threads / how.group);
+  kernel.launch(std::min(blocks, kernel.resident_blocks(threads, static_cast<int>(shared))), 1,
+                threads, &argument, static_cast<int>(shared));
 }
 
-// How many rows of sums the backward leaves.
-struct Partials {
-  at::Tensor memory;
-  void allocate(NormCall& call, unsigned count, const at::Device& device) {
-    memory = at::detail::empty_cuda({(call.is_layer ? 2L : 1L) * count * call.columns}, at::kFloat,
-                                    device, std::nullopt);
-    call.partials = count;
-    call.partial = static_cast<float*>(memory.mutable_data_ptr());
-  }
-};
+// The rows of sums that the backward leaves.
+at::Tensor allocate_partials(NormCall& call, int64_t count, const at::Device& device) {
+  const int64_t numbers = (call.is_layer ? 2 : 1) * count * static_cast<int64_t>(call.columns);
+  at::Tensor memory = at::detail::empty_cuda({numbers}, at::kFloat, device, std::nullopt);
+  call.partials = static_cast<unsigned>(count);
+  call.partial = static_cast<float*>(memory.mutable_data_ptr());
+  return memory;
+}
 
-void launch_backward(NormCall& call, int type, bool is_aligned, const at::Device& device) {
-#define CUDNN_OPS_NORM(ptx, kind)                                                     \
-  {                                                                                   \
-    {ptx, "norm_backward_any"}, {ptx, kind "_backward_1"}, {ptx, kind "_backward_2"}, \
-        {ptx, kind "_backward_4"}                                                     \
-  }
-#define CUDNN_OPS_NORMS(ptx)                                           \
-  {                                                                    \
-    CUDNN_OPS_NORM(ptx, "rms_norm"), CUDNN_OPS_NORM(ptx, "layer_norm") \
-  }
-  static const PtxKernel kernels[3][2][4] = {
-      CUDNN_OPS_NORMS(kBackward[0]), CUDNN_OPS_NORMS(kBackward[1]), CUDNN_OPS_NORMS(kBackward[2])};
-#undef CUDNN_OPS_NORMS
-#undef CUDNN_OPS_NORM
-  static const PtxKernel partial_kernels[3] = {{kBackward[0], "norm_partial_any"},
-                                               {kBackward[1], "norm_partial_any"},
-                                               {kBackward[2], "norm_partial_any"}};
-  static const PtxKernel column_kernels[3] = {{kBackward[0], "norm_columns"},
-                                              {kBackward[1], "norm_columns"},
-                                              {kBackward[2], "norm_columns"}};
-  constexpr unsigned kStages = 3, kTensors = 2;  // of the pipeline
-  constexpr unsigned kMaxShared = 220 << 10;
-  const unsigned width = type == 2 ? 4 : 8;
-  const auto processors =
-      static_cast<unsigned>(at::cuda::getDeviceProperties(device.index())->multiProcessorCount);
+void launch_backward(NormCall& call, int type, unsigned number_bytes, uint64_t row_bits,
+                     const at::Device& device) {
+  static const Kernels kernels[3] = CUDNN_OPS_TYPES(Backward, "backward");
+  static const DeviceKernel any[3] = CUDNN_OPS_ANY(Backward, "norm_backward_any");
+  static const DeviceKernel partial_any[3] = CUDNN_OPS_ANY(Backward, "norm_partial_any");
+  static const DeviceKernel columns[3] = CUDNN_OPS_ANY(Backward, "norm_columns");
   const bool needs_columns = call.grad_weight != nullptr || call.grad_bias != nullptr;
-  Spread how = is_aligned ? spread(call.columns / width, 512, 4) : Spread{0, 512, 512};
-  const unsigned shared = kStages * kTensors * how.vectors * how.threads * kVectorBytes;
-  if (shared > kMaxShared) how = {0, 512, 512};
-  const PtxKernel& kernel = kernels[type][call.is_layer][index_of(how.vectors)];
-  Partials partials;
+  const unsigned bytes = piece_bytes(call, number_bytes, row_bits);
+  Spread how = spread(call, bytes, number_bytes, /*is_backward=*/true);
+  const unsigned numbers = how.vectors * how.threads * (how.bytes / number_bytes);
+  const unsigned shared = how.bytes == 2 ? numbers * static_cast<unsigned>(sizeof(float))
+                                         : kStages * 2 * numbers * number_bytes;
+  if (shared > kMaxShared) how = kAnyRows;
+  at::Tensor partials;
   void* argument = &call;
   if (how.vectors > 0) {
     call.group = how.group;
-    const unsigned per_processor = std::max(1U, (how.vectors == 1 ? 1024 : 512) / how.threads);
-    const unsigned blocks =
-        std::min(divide_up(call.rows, how.threads / how.group), processors * per_processor);
-    if (needs_columns) partials.allocate(call, blocks, device);
-    kernel.launch(blocks, 1, static_cast<int>(how.threads), &argument, static_cast<int>(shared));
+    const auto& kernel = kernels[type][call.is_layer][index_of(how)];
+    const auto threads = static_cast<int>(how.threads);
+    const int64_t blocks =
+        std::min<int64_t>(divide_up(call.rows, how.threads / how.group),
+                          kernel.resident_blocks(threads, static_cast<int>(shared)));
+    if (needs_columns) partials = allocate_partials(call, blocks, device);
+    kernel.launch(blocks, 1, threads, &argument, static_cast<int>(shared));
+    if (blocks == 1) return;  // it wrote the sums
   } else {
-    if (call.out != nullptr) kernel.launch(call.rows, 1, 512, &argument);
-    const unsigned strips = divide_up(call.columns, kWarp);
+    if (call.out != nullptr) any[type].launch(call.rows, 1, 512, &argument);
     if (needs_columns) {
-      const unsigned wanted = divide_up(4 * processors, strips);
-      partials.allocate(call, std::min(divide_up(call.rows, 16), wanted), device);
-      partial_kernels[type].launch(strips, static_cast<int>(call.partials), 512, &argument);
+      constexpr int64_t kBlocks = 512, kRows = 16;
+      const int64_t strips = divide_up(call.columns, kWarp);
+      const int64_t stretches =
+          std::min<int64_t>(divide_up(call.rows, kRows), (kBlocks + strips - 1) / strips);
+      partials = allocate_partials(call, stretches, device);
+      partial_any[type].launch(strips, static_cast<int>(stretches), 512, &argument);
     }
   }
   if (needs_columns) {
-    column_kernels[type].launch(divide_up(call.columns, kWarp), call.is_layer ? 2 : 1, 1024,
-                                &argument);
+    columns[type].launch(divide_up(call.columns, kWarp), call.is_layer ? 2 : 1, 1024, &argument);
   }
 }
 
@@ -254,10 +284,8 @@ void norm_rows(const Norm& args, const at::Tensor& out, const at::Tensor& sum,
   call.sum = data_of(sum);
   call.mean = data_of<float>(mean);
   call.rstd = data_of<float>(rstd);
-  const bool aligned = call.columns * args.input.element_size() % kVectorBytes == 0 &&
-                       input.is_aligned() && residual.is_aligned() && is_aligned(weight) &&
-                       is_aligned(bias);
-  launch_forward(call, type_index(args.input), aligned);
+  launch_forward(call, type_index(args.input), static_cast<unsigned>(args.input.element_size()),
+                 input.address_bits() | residual.address_bits());
 }
 
 void norm_rows_backward(const Norm& args, const at::Tensor& grad_out, const at::Tensor& grad_sum,
@@ -276,10 +304,9 @@ void norm_rows_backward(const Norm& args, const at::Tensor& grad_out, const at::
   call.grad_weight = data_of(grad_weight);
   call.grad_bias = data_of(grad_bias);
   call.is_bias_float = grad_bias.defined() && grad_bias.scalar_type() == at::kFloat;
-  const bool aligned = call.columns * args.input.element_size() % kVectorBytes == 0 &&
-                       input.is_aligned() && grads.is_aligned() && more.is_aligned() &&
-                       is_aligned(weight);
-  launch_backward(call, type_index(args.input), aligned, args.input.device());
+  launch_backward(call, type_index(args.input), static_cast<unsigned>(args.input.element_size()),
+                  input.address_bits() | grads.address_bits() | more.address_bits(),
+                  args.input.device());
 }
 
 }  // namespace cudnn_ops

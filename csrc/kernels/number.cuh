@@ -1,5 +1,5 @@
-// The numbers that tensors are made of, read to and written from float32. For NVRTC, which has no
-// headers of CUDA's own for them here.
+// The numbers that tensors are made of, read to and written from float32, and pieces of memory full
+// of them. For NVRTC, which has no headers of CUDA's own for them here.
 #pragma once
 
 struct Half {
@@ -14,6 +14,11 @@ struct Half {
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
     return bits;
   }
+  static __device__ unsigned write(float low, float high) {
+    unsigned bits;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+    return bits;
+  }
 };
 
 struct BFloat16 {
@@ -26,6 +31,11 @@ struct BFloat16 {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
     return bits;
   }
+  static __device__ unsigned write(float low, float high) {
+    unsigned bits;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+    return bits;
+  }
 };
 
 struct Float {
@@ -35,5 +45,33 @@ struct Float {
   }
   static __device__ Bits write(float value) {
     return value;
+  }
+};
+
+// kWidth numbers that are loaded and stored at once: 2 to 16 bytes.
+template <class Type, int kWidth>
+struct alignas(sizeof(typename Type::Bits) * kWidth) Piece {
+  typename Type::Bits bits[kWidth];
+
+  __device__ void read(float (&values)[kWidth]) const {
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) values[k] = Type::read(bits[k]);
+  }
+  static __device__ Piece of(const float (&values)[kWidth]) {
+    Piece piece;
+    if constexpr (sizeof(typename Type::Bits) == 2 && kWidth > 1) {
+      // Two at once are as fast as one.
+      union {
+        unsigned words[kWidth / 2];
+        Piece piece;
+      } both;
+#pragma unroll
+      for (int k = 0; k < kWidth; k += 2) both.words[k / 2] = Type::write(values[k], values[k + 1]);
+      piece = both.piece;
+    } else {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) piece.bits[k] = Type::write(values[k]);
+    }
+    return piece;
   }
 };

@@ -1,5 +1,5 @@
-// Writes the keys and values of new tokens into their pages. Compiled to PTX when the package is
-// built (cmake/compile_ptx.py); paged_append_cuda.cpp launches it, with structs alike.
+// Writes the keys and values of new tokens into their pages. Compiled when the package is
+// built (cmake/compile_kernels.py); paged_append_cuda.cpp launches it, with structs alike.
 
 // Of the keys or of the values; strides in units of a copy.
 struct Side {

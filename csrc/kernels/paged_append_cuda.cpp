@@ -1,8 +1,8 @@
 // Writing new keys and values into a paged cache, by one kernel (paged_append.cu).
 
 #include "../ops/paged.h"
-#include "paged_append_ptx.h"
-#include "ptx_kernel.h"
+#include "paged_append_images.h"
+#include "device_kernel.h"
 
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
@@ -50,12 +50,12 @@ Side side_of(const at::Tensor& tokens, const at::Tensor& cache, bool head_major,
           units(cache.stride(head_dim)), static_cast<unsigned>(units(tokens.size(2)))};
 }
 
-const PtxKernel& kernel_of(int64_t unit) {
-  static const std::array<PtxKernel, 5> kernels{{{kPagedAppendPtx, "paged_append_1"},
-                                                 {kPagedAppendPtx, "paged_append_2"},
-                                                 {kPagedAppendPtx, "paged_append_4"},
-                                                 {kPagedAppendPtx, "paged_append_8"},
-                                                 {kPagedAppendPtx, "paged_append_16"}}};
+const DeviceKernel& kernel_of(int64_t unit) {
+  static const std::array<DeviceKernel, 5> kernels{{{kPagedAppendImages, "paged_append_1"},
+                                                    {kPagedAppendImages, "paged_append_2"},
+                                                    {kPagedAppendImages, "paged_append_4"},
+                                                    {kPagedAppendImages, "paged_append_8"},
+                                                    {kPagedAppendImages, "paged_append_16"}}};
   size_t index = 0;
   while ((int64_t{1} << index) < unit) ++index;
   return kernels[index];

@@ -1,5 +1,5 @@
 // Attention over all keys but the last few becomes attention over those that each query sees, and
-// over the sink. Compiled to PTX when the package is built (cmake/compile_ptx.py);
+// over the sink. Compiled when the package is built (cmake/compile_kernels.py);
 // paged_merge_cuda.cpp launches it, with a struct alike.
 
 struct Merge {

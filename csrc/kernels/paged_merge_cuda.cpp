@@ -1,7 +1,7 @@
 #include "paged_merge.h"
 
-#include "paged_merge_ptx.h"
-#include "ptx_kernel.h"
+#include "paged_merge_images.h"
+#include "device_kernel.h"
 
 #include <algorithm>
 #include <array>
@@ -26,11 +26,11 @@ struct Merge {
 };
 
 // By dtype, half or bfloat16, and by head size, up to 128 or 256.
-const std::array<std::array<PtxKernel, 2>, 2>& kernels() {
-  static const std::array<std::array<PtxKernel, 2>, 2> all{
-      {{{{kPagedMergePtx, "paged_merge_half_128"}, {kPagedMergePtx, "paged_merge_half_256"}}},
-       {{{kPagedMergePtx, "paged_merge_bfloat16_128"},
-         {kPagedMergePtx, "paged_merge_bfloat16_256"}}}}};
+const std::array<std::array<DeviceKernel, 2>, 2>& kernels() {
+  static const std::array<std::array<DeviceKernel, 2>, 2> all{
+      {{{{kPagedMergeImages, "paged_merge_half_128"}, {kPagedMergeImages, "paged_merge_half_256"}}},
+       {{{kPagedMergeImages, "paged_merge_bfloat16_128"},
+         {kPagedMergeImages, "paged_merge_bfloat16_256"}}}}};
   return all;
 }
 

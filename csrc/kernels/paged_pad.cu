@@ -1,6 +1,6 @@
 // The lengths and the page table of a batch as a plan takes them: more rows, wider ones, and no
-// pages but those that a sequence uses. Compiled to PTX when the package is built
-// (cmake/compile_ptx.py); paged_pad_cuda.cpp launches it.
+// pages but those that a sequence uses. Compiled when the package is built
+// (cmake/compile_kernels.py); paged_pad_cuda.cpp launches it.
 
 // A block a declared row. cuDNN reads a whole tile of keys, pages behind the last one among them:
 // it finds the sequence's first one there. `hidden`: how many keys at the end are kept from it.

@@ -1,7 +1,7 @@
 #include "paged_pad.h"
 
-#include "paged_pad_ptx.h"
-#include "ptx_kernel.h"
+#include "paged_pad_images.h"
+#include "device_kernel.h"
 
 #include <ATen/cuda/EmptyTensor.h>
 
@@ -12,7 +12,7 @@ namespace cudnn_ops {
 PaddedTable pad_table(const at::Tensor& page_table, const at::Tensor& seq_lens_kv,
                       const TablePadding& padding) {
   constexpr int kThreads = 128;
-  static const PtxKernel kernel(kPagedPadPtx, "paged_pad");
+  static const DeviceKernel kernel(kPagedPadImages, "paged_pad");
   const auto empty = [&](at::IntArrayRef sizes) -> at::Tensor {
     return at::detail::empty_cuda(sizes, at::kInt, page_table.device(), std::nullopt);
   };

@@ -1,0 +1,78 @@
+"""Compiles a CUDA source by the NVRTC that torch brings, as a C++ header with what it gives.
+
+    python compile_kernels.py source.cu header.h kName [-DMACRO=value ...]
+
+For the architectures below it is machine code, so that the first call need not wait for a compiler;
+for newer ones there is PTX, which the driver compiles (0.5 s, once: it keeps the result).
+"""
+
+import ctypes
+import sys
+from pathlib import Path
+
+#: Compute capabilities; code for one runs on the later ones of the same major version.
+ARCHITECTURES = (80, 90)
+PTX_ARCHITECTURE = 90
+
+
+def find_nvrtc() -> ctypes.CDLL:
+    for folder in (Path(entry) / "nvidia" for entry in sys.path):
+        for library in sorted(folder.glob("c*/lib/libnvrtc.so.1*")):
+            # NVRTC looks for this by its name alone.
+            for builtins in library.parent.glob("libnvrtc-builtins.so.*"):
+                ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
+            return ctypes.CDLL(str(library))
+    try:
+        return ctypes.CDLL("libnvrtc.so.13")
+    except OSError:
+        raise SystemExit("NVRTC was not found: `pip install nvidia-cuda-nvrtc`") from None
+
+
+def compile_for(nvrtc: ctypes.CDLL, source: Path, architecture: str, macros: list[str]) -> bytes:
+    """Machine code for ``sm_90``, PTX for ``compute_90``."""
+    program = ctypes.c_void_p()
+    nvrtc.nvrtcCreateProgram(
+        ctypes.byref(program), source.read_bytes(), source.name.encode(), 0, None, None
+    )
+    words = [f"--gpu-architecture={architecture}", f"--include-path={source.parent}", *macros]
+    options = (ctypes.c_char_p * len(words))(*(word.encode() for word in words))
+    status = nvrtc.nvrtcCompileProgram(program, len(words), options)
+    if status != 0:
+        log = _output(nvrtc, "ProgramLog", program).decode().rstrip("\0")
+        raise SystemExit(f"{source} does not compile:\n{log}")
+    kind = "CUBIN" if architecture.startswith("sm") else "PTX"
+    return _output(nvrtc, kind, program)
+
+
+def _output(nvrtc: ctypes.CDLL, kind: str, program: ctypes.c_void_p) -> bytes:
+    size = ctypes.c_size_t()
+    getattr(nvrtc, f"nvrtcGet{kind}Size")(program, ctypes.byref(size))
+    buffer = ctypes.create_string_buffer(size.value)
+    getattr(nvrtc, f"nvrtcGet{kind}")(program, buffer)
+    return buffer.raw[: size.value]
+
+
+def as_string(data: bytes) -> str:
+    """A C++ string literal, in pieces short enough for every compiler."""
+    escaped = [f"\\{byte:03o}" for byte in data]
+    return "\n".join(f'"{"".join(escaped[i : i + 4000])}"' for i in range(0, len(escaped), 4000))
+
+
+def main() -> None:
+    source, header, name = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    nvrtc = find_nvrtc()
+    targets = [(number // 10, f"sm_{number}") for number in ARCHITECTURES]
+    targets.append((0, f"compute_{PTX_ARCHITECTURE}"))
+    images = ",\n".join(
+        f"{{{major},\n{as_string(compile_for(nvrtc, source, target, sys.argv[4:]))}}}"
+        for major, target in targets
+    )
+    header.write_text(
+        f"// Made from {source.name} by compile_kernels.py.\n#pragma once\n\n"
+        '#include "device_kernel.h"\n\n'
+        f"constexpr cudnn_ops::KernelImage {name}[] = {{\n{images}}};\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+#include "device_kernel.h"
+
+#include <ATen/cuda/CUDAContextLight.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+#include <c10/util/Exception.h>
+#include <cuda_runtime_api.h>
+
+#include <limits>
+#include <mutex>
+
+namespace cudnn_ops {
+
+const void* DeviceKernel::function() const {
+  const int major = at::cuda::getCurrentDeviceProperties()->major;
+  auto& function = functions_.at(static_cast<size_t>(major));
+  if (const void* known = function.load(std::memory_order_acquire)) return known;
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (function == nullptr) {
+    const KernelImage* image = images_;
+    while (image->major != 0 && image->major != major) ++image;
+    cudaLibrary_t library = nullptr;
+    C10_CUDA_CHECK(
+        cudaLibraryLoadData(&library, image->data, nullptr, nullptr, 0, nullptr, nullptr, 0));
+    cudaKernel_t kernel = nullptr;
+    C10_CUDA_CHECK(cudaLibraryGetKernel(&kernel, library, name_));
+    function = kernel;
+  }
+  return function;
+}
+
+void DeviceKernel::allow(int shared_bytes) const {
+  // A block has 48 KiB with what the kernel declares without being asked for.
+  constexpr int kUnasked = 32 << 10;
+  if (shared_bytes <= kUnasked) return;
+  C10_CUDA_CHECK(
+      cudaFuncSetAttribute(function(), cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+}
+
+void DeviceKernel::launch(int64_t blocks, int rows, int threads, void** arguments,
+                          int shared_bytes) const {
+  TORCH_CHECK_VALUE(blocks <= std::numeric_limits<int32_t>::max(), name_, ": too many tokens");
+  allow(shared_bytes);
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(rows));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = c10::cuda::getCurrentCUDAStream();
+  config.attrs = &early;
+  config.numAttrs = starts_early_ && at::cuda::getCurrentDeviceProperties()->major >= 9 ? 1 : 0;
+  C10_CUDA_CHECK(cudaLaunchKernelExC(&config, function(), arguments));
+}
+
+int64_t DeviceKernel::resident_blocks(int threads, int shared_bytes) const {
+  constexpr int kCountBits = 8;
+  const uint64_t asked =
+      (static_cast<uint64_t>(threads) << 32 | static_cast<uint64_t>(shared_bytes)) << kCountBits;
+  uint64_t known = resident_.load(std::memory_order_relaxed);
+  if (known >> kCountBits << kCountBits != asked) {
+    allow(shared_bytes);
+    int blocks = 0;
+    C10_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+        &blocks, function(), threads, static_cast<size_t>(shared_bytes)));
+    known = asked | static_cast<uint64_t>(blocks);
+    resident_.store(known, std::memory_order_relaxed);
+  }
+  const auto per_processor = static_cast<int64_t>(known & ((1U << kCountBits) - 1));
+  return per_processor * at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+}
+
+}  // namespace cudnn_ops
