@@ -117,7 +117,7 @@ def test_sdpa_features_backward(case, device):
 def test_norms_and_gated(name, shapes, device):
     """The public operators; those underneath are in test_norm.py and test_gated.py."""
     torch.manual_seed(0)
-    arguments: list = [
+    arguments = [
         torch.randn((3, 40) if shape == "input" else (40,), device=device).requires_grad_()
         for shape in shapes
     ]
