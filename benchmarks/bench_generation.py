@@ -17,7 +17,7 @@ import torch
 from benchmarks.harness import Rows, main
 from cudnn_ops.generation import Engine, SamplingParams
 from cudnn_ops.kv_cache import PagedKVCache
-from examples.llama import Llama, LlamaConfig
+from examples.llama import Llama, LlamaConfig, Operators
 
 CONFIG = LlamaConfig(layers=32, width=4096, heads=32, kv_heads=8, sequence=2048, vocabulary=128_256)
 BATCH = 64
@@ -49,7 +49,7 @@ def engine(steps: int) -> Engine:
     """One whose requests have all had their prompts computed, with `steps` tokens to go."""
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = Llama(CONFIG, torch.nn.functional.scaled_dot_product_attention)
+        model = Llama(CONFIG, Operators.named("torch"))
     model.to(torch.bfloat16).requires_grad_(False)
     rng = random.Random(0)
     lengths = [rng.randint(*PROMPTS) for _ in range(BATCH)]

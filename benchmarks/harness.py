@@ -1,4 +1,4 @@
-"""What all benchmarks share: two clocks, the rows, the environment they name, the command line.
+"""What all benchmarks share: three clocks, the rows, the environment they name, the command line.
 
 Knowledge of one operator belongs in bench_<name>.py, knowledge of a competitor in peers.py.
 """
@@ -62,6 +62,14 @@ def host_us(functions: Functions, *, rounds: int, around: Around | None = None) 
         return _medians(functions, _host_sample, rounds, around)
     finally:
         gc.enable()
+
+
+def step_ms(functions: Functions, *, rounds: int) -> dict[str, float]:
+    """Median time of one call of each function that starts on an idle GPU, in milliseconds.
+
+    From the call to the end of its last kernel: the host's time counts where the GPU waits for it.
+    """
+    return _medians(functions, _step_sample, rounds, None)
 
 
 def peak_bytes(function: Callable[[], object]) -> int:
@@ -132,6 +140,17 @@ def _host_sample(function: Callable[[], object]) -> float:
     elapsed = time.perf_counter_ns() - start
     torch.cuda.synchronize()
     return elapsed / HOST_CALLS / 1e3
+
+
+def _step_sample(function: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    function()
+    end.record()
+    end.synchronize()
+    elapsed: float = start.elapsed_time(end)
+    return elapsed
 
 
 class Rows:

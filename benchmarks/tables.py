@@ -7,6 +7,7 @@
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -98,8 +99,57 @@ def generation(rows: Sequence[Row]) -> Lines:
 def host_overhead(rows: Sequence[Row]) -> Lines:
     """A line a case, a column an implementation."""
     times = pivot(rows, "host_us")
-    impls = unique(row["impl"] for row in rows)
+    impls = unique(row["impl"] for row in rows if row["metric"] == "host_us")
     return [["", *impls], *([case, *(short(us[i]) for i in impls)] for case, us in times.items())]
+
+
+def norms(rows: Sequence[Row]) -> Lines:
+    """A line a group of shapes: how many, and means of what others take over what we do."""
+    times = pivot(rows, "gpu_ms")
+    others = {
+        "bound": ("copy", "three_pass"),
+        **{peer: (peer,) for peer in ("eager", "compile", "liger")},
+    }
+    lines = [["", "shapes", *(f"vs {other}" for other in others)]]
+
+    def gains(group: str, which: str, impls: Sequence[str]) -> list[float]:
+        return [
+            ms[impl] / ms[OURS]
+            for case, ms in times.items()
+            for impl in impls
+            if case.startswith(f"{group} ") and case.endswith(which) and impl in ms
+        ]
+
+    # The rest of a case's name is its sizes and the direction.
+    for group in unique(case.rsplit(" ", 2)[0] for case in times):
+        line = [group, str(len(gains(group, " fwd", [OURS])))]
+        for impls in others.values():
+            found = (gains(group, which, impls) for which in (" fwd", " bwd"))
+            line.append(" / ".join(f"{statistics.geometric_mean(g):.2f}x" for g in found if g))
+        lines.append(line)
+    return lines
+
+
+def train_step(rows: Sequence[Row]) -> Lines:
+    """A line a batch: a step of each variant, and the stock ones' over ours."""
+    times = pivot(rows, "step_ms")
+    impls = unique(row["impl"] for row in rows if row["metric"] == "step_ms")
+    lines = [["sequences x tokens", *impls, "vs eager", "compiled vs compile"]]
+    for case, ms in times.items():
+        gains = (ms["eager"] / ms[OURS], ms["compile"] / ms[f"{OURS}_compile"])
+        lines.append([case, *_cells(ms, impls, short), *(f"{gain:.2f}x" for gain in gains)])
+    return lines
+
+
+def train_step_profile(rows: Sequence[Row]) -> Lines:
+    """A line a group of kernels, a column a batch."""
+    found = pivot(rows, "share of GPU time, %")
+    batches = unique(case.partition(" ")[0] for case in found)
+    lines = [["", *batches]]
+    for group in unique(case.partition(" ")[2] for case in found):
+        shares = (found[f"{batch} {group}"][OURS] for batch in batches)
+        lines.append([group, *(f"{share:.1f}%" for share in shares)])
+    return lines
 
 
 def new_lengths(rows: Sequence[Row]) -> Lines:
@@ -175,6 +225,29 @@ TABLES = {
     ),
     "host_overhead": Table(
         host_overhead, "Host time of one call in µs, [1, 8, 64, 64] bf16, causal.", "host_overhead"
+    ),
+    "norms": Table(
+        norms,
+        "Geometric means of the other's GPU time over ours, forward / backward, bf16; "
+        "torch.compile at some of the shapes. The bound is a copy of the same bytes, or torch.add.",
+        "norms",
+        samples=1 / 3,
+    ),
+    "norms_host": Table(
+        host_overhead, "Host time of one call in µs, bf16.", "norms", samples=1 / 3
+    ),
+    "train_step": Table(
+        train_step,
+        "Milliseconds of forward and backward with the host's time; 8 layers of width 2048, 16 "
+        "query and 8 key heads, ffn 8192, vocabulary 32000, random bf16 weights.",
+        "train_step",
+        samples=0.25,
+    ),
+    "train_step_profile": Table(
+        train_step_profile,
+        "Share of the GPU's time in a step on cudnn_ops, by the names of kernels.",
+        "train_step",
+        samples=0,
     ),
     "new_lengths": Table(
         new_lengths,

@@ -178,7 +178,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 def _counterpart(module: nn.Module) -> nn.Module | None:
     if type(module) is nn.LayerNorm:
-        layer = LayerNorm(module.normalized_shape, module.eps, device="meta")
+        layer = LayerNorm(list(module.normalized_shape), module.eps, device="meta")
         layer.weight, layer.bias = module.weight, module.bias
         return layer
     if type(module) is nn.RMSNorm:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from cudnn_ops import PagedKVCache, scaled_dot_product_attention
+from cudnn_ops import PagedKVCache
 from cudnn_ops.generation import Engine, Request, SamplingParams
-from examples.llama import Llama
+from examples.llama import Llama, Operators
 from examples.train_llama import (
     CHECKPOINT,
     RECIPES,
@@ -87,11 +87,12 @@ def load_model(config: GenerateConfig, device: torch.device) -> Llama:
     Raises:
         SystemExit: there is no checkpoint; the message says how to get one.
     """
+    operators = Operators.named("cudnn_ops")
     if config.random:
         torch.manual_seed(config.seed)
-        model = Llama(RECIPES[device.type].model, scaled_dot_product_attention)
+        model = Llama(RECIPES[device.type].model, operators)
     elif config.checkpoint.exists():
-        model = Llama.load(config.checkpoint, scaled_dot_product_attention)
+        model = Llama.load(config.checkpoint, operators)
     else:
         raise SystemExit(
             f"{config.checkpoint} is not there: `python -m examples.train_llama` trains a model "

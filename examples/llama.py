@@ -1,4 +1,4 @@
-"""A small Llama-style decoder whose attention function is injected; only the model belongs here.
+"""A small Llama-style decoder whose operators are injected; only the model belongs here.
 
 It trains on windows of text (`forward`, `loss`), and serves requests from a cache (`serve`).
 
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,51 @@ from torch.nn import functional as F
 
 # Anything with the signature of F.scaled_dot_product_attention.
 Attention = Callable[..., Tensor]
+
+
+class Operators(NamedTuple):
+    """What the model computes by, but for products of matrices. None of it has parameters.
+
+    All but `attention` have the signatures of cudnn_ops, as far as the model uses them.
+    """
+
+    attention: Attention
+    rms_norm: Callable[..., Tensor]
+    add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
+    swiglu: Callable[[Tensor, Tensor], Tensor]
+
+    @classmethod
+    def named(cls, name: str) -> "Operators":
+        """Those of "cudnn_ops", or the stock ones of "torch"."""
+        if name == "torch":
+            return cls(
+                F.scaled_dot_product_attention, _torch_rms_norm, _torch_add_rms_norm, _torch_swiglu
+            )
+        # Imported on demand: PyTorch's alone need no build of cudnn_ops.
+        import cudnn_ops
+
+        return cls(
+            cudnn_ops.scaled_dot_product_attention,
+            cudnn_ops.rms_norm,
+            cudnn_ops.add_rms_norm,
+            cudnn_ops.swiglu,
+        )
+
+
+def _torch_rms_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor) -> Tensor:
+    # PyTorch's fused norm wants both in one dtype.
+    return F.rms_norm(x.to(weight.dtype), shape, weight)
+
+
+def _torch_add_rms_norm(
+    x: Tensor, residual: Tensor, shape: tuple[int, ...], weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return _torch_rms_norm(total, shape, weight), total
+
+
+def _torch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
 
 
 @dataclass(frozen=True)
@@ -64,11 +110,11 @@ class Rotary(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Causal grouped-query attention around the injected attention function."""
+    """Causal grouped-query attention around the injected operator."""
 
-    def __init__(self, config: LlamaConfig, rotary: Rotary, attention: Attention) -> None:
+    def __init__(self, config: LlamaConfig, rotary: Rotary, operators: Operators) -> None:
         super().__init__()
-        self.rotary, self.attention = rotary, attention
+        self.rotary, self.operators = rotary, operators
         self.head_size = config.head_size
         kv_width = config.kv_heads * config.head_size
         self.query = nn.Linear(config.width, config.width, bias=False)
@@ -88,7 +134,7 @@ class SelfAttention(nn.Module):
         """[B, S, W] to [B, S, W]."""
         query, key, value = self.project(x)
         # Transposed views keep the [B, S, H, D] memory: neither side of attention copies.
-        mixed = self.attention(
+        mixed = self.operators.attention(
             self.rotary(query).transpose(1, 2),
             self.rotary(key).transpose(1, 2),
             value.transpose(1, 2),
@@ -104,54 +150,74 @@ class SelfAttention(nn.Module):
         return self.out(mixed.flatten(1))
 
 
+class Norm(nn.RMSNorm):
+    """RMS norm over the width by the injected operators."""
+
+    def __init__(self, config: LlamaConfig, operators: Operators) -> None:
+        super().__init__(config.width)
+        self.operators = operators
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.operators.rms_norm(x, self.normalized_shape, self.weight)
+
+    def of_sum(self, update: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of `update + x`, and that sum."""
+        return self.operators.add_rms_norm(update, x, self.normalized_shape, self.weight)
+
+
 class SwiGLU(nn.Module):
     """The gated feed-forward network, [B, S, W] to [B, S, W]."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, operators: Operators) -> None:
         super().__init__()
+        self.operators = operators
         self.gate = nn.Linear(config.width, config.hidden, bias=False)
         self.up = nn.Linear(config.width, config.hidden, bias=False)
         self.down = nn.Linear(config.hidden, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(self.operators.swiglu(self.gate(x), self.up(x)))
 
 
 class Block(nn.Module):
     """One pre-normalised layer, [B, S, W] to [B, S, W]."""
 
-    def __init__(self, config: LlamaConfig, rotary: Rotary, attention: Attention) -> None:
+    def __init__(self, config: LlamaConfig, rotary: Rotary, operators: Operators) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.width)
-        self.attention = SelfAttention(config, rotary, attention)
-        self.feed_forward_norm = nn.RMSNorm(config.width)
-        self.feed_forward = SwiGLU(config)
+        self.attention_norm = Norm(config, operators)
+        self.attention = SelfAttention(config, rotary, operators)
+        self.feed_forward_norm = Norm(config, operators)
+        self.feed_forward = SwiGLU(config, operators)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        return self.rest(x, self.attention(self.attention_norm(x)))
 
     def serve(self, x: Tensor, positions: Tensor, attend: Attention) -> Tensor:
         """[T, W] to [T, W], as SelfAttention.serve."""
-        x = x + self.attention.serve(self.attention_norm(x), positions, attend)
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        return self.rest(x, self.attention.serve(self.attention_norm(x), positions, attend))
+
+    def rest(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """What follows attention, whose result is `mixed`."""
+        normed, x = self.feed_forward_norm.of_sum(mixed, x)
+        return x + self.feed_forward(normed)
 
 
 class Llama(nn.Module):
     """Token ids [B, S] to float32 logits [B, S, V]; S is at most `config.sequence`.
 
-    Parameters are float32. On a GPU the forward pass runs under bf16 autocast.
+    Parameters are float32. On a GPU the forward pass runs under bf16 autocast, and
+    the residual stream is bf16.
     """
 
-    def __init__(self, config: LlamaConfig, attention: Attention) -> None:
+    def __init__(self, config: LlamaConfig, operators: Operators) -> None:
         super().__init__()
         self.config = config
         rotary = Rotary(config)
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.blocks = nn.Sequential(
-            *(Block(config, rotary, attention) for _ in range(config.layers))
+            *(Block(config, rotary, operators) for _ in range(config.layers))
         )
-        self.norm = nn.RMSNorm(config.width)
+        self.norm = Norm(config, operators)
         for weight in self.parameters():
             if weight.dim() == 2:
                 nn.init.normal_(weight, std=0.5 * config.width**-0.5)
@@ -162,7 +228,11 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
-            x = self.norm(self.blocks(self.embedding(tokens)))
+            x = self.embedding(tokens)
+            if tokens.is_cuda:
+                # Autocast leaves it float32. The layers add to it what is bf16.
+                x = x.bfloat16()
+            x = self.norm(self.blocks(x))
             # The output projection is tied to the embedding.
             return F.linear(x, self.embedding.weight).float()
 
@@ -187,9 +257,9 @@ class Llama(nn.Module):
         torch.save({"config": asdict(self.config), "weights": self.state_dict()}, path)
 
     @classmethod
-    def load(cls, path: Path, attention: Attention) -> "Llama":
+    def load(cls, path: Path, operators: Operators) -> "Llama":
         """The model that `save` wrote, on the CPU."""
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        model = cls(LlamaConfig(**saved["config"]), attention)
+        model = cls(LlamaConfig(**saved["config"]), operators)
         model.load_state_dict(saved["weights"])
         return model

@@ -1,11 +1,12 @@
-"""Trains a byte-level Llama on English text with cudnn_ops attention inside torch.compile.
+"""Trains a byte-level Llama on English text with cudnn_ops inside torch.compile.
 
     python -m examples.train_llama
 
 The text is the language reference that every Python carries (`pydoc_data.topics`), its last tenth
 held out. What belongs here: data, training, evaluation, sampling, the report and the command line;
-the model is in `llama.py`. A CPU trains a small model in a minute or two. A GPU trains a larger
-one, then times it with cudnn_ops and with PyTorch's own attention.
+the model is in `llama.py`. Attention, norms and the gated product are those of cudnn_ops. A CPU
+trains a small model in a minute or two, a GPU a larger one. PyTorch's own operators then compute
+the held-out loss of the same weights; on a GPU a step is timed with both.
 """
 
 import argparse
@@ -22,10 +23,9 @@ from pydoc_data.topics import topics
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
-from torch.nn import functional as F
 from tqdm import trange
 
-from examples.llama import Attention, Llama, LlamaConfig
+from examples.llama import Llama, LlamaConfig, Operators
 
 EVALUATIONS = 5
 SAMPLE_BYTES = 300
@@ -40,7 +40,7 @@ class TrainConfig:
 
     device: str = "auto"
     steps: int | None = None
-    attention: str = "cudnn_ops"
+    operators: str = "cudnn_ops"
     out: Path = Path("demo_output")
     compile: bool = True
     seed: int = 0
@@ -84,15 +84,16 @@ class Summary:
     """What one run measured; losses are in nats per byte."""
 
     device: str
-    attention: str
+    operators: str
     steps: int
     parameters: int
     heldout_loss: float
+    torch_heldout_loss: float  # of the same weights by PyTorch's operators
     unigram_loss: float
     tokens_per_second: float  # of the median step, so without compilation
     first_step_seconds: float  # with compilation
     total_seconds: float
-    comparison: dict[str, StepTime]  # by attention; empty on a CPU
+    comparison: dict[str, StepTime]  # by operators; empty on a CPU
     history: History
     sample: str
 
@@ -145,23 +146,13 @@ def generate(model: Llama, prompt: Tensor, generator: torch.Generator) -> str:
     return bytes(text[0, len(prompt) :].tolist()).decode(errors="replace")
 
 
-def attention_named(name: str) -> Attention:
-    """The attention function that `--attention` calls `name`."""
-    if name == "torch":
-        return F.scaled_dot_product_attention
-    # Imported on demand: the comparison with PyTorch alone needs no build of cudnn_ops.
-    from cudnn_ops import scaled_dot_product_attention
-
-    return scaled_dot_product_attention
-
-
 class Trainer:
     """A model, its optimizer and its compiled loss."""
 
     def __init__(
-        self, recipe: Recipe, attention: str, device: torch.device, *, compiled: bool
+        self, recipe: Recipe, operators: str, device: torch.device, *, compiled: bool
     ) -> None:
-        self.model = Llama(recipe.model, attention_named(attention)).to(device)
+        self.model = Llama(recipe.model, Operators.named(operators)).to(device)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), recipe.learning_rate, (0.9, 0.95), weight_decay=0.1, fused=True
         )
@@ -240,26 +231,29 @@ def train(config: TrainConfig) -> Summary:
 
     text, heldout = load_text(device)
     batches = random_batches(text, recipe, generator)
-    trainer = Trainer(recipe, config.attention, device, compiled=config.compile)
+    trainer = Trainer(recipe, config.operators, device, compiled=config.compile)
     history = run_steps(trainer, batches, heldout, steps)
     sample = generate(trainer.model, heldout[: recipe.model.sequence], generator)
 
+    stock = trainer
+    if config.operators != "torch":
+        stock = Trainer(recipe, "torch", device, compiled=config.compile)
+        stock.model.load_state_dict(trainer.model.state_dict())
+    torch_heldout_loss = heldout_loss(stock.model, heldout, recipe.batch)
     comparison = {}
     if kind == "cuda":
-        trainers = {config.attention: trainer}
-        if config.attention != "torch":
-            trainers["torch"] = Trainer(recipe, "torch", device, compiled=config.compile)
-            trainers["torch"].model.load_state_dict(trainer.model.state_dict())
+        trainers = {config.operators: trainer, "torch": stock}
         timed = list(itertools.islice(batches, WARM_UP_STEPS + TIMED_STEPS))
         comparison = time_side_by_side(trainers, timed)
 
     tokens = recipe.batch * recipe.model.sequence
     summary = Summary(
         device=kind if kind == "cpu" else torch.cuda.get_device_name(),
-        attention=config.attention,
+        operators=config.operators,
         steps=steps,
         parameters=sum(weight.numel() for weight in trainer.model.parameters()),
         heldout_loss=history.heldout_losses[steps],
+        torch_heldout_loss=torch_heldout_loss,
         unigram_loss=unigram_loss(text, heldout),
         tokens_per_second=tokens / statistics.median(history.step_seconds),
         first_step_seconds=history.step_seconds[0],
@@ -286,7 +280,7 @@ def write_results(summary: Summary, out: Path) -> None:
     axes.plot(*zip(*summary.history.heldout_losses.items(), strict=True), "o-", label="held out")
     axes.axhline(summary.unigram_loss, ls="--", color="gray", label="byte frequencies alone")
     axes.set(xlabel="step", ylabel="loss (nats per byte)", ylim=(0, None))
-    axes.set_title(f"byte-level Llama, {summary.attention} attention, {summary.device}")
+    axes.set_title(f"byte-level Llama, by {summary.operators}, {summary.device}")
     axes.legend()
     figure.savefig(out / "loss.png", dpi=150)
 
@@ -296,12 +290,13 @@ def report(summary: Summary, out: Path) -> str:
     lines = [
         f"held-out loss   {summary.heldout_loss:.3f} nats/byte"
         f" (byte frequencies alone: {summary.unigram_loss:.3f})",
+        f"by torch alone  {summary.torch_heldout_loss:.3f} nats/byte, of the same weights",
         f"training speed  {summary.tokens_per_second:,.0f} tokens/s on {summary.device}",
         f"total time      {summary.total_seconds:.0f} s"
         f" (first step with compilation: {summary.first_step_seconds:.0f} s)",
     ]
     if summary.comparison:
-        lines += ["", f"{'attention':<14}{'ms/step':>10}{'tokens/s':>12}"]
+        lines += ["", f"{'operators':<14}{'ms/step':>10}{'tokens/s':>12}"]
         for name, times in summary.comparison.items():
             lines.append(f"{name:<14}{times.ms_per_step:>10.2f}{times.tokens_per_second:>12,.0f}")
     lines += ["", f"loss curve: {out / 'loss.png'}", f"sample: {out / 'sample.txt'}"]
@@ -313,7 +308,7 @@ def parse_args() -> TrainConfig:
     parser = argparse.ArgumentParser(description="Train a byte-level Llama with cudnn_ops.")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--steps", type=int, help="training steps (default: suits the device)")
-    parser.add_argument("--attention", choices=("cudnn_ops", "torch"), default="cudnn_ops")
+    parser.add_argument("--operators", choices=("cudnn_ops", "torch"), default="cudnn_ops")
     parser.add_argument("--out", type=Path, default=TrainConfig.out, help="folder for results")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--seed", type=int, default=TrainConfig.seed)

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from cudnn_ops import scaled_dot_product_attention
 from examples.generate import GenerateConfig, generate, report, sample_text
-from examples.llama import Llama, LlamaConfig
-from examples.train_llama import CHECKPOINT, TrainConfig, train
+from examples.llama import Llama, LlamaConfig, Operators
+from examples.train_llama import CHECKPOINT, Recipe, TrainConfig, Trainer, train
+from examples.train_llama import report as training_report
+from tests.conftest import DEVICES
 
 
 def byte_frequency_loss() -> float:
@@ -31,20 +32,40 @@ def test_training_beats_byte_frequencies(tmp_path: Path) -> None:
     assert summary.unigram_loss == pytest.approx(byte_frequency_loss(), abs=0.01)
     assert summary.heldout_loss < byte_frequency_loss() - 0.2
     assert summary.history.heldout_losses[30] == summary.heldout_loss
+    assert summary.torch_heldout_loss == pytest.approx(summary.heldout_loss, rel=1e-5)
+    assert f"by torch alone  {summary.torch_heldout_loss:.3f}" in training_report(summary, tmp_path)
     assert len(summary.history.train_losses) == 30
     assert summary.tokens_per_second > 0
 
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert (tmp_path / "sample.txt").read_text(encoding="utf-8") == summary.sample != ""
-    trained = Llama.load(tmp_path / CHECKPOINT, scaled_dot_product_attention)
+    trained = Llama.load(tmp_path / CHECKPOINT, Operators.named("cudnn_ops"))
     assert sum(weight.numel() for weight in trained.parameters()) == summary.parameters
     written = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
     assert written == json.loads(json.dumps(asdict(summary)))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_torch_alone_learns_the_same(device: str) -> None:
+    recipe = Recipe(LlamaConfig(2, 64, 2, 1, sequence=32, vocabulary=16), 4, 3, 1e-2)
+    trainers = []
+    for name in ("cudnn_ops", "torch"):
+        torch.manual_seed(0)
+        trainers.append(Trainer(recipe, name, torch.device(device), compiled=False))
+    ours, stock = (trainer.model.state_dict() for trainer in trainers)
+    assert list(ours) == list(stock)
+    assert all(torch.equal(ours[name], stock[name]) for name in ours)
+    torch.manual_seed(1)
+    windows = torch.randint(16, (recipe.batch, 33)).to(device)
+    losses = [[trainer.step(windows).item() for _ in range(recipe.steps)] for trainer in trainers]
+    assert losses[0][-1] < losses[0][0]
+    # What is bf16 on a GPU is rounded at other places.
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5 if device == "cpu" else 1e-2)
+
+
 def test_serving_a_checkpoint(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = Llama(LlamaConfig(1, 32, 2, 1, sequence=64), scaled_dot_product_attention)
+    model = Llama(LlamaConfig(1, 32, 2, 1, sequence=64), Operators.named("cudnn_ops"))
     model.save(tmp_path / CHECKPOINT)
     config = GenerateConfig(
         checkpoint=tmp_path / CHECKPOINT, device="cpu", prompts=9, max_tokens=16, max_batch=3

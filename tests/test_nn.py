@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import cudnn_ops.nn
+from cudnn_ops.integrations.transformers import register
+from tests.cases import models
 from tests.conftest import DEVICES
 
 
@@ -123,3 +125,89 @@ def test_shared_modules_stay_shared_and_hooks_stay():
 def test_an_activation_that_there_is_not():
     with pytest.raises(ValueError, match="activation is one of silu, gelu, gelu_tanh, got 'relu'"):
         cudnn_ops.nn.SwiGLU(8, 16, activation="relu")
+
+
+#: A layer's norms, the activation of its MLP, and whether the norms are zero-centered.
+MODELS = {
+    "llama": (("input_layernorm", "post_attention_layernorm"), "silu", False),
+    "qwen2": (("input_layernorm", "post_attention_layernorm"), "silu", False),
+    "qwen3": (
+        ("self_attn.q_norm", "self_attn.k_norm", "input_layernorm", "post_attention_layernorm"),
+        "silu",
+        False,
+    ),
+    "mistral": (("input_layernorm", "post_attention_layernorm"), "silu", False),
+    "gemma2": (
+        (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        ),
+        "gelu_tanh",
+        True,
+    ),
+}
+
+
+def stock_and_swapped(name, device):
+    register()
+    stock = models.make_model(name, device)
+    ours = copy.deepcopy(stock)
+    cudnn_ops.nn.replace_modules_(ours)
+    return stock, ours
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_found_in_a_model(name, capsys):
+    stock, ours = stock_and_swapped(name, "cpu")
+    norms, activation, zero_centered = MODELS[name]
+    wanted = {f"model.layers.{layer}.{norm}" for layer in (0, 1) for norm in norms}
+    wanted.add("model.norm")
+    mlps = {f"model.layers.{layer}.mlp" for layer in (0, 1)}
+
+    before = dict(stock.named_modules())
+    planned = cudnn_ops.nn.replace_modules_(stock, dry_run=True)
+    assert dict(stock.named_modules()) == before
+    assert capsys.readouterr().out.splitlines() == [str(replacement) for replacement in planned]
+    assert {replacement.name for replacement in planned} == wanted | mlps
+
+    for module in wanted:
+        norm = ours.get_submodule(module)
+        assert type(norm) is cudnn_ops.nn.RMSNorm
+        assert norm.eps == stock.config.rms_norm_eps
+        assert norm.zero_centered == zero_centered
+    for module in mlps:
+        mlp = ours.get_submodule(module)
+        assert type(mlp) is cudnn_ops.nn.SwiGLU
+        assert mlp.activation == activation
+    assert list(ours.state_dict()) == list(stock.state_dict())
+    torch.testing.assert_close(ours.state_dict(), stock.state_dict(), rtol=0, atol=0)
+    assert cudnn_ops.nn.replace_modules_(ours) == []
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_swapped_model_computes_the_same(name, device):
+    stock, ours = stock_and_swapped(name, device)
+    models.check_all(name, ours, models.make_inputs("plain", device), original=stock)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_swapped_model_trains_the_same(name, device):
+    losses = []
+    for model in stock_and_swapped(name, device):
+        # float32 on a GPU too: a step of AdamW is as large for a gradient that is but rounding.
+        model.float().train().set_attn_implementation("eager")
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        tokens = models.make_tokens(device)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    stock, ours = losses[:3], losses[3:]
+    assert stock[-1] < stock[0]
+    assert ours == pytest.approx(stock, rel=1e-4)

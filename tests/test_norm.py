@@ -35,9 +35,12 @@ def test_any_combination(block, device, poisoned):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", [RMS, LAYER], ids=str)
-def test_opcheck(case, device):
+@pytest.mark.parametrize("adds", [False, True])
+def test_opcheck(adds, case, device):
     t = cases.make(case, torch.float32, device, seed=1)
-    arguments = (t.input, None, case.normalized, t.weight, t.bias, case.eps, case.is_layer, False)
+    residual = torch.randn_like(t.input).requires_grad_() if adds else None
+    rest = (case.normalized, t.weight, t.bias, case.eps, case.is_layer, False)
+    arguments = (t.input, residual, *rest)
     for with_stats in (False, True):
         torch.library.opcheck(_ops._norm.default, (*arguments, with_stats))
     _, _, mean, rstd = _ops._norm(*arguments, True)
@@ -45,7 +48,7 @@ def test_opcheck(case, device):
         _ops._norm_backward.default,
         (
             t.grad_out,
-            None,
+            torch.ones_like(t.grad_out) if adds else None,
             t.input.detach(),
             case.normalized,
             t.weight.detach(),

@@ -102,6 +102,30 @@ def test_sdpa_features_backward(case, device):
     _opcheck(_ops._sdpa_backward.default, (grad_out, *inputs, out, lse), options, device)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("rms_norm", ["input", "weight"]),
+        ("layer_norm", ["input", "weight", "weight"]),
+        ("add_rms_norm", ["input", "input", "weight"]),
+        ("add_layer_norm", ["input", "input", "weight", "weight"]),
+        ("swiglu", ["input", "input"]),
+        ("geglu", ["input", "input"]),
+    ],
+)
+def test_norms_and_gated(name, shapes, device):
+    """The public operators; those underneath are in test_norm.py and test_gated.py."""
+    torch.manual_seed(0)
+    arguments = [
+        torch.randn((3, 40) if shape == "input" else (40,), device=device).requires_grad_()
+        for shape in shapes
+    ]
+    if "norm" in name:
+        arguments.insert(shapes.count("input"), (40,))
+    torch.library.opcheck(getattr(_ops, name).default, tuple(arguments))
+
+
 PACKED = varlen.Packed(
     (33, 0, 17), (33, 5, 40), sdpa_features.Features(1, 4, 2, 0, 0, 64, 64, is_causal=True)
 )

@@ -30,8 +30,8 @@ def rms_norm(
     Differentiable once.
 
     Args:
-        input: [..., normalized_shape]: float16, bfloat16 or float32; on a CPU float64 too. What
-            does not lie row after row is copied.
+        input: [..., normalized_shape]: float16, bfloat16 or float32; on a CPU float64 too. Rows
+            may lie apart, as heads of a fused projection do: they are read where they are.
         normalized_shape: the last dimensions, over which the mean is taken.
         weight: of ``normalized_shape``, in the input's dtype or float32; None stands for ones.
         eps: None stands for float32's machine epsilon, float64's for float64, as torch has it.

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from cudnn_ops import PagedKVCache
 from cudnn_ops.generation import Engine, Request, SamplingParams
-from examples.llama import Llama, LlamaConfig
+from examples.llama import Llama, LlamaConfig, Operators
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ SETUPS = {
 def make_model(device: str) -> Llama:
     """Random weights, large enough that what is generated depends on all that came before."""
     torch.manual_seed(0)
-    model = Llama(SETUPS[device].config, F.scaled_dot_product_attention)
+    model = Llama(SETUPS[device].config, Operators.named("torch"))
     with torch.no_grad():
         for weight in model.parameters():
             # Only the parameters are rounded: the angles of the positions stay float32.

@@ -167,11 +167,18 @@ def check(actual: Tensor, exact: Tensor, rough: Tensor, name: str) -> None:
     assert error <= 2 * allowed + floor * exact.norm() + 1e-6, (name, error, allowed, exact.norm())
 
 
-def check_all(name: str, model: nn.Module, inputs: dict[str, Any], compiled: Any = None) -> None:
-    """The logits, and the gradients of all parameters."""
+def check_all(
+    name: str,
+    model: nn.Module,
+    inputs: dict[str, Any],
+    compiled: Any = None,
+    original: nn.Module | None = None,
+) -> None:
+    """The logits, and the gradients of all parameters; ``original`` has the stock modules."""
+    original = model if original is None else original
     actual = results(model, inputs, compiled=compiled)
-    exact = results(stock(name, model, torch.float64), inputs, is_stock=True)
-    rough = results(stock(name, model, actual["logits"].dtype), inputs, is_stock=True)
+    exact = results(stock(name, original, torch.float64), inputs, is_stock=True)
+    rough = results(stock(name, original, actual["logits"].dtype), inputs, is_stock=True)
     assert actual.keys() == exact.keys()
     for part, tensor in actual.items():
         check(tensor, exact[part], rough[part], part)
