@@ -3,9 +3,13 @@
 bf16; a training forward, and the backward with the gradients of weight and bias. All read each
 number once and compute little, so that the bound is the memory's: a copy (one tensor read, one
 written), or torch.add (`three_pass`) where the operator reads two and writes one.
+
+`cudnn_ops` is a size that is called often, which may have got a plan of cuDNN's; `cudnn_ops_new`
+one that is called for the first time, and every new one of many.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -22,6 +26,7 @@ from benchmarks.peers import RowOps
 
 # Of two results, as a share of the first one's norm.
 TOLERANCE = 2e-2
+NEW = f"{OURS}_new"
 
 
 class Shape(NamedTuple):
@@ -87,7 +92,7 @@ class Case:
 
 def run(rows: Rows, rounds: int) -> None:
     # There are a hundred cases and directions: fewer samples of each keep the run to minutes.
-    rounds = max(rounds // 3, 1)
+    rounds = max(rounds // 5, 1)
     # So that a compiled backward can be called again.
     with functorch_config.patch(donated_buffer=False):
         for case in cases(peers.row_ops(OURS, "eager", "liger")):
@@ -116,8 +121,15 @@ def measure(case: Case, rows: Rows, rounds: int) -> None:
     if case.backward_bound is not None:
         directions.append(("bwd", {**backward, **case.backward_bound}))
     for which, functions in directions:
-        for name, ms in gpu_ms(functions, rounds=rounds).items():
+        functions[NEW] = functions[OURS]
+        for name, ms in gpu_ms(functions, rounds=rounds, around=policy_of).items():
             rows.add(f"{case.name} {which}", name, "gpu_ms", ms)
+
+
+def policy_of(impl: str) -> AbstractContextManager[None]:
+    if impl == NEW:
+        return cudnn_ops.using_plan_policy("polymorphic")
+    return cudnn_ops.using_plan_policy("auto", promote_after=0)
 
 
 def verify(what: str, results: Sequence[Tensor], ours: Sequence[Tensor]) -> None:

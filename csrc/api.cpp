@@ -1,5 +1,6 @@
 #include "api.h"
 
+#include "ops/norm_choice.h"
 #include "graph/cudnn_library.h"
 #include "graph/device_query.h"
 #include "graph/engine_table.h"
@@ -100,6 +101,14 @@ void set_engine_table(int sm_version, int64_t cudnn_version,
   std::vector<graph::TunedEngine> table;
   for (const auto& [words, engine] : engines) table.push_back({words, engine});
   graph::set_engine_table(sm_version, static_cast<size_t>(cudnn_version), table);
+}
+
+void set_norm_table(int sm_version, int64_t cudnn_version, const std::vector<NormEngine>& choices) {
+  std::vector<NormChoice> table;
+  for (const auto& [plan, is_layer, row_bytes, rows, is_faster, engine] : choices) {
+    table.push_back({static_cast<NormPlan>(plan), is_layer, row_bytes, rows, is_faster, engine});
+  }
+  cudnn_ops::set_norm_table(sm_version, static_cast<size_t>(cudnn_version), std::move(table));
 }
 
 void set_known_bad(const std::vector<KnownBad>& rules) {

@@ -60,6 +60,11 @@ CUDNN_OPS_API std::vector<std::pair<Words, std::vector<std::pair<std::string, do
 take_measurements();
 CUDNN_OPS_API void set_engine_table(int sm_version, int64_t cudnn_version,
                                     const std::vector<std::pair<Words, std::string>>& engines);
+// Of norms (ops/norm_choice.h): the plan (0 inference, 1 training, 2 backward), whether it is of a
+// layer norm, bytes of a row, rows, whether cuDNN is faster than our kernels, its fastest engine.
+using NormEngine = std::tuple<int64_t, bool, int64_t, int64_t, bool, std::string>;
+CUDNN_OPS_API void set_norm_table(int sm_version, int64_t cudnn_version,
+                                  const std::vector<NormEngine>& choices);
 
 // What cuDNN is known to compute wrongly (graph/known_bad.h): rules, each with its conditions, and
 // what one says of a plan. Both throw std::invalid_argument.

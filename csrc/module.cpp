@@ -41,6 +41,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("take_measurements", &api::take_measurements);
   m.def("set_engine_table", &api::set_engine_table, py::arg("sm_version"), py::arg("cudnn_version"),
         py::arg("engines"));
+  m.def("set_norm_table", &api::set_norm_table, py::arg("sm_version"), py::arg("cudnn_version"),
+        py::arg("choices"));
   m.def("set_known_bad", [](const std::vector<py::dict>& rules) {
     std::vector<api::KnownBad> all;
     for (const auto& rule : rules) {

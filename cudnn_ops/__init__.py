@@ -17,6 +17,7 @@ from cudnn_ops.cache import (
 )
 from cudnn_ops.known_bad import KnownBad, known_bad
 from cudnn_ops.kv_cache import CacheUsage, KVSequence, OutOfPages, PagedKVCache
+from cudnn_ops.norm_tuning import NormTiming, tune_norms
 from cudnn_ops.ops.gated import geglu, swiglu
 from cudnn_ops.ops.merge import merge_attention_states
 from cudnn_ops.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -41,6 +42,7 @@ __all__ = [
     "CacheUsage",
     "KVSequence",
     "KnownBad",
+    "NormTiming",
     "OutOfPages",
     "PagedKVCache",
     "PlanRequest",
@@ -72,6 +74,7 @@ __all__ = [
     "store_info",
     "support",
     "swiglu",
+    "tune_norms",
     "tune_sdpa",
     "using_plan_policy",
     "varlen_attention",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from cudnn_ops import cache, support, support_table
+from cudnn_ops.norm_tuning import tune_norms, write_table
 from cudnn_ops.tune import EngineTable, tune_sdpa, tune_standard_shapes
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -107,6 +109,12 @@ def _cache_clear(args: argparse.Namespace) -> int:
 
 
 def _tune(args: argparse.Namespace) -> int:
+    if args.op == "norms":
+        timings = tune_norms(workers=args.workers)
+        print(*timings, sep="\n")
+        if args.table:
+            write_table(args.table, timings)
+        return 0
     if args.standard:
         tuned = tune_standard_shapes()
     else:
@@ -219,9 +227,10 @@ def _parser() -> argparse.ArgumentParser:
         "tune",
         help="measure cuDNN's engines for a call",
         description="Times every engine that cuDNN offers for a call, forward and backward, on the "
-        "live GPU, and stores the fastest plans.",
+        "live GPU, and stores the fastest plans. Of norms: for rows of all sizes, and our kernels "
+        "too.",
     )
-    tune.add_argument("op", choices=["sdpa"])
+    tune.add_argument("op", choices=["sdpa", "norms"])
     _add_tensors(tune)
     tune.add_argument(
         "--standard", action="store_true", help="the shapes that the package's table is made from"
@@ -231,6 +240,13 @@ def _parser() -> argparse.ArgumentParser:
         "--table",
         type=Path,
         help="also note in this JSON file the engines that beat cuDNN's choice",
+    )
+    tune.add_argument(
+        "--workers",
+        type=int,
+        default=max(1, (os.cpu_count() or 1) - 2),
+        metavar="N",
+        help="of norms: processes that try engines at once (default: %(default)s)",
     )
     tune.set_defaults(run=_tune)
     return parser

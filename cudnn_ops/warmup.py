@@ -51,7 +51,7 @@ class WarmupReport(NamedTuple):
 
 
 def plan_requests(
-    op: Literal["sdpa", "paged_attention"],
+    op: Literal["sdpa", "paged_attention", "rms_norm", "layer_norm"],
     q: support.TensorSpec,
     k: support.TensorSpec | None = None,
     v: support.TensorSpec | None = None,
@@ -64,9 +64,10 @@ def plan_requests(
 
     Args:
         op: ``"sdpa"``, or ``"paged_attention"``: of it one plan serves other lengths and smaller
-            batches too, so ``training`` and ``plans`` do not matter.
-        q: the query, as :func:`cudnn_ops.support.explain` takes it: a tensor, ``(shape, dtype)``
-            or ``(shape, dtype, strides)``.
+            batches too, so ``training`` and ``plans`` do not matter. Or ``"rms_norm"`` or
+            ``"layer_norm"``, whose plans are all exact.
+        q: the query or the norm's input, as :func:`cudnn_ops.support.explain` takes it: a tensor,
+            ``(shape, dtype)`` or ``(shape, dtype, strides)``.
         k: the key; None stands for one like the query.
         v: the value; None stands for one like the key.
         training: the forward that a gradient follows, and the backward; else the forward alone.
@@ -83,8 +84,13 @@ def plan_requests(
             op, q, k, v, **{"with_lse": False, "polymorphic": True, **options}
         )
         return [PlanRequest(tuple(words))]
+    if op in ("rms_norm", "layer_norm"):
+        forward, _ = support.plan_key(op, q, None, None, with_stats=training, **options)
+        options.pop("bias", None)  # its gradient comes with the rest
+        backward, _ = support.plan_key(f"{op}_backward", q, None, None, **options)
+        return [PlanRequest(tuple(words)) for words in [forward, backward][: 1 + training]]
     if op != "sdpa":
-        raise ValueError(f'op is "sdpa" or "paged_attention", got {op!r}')
+        raise ValueError(f'op is "sdpa", "paged_attention", "rms_norm" or "layer_norm", got {op!r}')
     if plans is None:
         policy = plan_policy()
         plans = "both" if policy == "auto" else policy

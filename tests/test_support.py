@@ -90,7 +90,7 @@ def test_every_description_serves(name):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"op": "conv9d"}, 'op is "sdpa"'),
+        ({"op": "conv9d"}, "op is one of sdpa, sdpa_backward"),
         ({"device": "h2000"}, r"not one of a100, .* and not a file"),
         ({"q": (SHAPE,)}, r"q must be a tensor, \(shape, dtype\)"),
         ({"q": SHAPE}, "q must be a tensor"),

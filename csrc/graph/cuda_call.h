@@ -55,6 +55,10 @@ PlanPtr polymorphic_plan(const Call& call, const PlanKey& polymorphic, const Pla
 // cuDNN's reason and `call.advice`.
 PlanPtr get_plan(const Call& call, const PlanKey& key);
 
+// For calls that something else can run, for any shape: the exact plan of a shape that is called
+// often, found or made; null until then, under another policy than kAuto, and where cuDNN refuses.
+PlanPtr often_called_plan(const Call& call, const PlanKey& key);
+
 // Runs `plan` on the current device and stream.
 void execute(const Call& call, const Plan& plan);
 

@@ -120,6 +120,23 @@ PlanPtr get_plan(const Call& call, const PlanKey& key) {
   }
 }
 
+PlanPtr often_called_plan(const Call& call, const PlanKey& key) {
+  auto& policy = PlanPolicy::global();
+  if (policy.policy() != Policy::kAuto) return nullptr;
+  if (auto plan = PlanCache::global().find(key)) return plan;
+  const auto is_stored = [&] {
+    auto& store = PlanStore::global();
+    return store.is_on() && store.contains(key, live_target().gpu());
+  };
+  if (is_capturing() || !policy.is_due(key, is_stored)) return nullptr;
+  try {
+    return find_or_make(call, key);
+  } catch (const NotSupported&) {
+    policy.refuse(key);
+    return nullptr;
+  }
+}
+
 namespace {
 
 c10::DataPtr allocate_workspace(const Call& call, const Plan& plan) {

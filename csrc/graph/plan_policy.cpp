@@ -21,6 +21,14 @@ bool PlanPolicy::takes_polymorphic(const PlanKey& exact, const PlanKey& family,
   return ++calls_[exact] <= promote_after();
 }
 
+bool PlanPolicy::is_due(const PlanKey& exact, c10::function_ref<bool()> is_at_hand) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (refused_.count(exact) != 0) return false;
+  if (calls_.size() >= kMaxEntries) calls_.clear();
+  const int64_t calls = ++calls_[exact];
+  return calls > promote_after() || (calls == 1 && is_at_hand());
+}
+
 void PlanPolicy::refuse(const PlanKey& family) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (refused_.size() >= kMaxEntries) refused_.clear();

@@ -63,7 +63,12 @@ class PlanPolicy {
   bool takes_polymorphic(const PlanKey& exact, const PlanKey& family,
                          c10::function_ref<bool()> is_served);
 
-  // cuDNN has no polymorphic plan for this family: from now on its plans are exact.
+  // Whether a call that something else can run, for any shape, is to have its exact plan made, and
+  // counts the call. `is_at_hand` is asked at the first call: whether that takes no build.
+  bool is_due(const PlanKey& exact, c10::function_ref<bool()> is_at_hand);
+
+  // cuDNN has no polymorphic plan for this family: from now on its plans are exact. Or, where
+  // is_due() was asked, not that exact one: it is never due again.
   void refuse(const PlanKey& family);
 
   // Forgets families and counts; the settings stay.

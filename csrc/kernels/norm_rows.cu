@@ -316,12 +316,60 @@ __device__ void write_gradient(const NormCall& call, bool is_weight, unsigned co
   }
 }
 
+// The sums of a block, as a row of `partial`. Its groups add up through shared memory, in a fixed
+// order.
+template <int kVectors, int kWidth>
+__device__ void write_sums(const NormCall& call, bool is_weight,
+                           const float (&sums)[kVectors][kWidth], float* shared) {
+  const unsigned group = call.group, groups = blockDim.x / group;
+  const unsigned thread = threadIdx.x % group, vectors = call.columns / kWidth;
+  float* partial =
+      call.partial + (long long)((is_weight ? 0 : gridDim.x) + blockIdx.x) * call.columns;
+  const bool is_last = gridDim.x == 1;
+  if (groups == 1) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const unsigned at = thread + v * group;
+      if (at >= vectors) continue;
+      if (!is_last) {
+        ((Piece<Float, kWidth>*)partial)[at] = Piece<Float, kWidth>::of(sums[v]);
+      } else if (void* out = is_weight ? call.grad_weight : call.grad_bias; out == nullptr) {
+      } else if (is_weight ? call.is_weight_float : call.is_bias_float) {
+        ((Piece<Float, kWidth>*)out)[at] = Piece<Float, kWidth>::of(sums[v]);
+      } else {
+        ((Piece<Type, kWidth>*)out)[at] = Piece<Type, kWidth>::of(sums[v]);
+      }
+    }
+    return;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      shared[(v * kWidth + k) * blockDim.x + threadIdx.x] = sums[v][k];
+    }
+  }
+  __syncthreads();
+  for (unsigned column = threadIdx.x; column < call.columns; column += blockDim.x) {
+    const unsigned at = column / kWidth, k = column % kWidth;
+    const float* values = shared + (at / group * kWidth + k) * blockDim.x + at % group;
+    float sum = 0;
+    for (unsigned other = 0; other < groups; ++other) sum += values[other * group];
+    if (is_last) {
+      write_gradient(call, is_weight, column, sum);
+    } else {
+      partial[column] = sum;
+    }
+  }
+}
+
 // What a thread sums up for its columns is, at the end, one row of `partial`, which norm_columns
-// adds up; of a single block it is the result.
-template <int kBytes, int kVectors, bool kIsLayer>
+// adds up; of a single block it is the result. Without kSums norm_partial does that.
+template <int kBytes, int kVectors, bool kIsLayer, bool kSums = true>
 __device__ void backward(const NormCall& call) {
   constexpr int kWidth = kBytes / sizeof(Bits);
-  constexpr int kStages = 3;
+  constexpr int kStages = kSums ? 3 : 1;
   constexpr bool kKeeps = kVectors * kWidth <= kMostKept;
   constexpr int kKept = kKeeps ? kVectors : 1;
   using Vector = Piece<Type, kWidth>;
@@ -347,7 +395,8 @@ __device__ void backward(const NormCall& call) {
   };
   const Parameter factor = factor_of(call);
   const float per_column = 1.0f / call.columns;
-  float grad_weight[kVectors][kWidth] = {}, grad_bias[kIsLayer ? kVectors : 1][kWidth] = {};
+  float grad_weight[kSums ? kVectors : 1][kWidth] = {};
+  float grad_bias[kSums && kIsLayer ? kVectors : 1][kWidth] = {};
   float weights[kKept][kWidth], normed[kKept][kWidth], slopes[kKept][kWidth];
   const unsigned step = gridDim.x * groups;
   unsigned first = blockIdx.x * groups;
@@ -361,12 +410,20 @@ __device__ void backward(const NormCall& call) {
       if (thread + v * group < vectors) factor.read(thread + v * group, weights[v]);
     }
   }
+  // Asked for a turn ahead, as the rows are.
+  float next_rstd = 0, next_mean = 0;
+  const auto load_stats = [&](unsigned row) {
+    if (row >= call.rows) return;
+    next_rstd = call.rstd[row];
+    if (kIsLayer) next_mean = call.mean[row];
+  };
+  load_stats(first + threadIdx.x / group);
   for (unsigned turn = 0; first < call.rows; first += step, ++turn) {
     load(first + (kStages - 1) * step, (turn + kStages - 1) % kStages);
     const unsigned row = first + threadIdx.x / group, stage = turn % kStages;
     const bool is_row = row < call.rows;
-    const float rstd = is_row ? call.rstd[row] : 0;
-    const float mean = kIsLayer && is_row ? call.mean[row] : 0;
+    const float rstd = next_rstd, mean = kIsLayer ? next_mean : 0;
+    load_stats(row + step);
     Pipe::wait();
     // The normed input, and the gradient of it: the output's, first without the weight.
     const auto read = [&](int v, int kept) {
@@ -393,8 +450,8 @@ __device__ void backward(const NormCall& call) {
       read(v, kept);
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
-        grad_weight[v][k] += slopes[kept][k] * normed[kept][k];
-        if (kIsLayer) grad_bias[v][k] += slopes[kept][k];
+        if constexpr (kSums) grad_weight[v][k] += slopes[kept][k] * normed[kept][k];
+        if constexpr (kSums && kIsLayer) grad_bias[v][k] += slopes[kept][k];
         slopes[kept][k] *= weights[kept][k];
         sums[0] += slopes[kept][k] * normed[kept][k];
         if constexpr (kIsLayer) sums[1] += slopes[kept][k];
@@ -426,49 +483,12 @@ __device__ void backward(const NormCall& call) {
       out[at] = Vector::of(result);
     }
   }
-  if (call.partial == nullptr) return;
+  if (!kSums || call.partial == nullptr) return;
   asm volatile("cp.async.wait_all;" ::: "memory");
-  // The groups of a block add up through shared memory, in a fixed order.
-  auto* shared = (float*)memory;
-  const auto write = [&](const float (&sums)[kVectors][kWidth], bool is_weight) {
-    float* partial =
-        call.partial + (long long)((is_weight ? 0 : gridDim.x) + blockIdx.x) * call.columns;
-    const auto put = [&](unsigned column, float value) {
-      if (gridDim.x == 1) {
-        write_gradient(call, is_weight, column, value);
-      } else {
-        partial[column] = value;
-      }
-    };
-    if (groups == 1) {
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        const unsigned at = thread + v * group;
-        if (at >= vectors) continue;
-#pragma unroll
-        for (int k = 0; k < kWidth; ++k) put(at * kWidth + k, sums[v][k]);
-      }
-      return;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k) {
-        shared[(v * kWidth + k) * blockDim.x + threadIdx.x] = sums[v][k];
-      }
-    }
-    __syncthreads();
-    for (unsigned column = threadIdx.x; column < call.columns; column += blockDim.x) {
-      const unsigned at = column / kWidth, k = column % kWidth;
-      const float* values = shared + (at / group * kWidth + k) * blockDim.x + at % group;
-      float sum = 0;
-      for (unsigned other = 0; other < groups; ++other) sum += values[other * group];
-      put(column, sum);
-    }
-  };
-  write(grad_weight, true);
-  if constexpr (kIsLayer) write(grad_bias, false);
+  if constexpr (kSums) write_sums<kVectors, kWidth>(call, true, grad_weight, (float*)memory);
+  if constexpr (kSums && kIsLayer) {
+    write_sums<kVectors, kWidth>(call, false, grad_bias, (float*)memory);
+  }
 }
 
 // The gradient of rows of any size and alignment, a block each, read twice.
@@ -497,27 +517,45 @@ __device__ void backward_any(const NormCall& call) {
   }
 }
 
-// The sums over rows where backward() does not keep them: of 32 columns and every gridDim.y-th
-// stretch of the rows a block.
-__device__ void partial_any(const NormCall& call) {
-  __shared__ float sums[2][32][33];
-  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const unsigned column = blockIdx.x * 32 + lane;
-  float grad_weight = 0, grad_bias = 0;
+// The sums over rows where backward() does not keep them: of a piece of the columns a lane, and of
+// every gridDim.y-th stretch of the rows a block.
+template <int kBytes>
+__device__ void partial(const NormCall& call) {
+  constexpr int kWidth = kBytes / sizeof(Bits);
+  constexpr int kWarps = 16;
+  using Vector = Piece<Type, kWidth>;
+  __shared__ float shared[kWarps][kWidth][32];
+  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const unsigned at = blockIdx.x * 32 + lane;
+  float sums[2][kWidth] = {};
   wait_for_inputs();
-  for (unsigned row = blockIdx.y * warps + warp; row < call.rows; row += gridDim.y * warps) {
-    if (column >= call.columns) continue;
-    const float mean = call.is_layer ? call.mean[row] : 0;
-    const float slope = Type::read(row_of(call.grad_out, row)[column]);
-    grad_weight += slope * (Type::read(row_of(call.input, row)[column]) - mean) * call.rstd[row];
-    grad_bias += slope;
+  if (at < call.columns / kWidth) {
+#pragma unroll 4
+    for (unsigned row = blockIdx.y * kWarps + warp; row < call.rows; row += gridDim.y * kWarps) {
+      const float rstd = call.rstd[row], mean = call.is_layer ? call.mean[row] : 0;
+      float x[kWidth], slopes[kWidth];
+      ((const Vector*)row_of(call.input, row))[at].read(x);
+      ((const Vector*)row_of(call.grad_out, row))[at].read(slopes);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        sums[0][k] += slopes[k] * ((x[k] - mean) * rstd);
+        sums[1][k] += slopes[k];
+      }
+    }
   }
-  sums[0][warp][lane] = grad_weight, sums[1][warp][lane] = grad_bias;
-  __syncthreads();
-  if (warp > 1 || column >= call.columns || (warp == 1 && !call.is_layer)) return;
-  float sum = 0;
-  for (unsigned other = 0; other < warps; ++other) sum += sums[warp][other][lane];
-  call.partial[((long long)warp * gridDim.y + blockIdx.y) * call.columns + column] = sum;
+  for (int kind = 0; kind < (call.is_layer ? 2 : 1); ++kind) {
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) shared[warp][k][lane] = kind == 0 ? sums[0][k] : sums[1][k];
+    __syncthreads();
+    for (unsigned i = threadIdx.x; i < 32 * kWidth; i += blockDim.x) {
+      const unsigned column = blockIdx.x * 32 * kWidth + i;
+      float sum = 0;
+      for (int other = 0; other < kWarps; ++other) sum += shared[other][i % kWidth][i / kWidth];
+      if (column >= call.columns) continue;
+      call.partial[((long long)kind * gridDim.y + blockIdx.y) * call.columns + column] = sum;
+    }
+    __syncthreads();
+  }
 }
 
 // Adds up the rows of `partial`: 32 columns a block; of the weight, then in the blocks' second row
@@ -545,7 +583,9 @@ __device__ void columns(const NormCall& call) {
 
 }  // namespace
 
-// By the bytes of a piece and the number of pieces a thread.
+// By the bytes of a piece, or n for those of one number, and the number of pieces a thread.
+constexpr int n = sizeof(Bits);
+
 #define NORM(direction, bytes, vectors, threads, blocks)                                    \
   extern "C" __global__ void __launch_bounds__(threads, blocks)                             \
       rms_norm_##direction##_##bytes##_##vectors(const __grid_constant__ NormCall call) {   \
@@ -556,37 +596,34 @@ __device__ void columns(const NormCall& call) {
     direction<bytes, vectors, true>(call);                                                  \
   }
 
-#define NORM_ANY(name, threads)                            \
+#define NORM_ANY(name, threads, ...)                       \
   extern "C" __global__ void __launch_bounds__(threads)    \
       norm_##name(const __grid_constant__ NormCall call) { \
-    name(call);                                            \
+    __VA_ARGS__(call);                                     \
   }
 
 #ifdef KERNEL_BACKWARD
 NORM(backward, 16, 1, 256, 3)
 NORM(backward, 16, 2, 512, 1)
 NORM(backward, 16, 4, 512, 1)
-NORM(backward, 4, 2, 256, 3)
-NORM(backward, 4, 8, 512, 1)
-NORM_ANY(backward_any, 512)
-NORM_ANY(partial_any, 512)
-NORM_ANY(columns, 1024)
+NORM(backward, 8, 1, 256, 3)
+NORM(backward, 8, 4, 512, 1)
+NORM(backward, n, 2, 256, 3)
+NORM(backward, n, 8, 512, 2)
+NORM_ANY(backward_wide_rms, 512, backward<16, 8, false, false>)
+NORM_ANY(backward_wide_layer, 512, backward<16, 8, true, false>)
+NORM_ANY(backward_any, 512, backward_any)
+NORM_ANY(partial_16, 512, partial<16>)
+NORM_ANY(partial_n, 512, partial<n>)
+NORM_ANY(columns, 1024, columns)
 #else
 NORM(forward, 16, 1, 256, 4)
 NORM(forward, 16, 2, 512, 1)
 NORM(forward, 16, 4, 1024, 1)
 NORM(forward, 16, 8, 1024, 1)
-NORM(forward, 4, 2, 256, 4)
-NORM(forward, 4, 8, 512, 1)
-NORM_ANY(forward_any, 1024)
-#endif
-// A 16 bit number by itself
-#ifdef KERNEL_IS_SHORT
-#ifdef KERNEL_BACKWARD
-NORM(backward, 2, 2, 256, 3)
-NORM(backward, 2, 8, 512, 1)
-#else
-NORM(forward, 2, 2, 256, 4)
-NORM(forward, 2, 8, 512, 1)
-#endif
+NORM(forward, 8, 1, 256, 4)
+NORM(forward, 8, 4, 512, 1)
+NORM(forward, n, 2, 256, 4)
+NORM(forward, n, 8, 512, 2)
+NORM_ANY(forward_any, 1024, forward_any)
 #endif

@@ -9,6 +9,7 @@
 #include "norm_rows_call.h"
 #include "device_kernel.h"
 
+#include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/cuda/EmptyTensor.h>
 
 #include <algorithm>
@@ -120,13 +121,13 @@ NormCall call_of(const Norm& args, const Rows& input, const at::Tensor& weight) 
   return call;
 }
 
-// The bytes that a thread can load at once: 16, 4 or one number's.
+// The bytes that a thread can load at once: 16, 8 or one number's.
 unsigned piece_bytes(const NormCall& call, unsigned number_bytes, uint64_t row_bits) {
   const auto parameter_bits =
       reinterpret_cast<uintptr_t>(call.weight) | reinterpret_cast<uintptr_t>(call.bias);
   const uint64_t bits = row_bits | static_cast<uint64_t>(call.columns) * number_bytes;
   if (bits % 16 == 0 && parameter_bits % 16 == 0) return 16;
-  return bits % 4 == 0 && parameter_bits % 8 == 0 ? 4 : number_bytes;
+  return bits % 8 == 0 && parameter_bits % 16 == 0 ? 8 : number_bytes;
 }
 
 // How a row is spread over threads, and rows over a block: `vectors` pieces a thread; 0: a row is
@@ -152,15 +153,17 @@ Spread within_block(unsigned bytes, unsigned vectors, unsigned pieces) {
 Spread spread(const NormCall& call, unsigned bytes, unsigned number_bytes, bool is_backward) {
   const unsigned pieces = call.columns * number_bytes / bytes;
   if (bytes < 16) {
-    if (pieces <= 2 * kWarp) return within_warp(bytes, 2, pieces);
-    if (pieces <= 8 * kWarp) return within_warp(bytes, 8, pieces);
-    return pieces <= 8 * 512 ? within_block(bytes, 8, pieces) : kAnyRows;
+    const unsigned few = bytes == 8 ? 1 : 2, most = bytes == 8 ? 4 : 8;
+    if (pieces <= few * kWarp) return within_warp(bytes, few, pieces);
+    if (pieces <= most * kWarp) return within_warp(bytes, most, pieces);
+    return pieces <= most * 512 ? within_block(bytes, most, pieces) : kAnyRows;
   }
   if (pieces <= kWarp) return within_warp(bytes, 1, pieces);
   if (pieces <= 2 * kWarp) return within_warp(bytes, 2, pieces);
   if (pieces <= 2 * 512) return within_block(bytes, 2, pieces);
   if (pieces <= 4 * 512) return within_block(bytes, 4, pieces);
-  if (is_backward || pieces > 8 * 1024) return kAnyRows;
+  if (is_backward) return pieces <= 8 * 512 ? within_block(bytes, 8, pieces) : kAnyRows;
+  if (pieces > 8 * 1024) return kAnyRows;
   return within_block(bytes, pieces <= 4 * 1024 ? 4 : 8, pieces);
 }
 
@@ -170,7 +173,7 @@ constexpr int kSpreads = 8;
 int index_of(const Spread& how) {
   if (how.bytes == 16)
     return how.vectors == 1 ? 0 : how.vectors == 2 ? 1 : how.vectors == 4 ? 2 : 3;
-  return (how.bytes == 4 ? 4 : 6) + (how.vectors == 2 ? 0 : 1);
+  return (how.bytes == 8 ? 4 : 6) + (how.vectors <= 2 ? 0 : 1);
 }
 
 using Kernels = DeviceKernel[2][kSpreads];
@@ -178,9 +181,9 @@ using Kernels = DeviceKernel[2][kSpreads];
 #define CUDNN_OPS_KIND(images, name)                                                            \
   {                                                                                             \
     {images, name "_16_1", true}, {images, name "_16_2", true}, {images, name "_16_4", true},   \
-        {images, name "_16_8", true}, {images, name "_4_2", true}, {images, name "_4_8", true}, \
-        {images, name "_2_2", true}, {                                                          \
-      images, name "_2_8", true                                                                 \
+        {images, name "_16_8", true}, {images, name "_8_1", true}, {images, name "_8_4", true}, \
+        {images, name "_n_2", true}, {                                                          \
+      images, name "_n_8", true                                                                 \
     }                                                                                           \
   }
 #define CUDNN_OPS_KINDS(images, direction) \
@@ -205,7 +208,8 @@ void launch_forward(NormCall& call, int type, unsigned number_bytes, uint64_t ro
   static const DeviceKernel any[3] = CUDNN_OPS_ANY(Forward, "norm_forward_any");
   const unsigned bytes = piece_bytes(call, number_bytes, row_bits);
   Spread how = spread(call, bytes, number_bytes, /*is_backward=*/false);
-  const unsigned stages = how.bytes == 2 ? 0 : how.bytes * how.vectors > 64 ? 1 : kStages;
+  // cp.async takes 4 bytes or more.
+  const unsigned stages = how.bytes < 4 ? 0 : how.bytes * how.vectors > 64 ? 1 : kStages;
   const unsigned tensors = call.residual.data == nullptr ? 1 : 2;
   const unsigned shared = stages * tensors * how.vectors * how.bytes * how.threads;
   if (shared > kMaxShared) how = kAnyRows;
@@ -232,36 +236,54 @@ void launch_backward(NormCall& call, int type, unsigned number_bytes, uint64_t r
                      const at::Device& device) {
   static const Kernels kernels[3] = CUDNN_OPS_TYPES(Backward, "backward");
   static const DeviceKernel any[3] = CUDNN_OPS_ANY(Backward, "norm_backward_any");
-  static const DeviceKernel partial_any[3] = CUDNN_OPS_ANY(Backward, "norm_partial_any");
+  static const DeviceKernel wide[2][3] = {CUDNN_OPS_ANY(Backward, "norm_backward_wide_rms"),
+                                          CUDNN_OPS_ANY(Backward, "norm_backward_wide_layer")};
+  static const DeviceKernel partial[2][3] = {CUDNN_OPS_ANY(Backward, "norm_partial_n"),
+                                             CUDNN_OPS_ANY(Backward, "norm_partial_16")};
   static const DeviceKernel columns[3] = CUDNN_OPS_ANY(Backward, "norm_columns");
   const bool needs_columns = call.grad_weight != nullptr || call.grad_bias != nullptr;
   const unsigned bytes = piece_bytes(call, number_bytes, row_bits);
   Spread how = spread(call, bytes, number_bytes, /*is_backward=*/true);
+  const bool is_wide = how.vectors == 8 && how.bytes == 16;  // nothing left for the sums
   const unsigned numbers = how.vectors * how.threads * (how.bytes / number_bytes);
-  const unsigned shared = how.bytes == 2 ? numbers * static_cast<unsigned>(sizeof(float))
-                                         : kStages * 2 * numbers * number_bytes;
+  const unsigned shared = how.bytes < 4 ? numbers * static_cast<unsigned>(sizeof(float))
+                                        : (is_wide ? 1 : kStages) * 2 * numbers * number_bytes;
   if (shared > kMaxShared) how = kAnyRows;
   at::Tensor partials;
   void* argument = &call;
-  if (how.vectors > 0) {
-    call.group = how.group;
+  call.group = how.group;
+  if (how.vectors > 0 && !is_wide) {
     const auto& kernel = kernels[type][call.is_layer][index_of(how)];
     const auto threads = static_cast<int>(how.threads);
+    // A few rows a block: for less, their sums would take longer to add up than they.
+    constexpr unsigned kRows = 4;
+    const unsigned turns = divide_up(call.rows, how.threads / how.group);
+    const auto processors =
+        static_cast<unsigned>(at::cuda::getDeviceProperties(device.index())->multiProcessorCount);
     const int64_t blocks =
-        std::min<int64_t>(divide_up(call.rows, how.threads / how.group),
-                          kernel.resident_blocks(threads, static_cast<int>(shared)));
+        std::min<int64_t>({turns, std::max(processors, divide_up(turns, kRows)),
+                           kernel.resident_blocks(threads, static_cast<int>(shared))});
     if (needs_columns) partials = allocate_partials(call, blocks, device);
     kernel.launch(blocks, 1, threads, &argument, static_cast<int>(shared));
     if (blocks == 1) return;  // it wrote the sums
   } else {
-    if (call.out != nullptr) any[type].launch(call.rows, 1, 512, &argument);
+    if (call.out != nullptr && is_wide) {
+      const auto& kernel = wide[call.is_layer][type];
+      const auto threads = static_cast<int>(how.threads);
+      const int64_t resident = kernel.resident_blocks(threads, static_cast<int>(shared));
+      kernel.launch(std::min<int64_t>(call.rows, resident), 1, threads, &argument,
+                    static_cast<int>(shared));
+    } else if (call.out != nullptr) {
+      any[type].launch(call.rows, 1, 512, &argument);
+    }
     if (needs_columns) {
       constexpr int64_t kBlocks = 512, kRows = 16;
-      const int64_t strips = divide_up(call.columns, kWarp);
+      const int64_t strips =
+          divide_up(call.columns * number_bytes / (bytes == 16 ? 16 : number_bytes), kWarp);
       const int64_t stretches =
           std::min<int64_t>(divide_up(call.rows, kRows), (kBlocks + strips - 1) / strips);
       partials = allocate_partials(call, stretches, device);
-      partial_any[type].launch(strips, static_cast<int>(stretches), 512, &argument);
+      partial[bytes == 16][type].launch(strips, static_cast<int>(stretches), 512, &argument);
     }
   }
   if (needs_columns) {

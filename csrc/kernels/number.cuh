@@ -48,9 +48,10 @@ struct Float {
   }
 };
 
-// kWidth numbers that are loaded and stored at once: 2 to 16 bytes.
+// kWidth numbers that are loaded and stored at once, 16 bytes at most.
 template <class Type, int kWidth>
-struct alignas(sizeof(typename Type::Bits) * kWidth) Piece {
+struct alignas(sizeof(typename Type::Bits) * kWidth < 16 ? sizeof(typename Type::Bits) * kWidth
+                                                         : 16) Piece {
   typename Type::Bits bits[kWidth];
 
   __device__ void read(float (&values)[kWidth]) const {

@@ -1,11 +1,14 @@
 // Layer norm and RMS norm on CUDA.
 
+#include "norm_choice.h"
 #include "norm_problem.h"
 
 #include "../graph/cuda_call.h"
 #include "../graph/plan_policy.h"
 #include "../kernels/norm_rows.h"
 
+#include <ATen/Context.h>
+#include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/ones.h>
@@ -41,10 +44,15 @@ struct Pointers {
   }
 };
 
-// What an operator returns for a tensor that nobody asked for.
+// What an operator returns for a tensor that nobody asked for: [0], made without asking the
+// allocator, for a call has several.
 at::Tensor or_none(const at::Tensor& tensor, const at::Tensor& input,
                    at::ScalarType dtype = at::kFloat) {
-  return tensor.defined() ? tensor : empty({0}, dtype, input.device());
+  if (tensor.defined()) return tensor;
+  return at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, input.device()),
+                   /*allocator=*/nullptr, /*resizable=*/false),
+      c10::DispatchKeySet(c10::DispatchKey::CUDA), at::scalarTypeToTypeMeta(dtype));
 }
 
 void check_cuda_dtype(const Norm& args) {
@@ -53,10 +61,14 @@ void check_cuda_dtype(const Norm& args) {
                    args.input.scalar_type());
 }
 
+// Runs the plan; where it is not a must, only if there is one for a size that is called often.
 template <class Params>
-void run(const Params& params, const Pointers& pointers, int device) {
+bool run(const Params& params, const Pointers& pointers, int device, bool is_must) {
   const graph::Call call = pointers.call(params.is_layer);
-  graph::execute(call, *graph::get_plan(call, graph::PlanKey::of(params, device)));
+  const auto key = graph::PlanKey::of(params, device);
+  const auto plan = is_must ? graph::get_plan(call, key) : graph::often_called_plan(call, key);
+  if (plan != nullptr) graph::execute(call, *plan);
+  return plan != nullptr;
 }
 
 at::Tensor dense(const OptionalTensor& parameter) {
@@ -70,8 +82,8 @@ at::Tensor neutral_weight(const Norm& args) {
   return args.zero_centered ? at::zeros(sizes, options) : at::ones(sizes, options);
 }
 
-void run_forward(const Norm& args, const at::Tensor& out, const at::Tensor& mean,
-                 const at::Tensor& rstd) {
+bool run_forward(const Norm& args, const at::Tensor& out, const at::Tensor& mean,
+                 const at::Tensor& rstd, bool is_must) {
   const at::Tensor x = args.input.contiguous(), shift = dense(args.bias);
   const at::Tensor factor =
       needs_weight(args, /*backward=*/false) ? neutral_weight(args) : dense(args.weight);
@@ -84,12 +96,12 @@ void run_forward(const Norm& args, const at::Tensor& out, const at::Tensor& mean
   pointers.write(mean);
   pointers.write(rstd);
   pointers.write(out);
-  run(norm_params(args, rstd.defined()), pointers, x.get_device());
+  return run(norm_params(args, rstd.defined()), pointers, x.get_device(), is_must);
 }
 
-void run_backward(const Norm& args, const at::Tensor& grad_out, const at::Tensor& mean,
+bool run_backward(const Norm& args, const at::Tensor& grad_out, const at::Tensor& mean,
                   const at::Tensor& rstd, const at::Tensor& grad_input,
-                  const at::Tensor& grad_weight, const at::Tensor& grad_bias) {
+                  const at::Tensor& grad_weight, const at::Tensor& grad_bias, bool is_must) {
   const at::Tensor x = args.input.contiguous(), g = grad_out.contiguous();
   const at::Tensor factor = args.weight ? args.weight->contiguous() : neutral_weight(args);
   // cuDNN computes all of them.
@@ -105,12 +117,36 @@ void run_backward(const Norm& args, const at::Tensor& grad_out, const at::Tensor
   if (args.is_layer) pointers.read(mean);
   pointers.read(rstd);
   for (const auto& result : results) pointers.write(result);
-  run(norm_backward_params(args), pointers, x.get_device());
+  return run(norm_backward_params(args), pointers, x.get_device(), is_must);
 }
 
-// Whether cuDNN's plan for exactly this size runs the call, and not the kernels for any.
-bool takes_plan() {
+bool is_exact() {
   return graph::PlanPolicy::global().policy() == graph::Policy::kExact;
+}
+
+bool is_dense(const at::Tensor& tensor) {
+  constexpr uintptr_t kAlignment = 16;  // as plans want it
+  return tensor.is_contiguous() &&
+         reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kAlignment == 0;
+}
+
+// Whether cuDNN was measured to be faster at such a size, once its plan is there. Of less than
+// kLeastBytes the host's time is what counts, and our kernels take less of it.
+bool is_cudnn_faster(const Norm& args, NormPlan plan, const OptionalTensor& grad_out) {
+  constexpr int64_t kLeastBytes = 4 << 20;
+  const auto& input = args.input;
+  const auto bytes = static_cast<int64_t>(input.nbytes());
+  if (bytes < kLeastBytes || args.residual || !args.weight || !is_dense(input) ||
+      !is_dense(*args.weight) || (args.bias && !is_dense(*args.bias)) ||
+      (grad_out && !is_dense(*grad_out)) || at::globalContext().deterministicAlgorithms()) {
+    return false;
+  }
+  const auto* properties = at::cuda::getCurrentDeviceProperties();
+  const int64_t row_bytes =
+      row_size(args.normalized_shape) * static_cast<int64_t>(input.element_size());
+  return nearest_choice(properties->major * 10 + properties->minor, plan, args.is_layer, row_bytes,
+                        bytes / row_bytes)
+      .is_faster;
 }
 
 NormResults norm_cuda(const at::Tensor& input, const OptionalTensor& residual,
@@ -129,13 +165,17 @@ NormResults norm_cuda(const at::Tensor& input, const OptionalTensor& residual,
   if (residual) sum = empty(input.sizes(), input.scalar_type(), input.device());
   if (with_stats) rstd = empty({rows}, at::kFloat, input.device());
   if (with_stats && is_layer) mean = empty({rows}, at::kFloat, input.device());
-  if (!is_empty && takes_plan()) {
+  if (is_empty) {
+    // nothing to compute
+  } else if (is_exact()) {
     const OptionalTensor none;
     if (residual) at::add_out(sum, input, *residual);
     run_forward({residual ? sum : input, none, normalized_shape, weight, bias, eps, is_layer,
                  zero_centered},
-                out, mean, rstd);
-  } else if (!is_empty) {
+                out, mean, rstd, /*is_must=*/true);
+  } else if (!is_cudnn_faster(args, with_stats ? NormPlan::kTraining : NormPlan::kInference,
+                              std::nullopt) ||
+             !run_forward(args, out, mean, rstd, /*is_must=*/false)) {
     norm_rows(args, out, sum, mean, rstd);
   }
   return {out, or_none(sum, input, input.scalar_type()), or_none(mean, input),
@@ -159,10 +199,12 @@ NormGradients norm_backward_cuda(const at::Tensor& grad_out, const OptionalTenso
   if (input.numel() == 0) {
     if (grad_weight.defined()) grad_weight.zero_();
     if (grad_bias.defined()) grad_bias.zero_();
-  } else if (takes_plan()) {
-    run_backward(args, grad_out, mean, rstd, grad_input, grad_weight, grad_bias);
+  } else if (is_exact()) {
+    run_backward(args, grad_out, mean, rstd, grad_input, grad_weight, grad_bias, /*is_must=*/true);
     if (grad_sum && grad_input.defined()) grad_input.add_(*grad_sum);
-  } else {
+  } else if (grad_sum || !is_cudnn_faster(args, NormPlan::kBackward, grad_out) ||
+             !run_backward(args, grad_out, mean, rstd, grad_input, grad_weight, grad_bias,
+                           /*is_must=*/false)) {
     norm_rows_backward(args, grad_out, grad_sum ? *grad_sum : at::Tensor(), mean, rstd, grad_input,
                        grad_weight, grad_bias);
   }

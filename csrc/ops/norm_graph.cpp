@@ -1,5 +1,6 @@
 // Layer norm and RMS norm as cuDNN graphs.
 
+#include "norm_choice.h"
 #include "norm_params.h"
 
 #include "../graph/frontend.h"
@@ -101,8 +102,24 @@ std::shared_ptr<graph::FrontendGraph> make_backward(const NormBackwardParams& pa
   return graph;
 }
 
-const graph::RegisterPlanKind<NormParams, make_forward> forward_kind;
-const graph::RegisterPlanKind<NormBackwardParams, make_backward> backward_kind;
+std::string measured_engine(const graph::TensorDesc& input, NormPlan plan, bool is_layer,
+                            const graph::Target& target) {
+  const auto row_bytes = input.sizes[1] * static_cast<int64_t>(c10::elementSize(input.dtype));
+  return nearest_choice(target.sm_version(), plan, is_layer, row_bytes, input.sizes[0]).engine;
+}
+
+std::string forward_engine(const NormParams& params, const graph::Target& target) {
+  return measured_engine(params.input,
+                         params.with_stats ? NormPlan::kTraining : NormPlan::kInference,
+                         params.is_layer, target);
+}
+
+std::string backward_engine(const NormBackwardParams& params, const graph::Target& target) {
+  return measured_engine(params.input, NormPlan::kBackward, params.is_layer, target);
+}
+
+const graph::RegisterPlanKind<NormParams, make_forward, forward_engine> forward_kind;
+const graph::RegisterPlanKind<NormBackwardParams, make_backward, backward_engine> backward_kind;
 
 }  // namespace
 }  // namespace cudnn_ops

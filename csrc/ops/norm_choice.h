@@ -1,0 +1,31 @@
+// Norms on a GPU are run by kernels of our own, for any number of rows, or by cuDNN's plan for
+// exactly one number: which is faster, and by which engine, was measured (python -m cudnn_ops tune
+// norms). The tables come with the package (cudnn_ops/tuned/norms_*.json), handed over by Python.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace cudnn_ops {
+
+enum class NormPlan : int64_t { kInference, kTraining, kBackward };
+
+struct NormChoice {
+  NormPlan plan;
+  bool is_layer;
+  int64_t row_bytes, rows;
+  bool is_faster;      // than our kernels
+  std::string engine;  // the fastest of cuDNN's
+};
+
+// Takes the place of the table that `sm_version` had; not consulted with another cuDNN loaded.
+void set_norm_table(int sm_version, size_t cudnn_version, std::vector<NormChoice> choices);
+
+// What was measured for the nearest size, by the ratios of row bytes and rows; `engine` is empty
+// and `is_faster` false where nothing was.
+NormChoice nearest_choice(int sm_version, NormPlan plan, bool is_layer, int64_t row_bytes,
+                          int64_t rows);
+
+}  // namespace cudnn_ops

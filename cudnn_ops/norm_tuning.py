@@ -1,0 +1,247 @@
+"""Measuring who runs a norm fastest: ``python -m cudnn_ops tune norms``, and its tables.
+
+Our kernels run a norm for any number of rows; cuDNN's plans are for exactly one. A table, the file
+``tuned/norms_sm<architecture>.json`` of the package, says for rows of some sizes and numbers which
+of the two is faster, and with which of cuDNN's engines; between them the nearest counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from cudnn_ops import _C
+from cudnn_ops.policy import using_plan_policy
+from cudnn_ops.tune import TABLES, WORTHWHILE, EngineTable
+
+#: Numbers in a row, and rows, all bfloat16: what the package's table is made from. Of less than
+#: 4 MiB a call takes our kernels unasked, for the host's time is all that counts there.
+STANDARD_SIZES = (
+    (64, 1 << 20),
+    (128, 1 << 17),
+    (128, 1 << 20),
+    (256, 1 << 18),
+    (512, 1 << 15),
+    (512, 1 << 18),
+    (1024, 8192),
+    (1024, 1 << 17),
+    (2048, 2048),
+    (2048, 8192),
+    (2048, 1 << 16),
+    (4096, 2048),
+    (4096, 8192),
+    (4096, 1 << 15),
+    (8192, 2048),
+    (8192, 8192),
+    (8192, 1 << 15),
+    (16384, 2048),
+    (16384, 8192),
+    (32768, 512),
+    (32768, 4096),
+)
+PLANS = ("inference", "training", "backward")
+
+
+@dataclass(frozen=True)
+class NormTiming:
+    """One norm of one size: how long a call takes, in milliseconds of GPU time."""
+
+    plan: str
+    """One of :data:`PLANS`: a forward alone, one that a gradient follows, or the gradient."""
+    is_layer: bool
+    columns: int
+    rows: int
+    engine: str
+    """The fastest of cuDNN's."""
+    cudnn_ms: float
+    ours_ms: float
+
+    @property
+    def is_cudnn_faster(self) -> bool:
+        return self.cudnn_ms < self.ours_ms * (1 - WORTHWHILE)
+
+    def as_choice(self) -> tuple[int, bool, int, int, bool, str]:
+        """As C++ takes it: a row by its bytes."""
+        row_bytes = self.columns * torch.bfloat16.itemsize
+        plan = PLANS.index(self.plan)
+        return plan, self.is_layer, row_bytes, self.rows, self.is_cudnn_faster, self.engine
+
+    def __str__(self) -> str:
+        name = "layer_norm" if self.is_layer else "rms_norm"
+        return (
+            f"{name:<10} {self.plan:<9} {self.rows:>8} x {self.columns:<6} "
+            f"ours {self.ours_ms:.4f} ms, cuDNN {self.cudnn_ms:.4f} ms  {self.engine}"
+        )
+
+
+class _Norm:
+    """Tensors of one size, and the calls by the name of their plan."""
+
+    def __init__(self, is_layer: bool, columns: int, rows: int) -> None:
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+
+        self.shape, self.is_layer = (columns,), is_layer
+        self.input, self.grad_out, self.weight = (
+            draw(rows, columns),
+            draw(rows, columns),
+            draw(columns),
+        )
+        self.bias = draw(columns) if is_layer else None
+        _, _, self.mean, self.rstd = self._forward(True)
+        self.calls: dict[str, Callable[[], object]] = {
+            "inference": lambda: self._forward(False),
+            "training": lambda: self._forward(True),
+            "backward": self._backward,
+        }
+
+    def _forward(self, with_stats: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        parameters = (self.shape, self.weight, self.bias, 1e-5)
+        return torch.ops.cudnn_ops._norm(
+            self.input, None, *parameters, self.is_layer, False, with_stats
+        )
+
+    def _backward(self) -> object:
+        return torch.ops.cudnn_ops._norm_backward(
+            self.grad_out,
+            None,
+            self.input,
+            self.shape,
+            self.weight,
+            self.mean,
+            self.rstd,
+            self.is_layer,
+            False,
+            (True, True, self.is_layer),
+        )
+
+
+def _fastest_engines(size: tuple[bool, int, int]) -> dict[str, str]:
+    """The engine for each plan, all that cuDNN offers tried; the winners go to the store."""
+    with using_plan_policy("polymorphic"):
+        norm = _Norm(*size)
+    before = _C.autotune()
+    _C.take_measurements()
+    engines = {}
+    _C.set_autotune(2)
+    try:
+        with using_plan_policy("exact"):
+            for plan, call in norm.calls.items():
+                call()
+                ((_, times),) = _C.take_measurements()
+                engines[plan] = min(times, key=lambda item: item[1])[0]
+    finally:
+        _C.set_autotune(before)
+    return engines
+
+
+def tune_norms(
+    sizes: Iterable[tuple[int, int]] = STANDARD_SIZES, workers: int = 1
+) -> list[NormTiming]:
+    """Measures RMS norm and layer norm of rows of some sizes, with random values, on this GPU.
+
+    Args:
+        sizes: numbers in a row, and rows.
+        workers: processes that try engines at once: nearly all of that time a processor compiles.
+
+    Raises:
+        RuntimeError: there is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("engines are measured on a GPU, and torch sees none")
+    all_sizes = [(is_layer, *size) for is_layer in (False, True) for size in sizes]
+    # Another process's CUDA cannot be inherited.
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        tried = tqdm(pool.map(_fastest_engines, all_sizes), total=len(all_sizes), desc="engines")
+        engines = list(tried)
+    return [
+        timing
+        for size, by_plan in zip(tqdm(all_sizes, desc="timings"), engines, strict=True)
+        for timing in _compare(size, by_plan)
+    ]
+
+
+def _compare(size: tuple[bool, int, int], engines: dict[str, str]) -> list[NormTiming]:
+    version, sm = _C.cudnn_version(), _sm()
+    winners = [NormTiming(plan, *size, engine, 0.0, 0.0) for plan, engine in engines.items()]
+    _C.set_norm_table(sm, version, [timing.as_choice() for timing in winners])
+    _C.cache_clear()
+    try:
+        with using_plan_policy("polymorphic"):
+            norm = _Norm(*size)
+        times = {plan: _gpu_ms(call) for plan, call in norm.calls.items()}
+    finally:
+        _C.set_norm_table(sm, 0, [])
+        load_tables()
+    return [
+        NormTiming(plan, *size, engines[plan], cudnn_ms, ours_ms)
+        for plan, (cudnn_ms, ours_ms) in times.items()
+    ]
+
+
+def _gpu_ms(call: Callable[[], object], rounds: int = 11, calls: int = 10) -> tuple[float, float]:
+    """Medians of one call by cuDNN and by our kernels, in turns, no host time in them."""
+    times: dict[str, list[float]] = {"exact": [], "polymorphic": []}
+    for _ in range(rounds):
+        for policy, samples in times.items():
+            with using_plan_policy(policy):  # type: ignore[arg-type]
+                call()
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda._sleep(2_000_000)  # 1 ms, in which the host queues the calls
+                start.record()
+                for _ in range(calls):
+                    call()
+                end.record()
+                end.synchronize()
+                samples.append(start.elapsed_time(end) / calls)
+    cudnn, ours = (statistics.median(samples) for samples in times.values())
+    return cudnn, ours
+
+
+def _sm() -> int:
+    major, minor = torch.cuda.get_device_capability()
+    return major * 10 + minor
+
+
+def write_table(path: Path, timings: Iterable[NormTiming]) -> None:
+    """Writes a table of this machine's GPU."""
+    table = EngineTable.of_this_machine()
+    table.entries = [
+        asdict(timing)
+        | {"cudnn_ms": round(timing.cudnn_ms, 5), "ours_ms": round(timing.ours_ms, 5)}
+        for timing in timings
+    ]
+    table.write(path)
+
+
+def load_tables() -> None:
+    """Hands the package's tables to the operators."""
+    for path in sorted(TABLES.glob("norms_sm*.json")):
+        table = EngineTable.read(path)
+        timings = [NormTiming(**entry) for entry in table.entries]  # type: ignore[arg-type]
+        _C.set_norm_table(
+            table.sm,
+            table.cudnn,
+            [
+                (
+                    PLANS.index(t.plan),
+                    t.is_layer,
+                    2 * t.columns,
+                    t.rows,
+                    t.is_cudnn_faster,
+                    t.engine,
+                )
+                for t in timings
+            ],
+        )
+
+
+load_tables()

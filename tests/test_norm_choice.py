@@ -1,0 +1,150 @@
+"""Who runs a norm on a GPU: our kernels, for any number of rows, or cuDNN's plan for just one."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+import cudnn_ops
+from cudnn_ops import _C, norm_tuning, plan_requests, using_plan_policy, warmup
+from cudnn_ops.tune import TABLES, EngineTable
+from tests.cases import norm as cases
+from tests.cases.norm import NormCase
+
+SIZE = 4096
+FAST, SLOW = 1024, 32768
+"""Rows for which the table of these tests has cuDNN faster, and not."""
+
+
+@pytest.fixture
+def table():
+    """A table for the GPU at hand; the package's own is put back afterwards."""
+    major, minor = torch.cuda.get_device_capability()
+    sm = 10 * major + minor
+    choices = [
+        (plan, is_layer, 2 * SIZE, rows, rows == FAST, "")
+        for plan in range(3)
+        for is_layer in (False, True)
+        for rows in (FAST, SLOW)
+    ]
+    _C.set_norm_table(sm, _C.cudnn_version(), choices)
+    cudnn_ops.cache_clear()
+    yield
+    _C.set_norm_table(sm, 0, [])
+    norm_tuning.load_tables()
+
+
+def both_ways(is_layer: bool, rows: int, **options) -> None:
+    case = NormCase((rows, SIZE), (SIZE,), is_layer, bias="same" if is_layer else "", **options)
+    cases.check(case, cases.make(case, torch.bfloat16, "cuda", seed=rows))
+
+
+def built() -> int:
+    info = cudnn_ops.cache_info()
+    return info.builds + info.loads
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_layer", [False, True])
+def test_new_numbers_of_rows_build_nothing(is_layer, table):
+    before = built()
+    for rows in (1, 2, 100, 1000, 1023, 1025, 2049):
+        both_ways(is_layer, rows)
+    assert built() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_layer", [False, True])
+def test_a_size_that_is_called_often_gets_cudnn_s_plan(is_layer, table):
+    with using_plan_policy("auto", promote_after=2):
+        before = built()
+        for _ in range(2):
+            both_ways(is_layer, FAST - 24)
+        assert built() == before
+        both_ways(is_layer, FAST - 24)
+        assert built() == before + 2  # the forward and the backward
+        both_ways(is_layer, FAST - 24)
+        both_ways(is_layer, FAST - 24, layout="sliced")  # rows apart are not for cuDNN
+        for _ in range(4):
+            both_ways(is_layer, 3 * SLOW // 4)  # nearer to where our kernels are faster
+        assert built() == before + 2
+
+
+@pytest.mark.gpu
+def test_warmed_up_it_has_the_plan_from_the_first_call(table):
+    requests = plan_requests("rms_norm", ((FAST, SIZE), torch.bfloat16))
+    assert [request.op for request in requests] == ["norm", "norm_backward"]
+    assert not warmup(requests, progress=False).refused
+    before = cudnn_ops.cache_info()
+    both_ways(False, FAST)
+    after = cudnn_ops.cache_info()
+    assert (after.builds, after.loads) == (before.builds, before.loads)
+    assert after.hits > before.hits
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_layer", [False, True])
+def test_the_exact_policy_asks_cudnn(is_layer, table):
+    before = built()
+    with using_plan_policy("exact"):
+        both_ways(is_layer, 48)
+    assert built() == before + 2
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_gets_what_builds_nothing(table):
+    x = torch.randn(FAST, SIZE, device="cuda", dtype=torch.bfloat16)
+    weight = torch.ones(SIZE, device="cuda", dtype=torch.bfloat16)
+    with using_plan_policy("auto", promote_after=0):
+        before = built()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = cudnn_ops.rms_norm(x, (SIZE,), weight, 1e-6)
+        assert built() == before
+    x.copy_(torch.randn_like(x))
+    out.fill_(torch.nan)
+    graph.replay()
+    torch.testing.assert_close(out, torch.nn.functional.rms_norm(x, (SIZE,), weight, 1e-6))
+
+
+@pytest.mark.gpu
+def test_tuning_measures_both(tmp_path):
+    timings = norm_tuning.tune_norms([(1024, 2048)], workers=2)
+    assert {(t.plan, t.is_layer) for t in timings} == {
+        (plan, is_layer) for plan in norm_tuning.PLANS for is_layer in (False, True)
+    }
+    assert all(math.isfinite(t.cudnn_ms) and t.ours_ms > 0 and t.engine for t in timings)
+    path = tmp_path / "table.json"
+    norm_tuning.write_table(path, timings)
+    assert len(EngineTable.read(path).entries) == len(timings)
+
+
+def test_the_package_s_tables_have_every_standard_size():
+    wanted = {
+        (plan, is_layer, *size)
+        for plan in norm_tuning.PLANS
+        for is_layer in (False, True)
+        for size in norm_tuning.STANDARD_SIZES
+    }
+    paths = list(TABLES.glob("norms_sm*.json"))
+    assert paths
+    for path in paths:
+        found = json.loads(path.read_text())["entries"]
+        timings = [norm_tuning.NormTiming(**entry) for entry in found]
+        assert {(t.plan, t.is_layer, t.columns, t.rows) for t in timings} == wanted
+        assert all(str(t) and t.engine.startswith("eng") for t in timings)
+
+
+def test_tuning_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="torch sees none"):
+        norm_tuning.tune_norms()
+
+
+def test_requests_name_the_plans():
+    words = [str(request) for request in plan_requests("layer_norm", ((8, 64), torch.half))]
+    assert len(words) == 2
+    assert len(plan_requests("rms_norm", ((8, 64), torch.half), training=False)) == 1
