@@ -60,8 +60,10 @@ def run(rows: Rows, rounds: int) -> None:
         case = f"{batch}x{length}"
         for name, ms in step_ms(steps, rounds=rounds).items():
             rows.add(case, name, "step_ms", ms)
-        for group, share in shares(kernel_times(steps[OURS])).items():
+        times = kernel_times(steps[OURS])
+        for group, share in shares(times).items():
             rows.add(f"{case} {group}", OURS, SHARE, share)
+        print(f"{case}, the largest of the other kernels: {largest_others(times)}")
 
 
 def variants(device: str = "cuda") -> dict[str, Any]:
@@ -129,6 +131,12 @@ def shares(times: Mapping[str, float]) -> dict[str, float]:
     for name, time in times.items():
         found[group_of(name)] += 100 * time / total
     return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def largest_others(times: Mapping[str, float], number: int = 3) -> list[str]:
+    """Names that GROUPS might know."""
+    others = [name for name in times if group_of(name) == "other"]
+    return sorted(others, key=lambda name: -times[name])[:number]
 
 
 def group_of(kernel: str) -> str:

@@ -139,7 +139,7 @@ def plan_key(
     if op == "paged_attention":
         return _paged_plan_key(q, k, v, with_lse=with_lse, **options), ""
     if op in NORMS:
-        return _norm_plan_key(op, q, **options), ""
+        return norm_plan_key(op, q, **options), ""
     if op not in ("sdpa", "sdpa_backward"):
         known = ("sdpa", "sdpa_backward", "paged_attention", *NORMS)
         raise ValueError(f"op is one of {', '.join(known)}, got {op!r}")
@@ -206,7 +206,7 @@ def _paged_plan_key(
     )
 
 
-def _norm_plan_key(
+def norm_plan_key(
     op: str,
     input: TensorSpec,
     *,
@@ -216,6 +216,7 @@ def _norm_plan_key(
     zero_centered: bool = False,
     with_stats: bool = False,
 ) -> Sequence[int]:
+    """The key of the plan of one of :data:`NORMS`; arguments as in :func:`explain`."""
     x = _meta_tensor(input, "q")
     shape = x.shape[-1:] if normalized_shape is None else normalized_shape
 

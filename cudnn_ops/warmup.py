@@ -85,10 +85,11 @@ def plan_requests(
         )
         return [PlanRequest(tuple(words))]
     if op in ("rms_norm", "layer_norm"):
-        forward, _ = support.plan_key(op, q, None, None, with_stats=training, **options)
-        options.pop("bias", None)  # its gradient comes with the rest
-        backward, _ = support.plan_key(f"{op}_backward", q, None, None, **options)
-        return [PlanRequest(tuple(words)) for words in [forward, backward][: 1 + training]]
+        keys = [support.norm_plan_key(op, q, with_stats=training, **options)]
+        if training:
+            options.pop("bias", None)  # its gradient comes with the rest
+            keys.append(support.norm_plan_key(f"{op}_backward", q, **options))
+        return [PlanRequest(tuple(key)) for key in keys]
     if op != "sdpa":
         raise ValueError(f'op is "sdpa", "paged_attention", "rms_norm" or "layer_norm", got {op!r}')
     if plans is None:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import cudnn_ops
 from tests.cases import norm as cases
+from tests.cases import sdpa
 from tests.cases.norm import NormCase
 from tests.conftest import DEVICES
 
@@ -59,6 +60,76 @@ def test_opcheck(adds, case, device):
             (True, True, case.is_layer),
         ),
     )
+
+
+#: Rows and their size: powers of two and not, few and a million, narrow and wide.
+SIZES = [
+    (1, 64),
+    (1, 16384),
+    (1, 32768),
+    (5, 65536),
+    (3, 100000),
+    (33, 32768),
+    (300, 16384),
+    (17, 12288),
+    (2049, 4096),
+    (513, 4095),
+    (1025, 4100),
+    (8193, 2056),
+    (70001, 128),
+    (1 << 20, 64),
+    (1000003, 100),
+    (300007, 65),
+]
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("rows", "size"), SIZES)
+@pytest.mark.parametrize("is_layer", [False, True])
+def test_sizes(rows, size, is_layer, device, poisoned):
+    is_small = rows * size < 1 << 24  # the rest takes long to draw
+    for seed, dtype in enumerate([torch.bfloat16, torch.float32][: 1 + is_small]):
+        for zero_centered in (False, True)[: 1 + is_small]:
+            bias = "same" if is_layer else ""
+            case = NormCase((rows, size), (size,), is_layer, "same", bias, zero_centered)
+            cases.check(case, cases.make(case, dtype, device, seed))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_layer", [False, True])
+@pytest.mark.parametrize("size", [96, 100, 101, 1024])
+def test_the_sum_is_the_one_that_is_normed(size, is_layer, device, poisoned):
+    """In low precision and rows apart: as if the sum were computed first, and rounded."""
+    torch.manual_seed(0)
+    draw = torch.randn(2, 9, 3, size + 8, device=device).bfloat16()
+    x, residual = (part[..., :size].requires_grad_() for part in draw)
+    weight = torch.randn(size, device=device).bfloat16().requires_grad_()
+    fused, norm = (
+        (cudnn_ops.add_layer_norm, cudnn_ops.layer_norm)
+        if is_layer
+        else (cudnn_ops.add_rms_norm, cudnn_ops.rms_norm)
+    )
+    out, total = fused(x, residual, (size,), weight)
+    expected_total = x + residual
+    expected = norm(expected_total, (size,), weight)
+    assert torch.equal(total, expected_total)
+    torch.testing.assert_close(out, expected)
+    grads = [torch.randn_like(out), torch.randn_like(out)]
+    of_x, of_residual, of_weight = torch.autograd.grad((out, total), (x, residual, weight), grads)
+    assert torch.equal(of_x, of_residual)
+
+    def reference(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in (total, weight)]
+        result = norm(leaves[0], (size,), leaves[1])
+        first, of_weight = torch.autograd.grad(result, leaves, grads[0].to(dtype))
+        return first + grads[1].to(dtype), of_weight
+
+    exact = reference(torch.float64) if device == "cpu" else reference(torch.float32)
+    rough = reference(torch.bfloat16)
+    for mine, right, other in zip((of_x, of_weight), exact, rough, strict=True):
+        sdpa.check(mine, right.double(), other, "gradient")
+    (alone,) = torch.autograd.grad(fused(x, residual, (size,), weight)[1], x, grads[0])
+    assert torch.equal(alone, grads[0])
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -21,7 +21,7 @@ def rms_norm(
     *,
     zero_centered: bool = False,
 ) -> Tensor:
-    r"""RMS norm by cuDNN; replaces ``torch.nn.functional.rms_norm`` by name.
+    r"""RMS norm; replaces ``torch.nn.functional.rms_norm`` by name.
 
     .. math::
         \mathrm{out} = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \varepsilon}} \cdot w
@@ -43,7 +43,8 @@ def rms_norm(
     Raises:
         ValueError: shapes or devices that do not fit.
         TypeError: a dtype that is not taken.
-        NotImplementedError: cuDNN has no kernel for this on this GPU; the message has its reason.
+        NotImplementedError: the GPU is older than the A100; or, under the plan policy ``"exact"``,
+            cuDNN has no kernel for this: the message has its reason.
     """
     if zero_centered:
         return _ops.rms_norm.default(input, normalized_shape, weight, eps, zero_centered=True)
@@ -60,7 +61,7 @@ def layer_norm(
     *,
     zero_centered: bool = False,
 ) -> Tensor:
-    r"""Layer norm by cuDNN; replaces ``torch.nn.functional.layer_norm`` by name.
+    r"""Layer norm; replaces ``torch.nn.functional.layer_norm`` by name.
 
     .. math::
         \mathrm{out} = \frac{x - \mathrm{mean}(x)}{\sqrt{\mathrm{var}(x) + \varepsilon}}
