@@ -37,7 +37,7 @@ SHARE = "share of GPU time, %"
 TOLERANCE = 5e-2
 # By parts of a kernel's name, whatever their case; the first that is found counts.
 GROUPS = {
-    "norms": r"norm",
+    "norms": r"norm|^ln_",  # ours, and cuDNN's
     "gated activation": r"gated",
     "attention": r"sdpa|flash|fmha|cudnn",
     "matmul": r"gemm|nvjet|xmma|cutlass|cublas|splitk",
