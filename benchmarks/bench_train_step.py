@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import cudnn_ops.nn
 from benchmarks.harness import OURS, Rows, main, step_ms
 from cudnn_ops.integrations.transformers import register
+from cudnn_ops.integrations.transformers_rotary import fuse_rotary_
 
 CONFIG = LlamaConfig(
     num_hidden_layers=8,
@@ -39,12 +40,13 @@ TOLERANCE = 5e-2
 GROUPS = {
     "norms": r"norm|^ln_",  # ours, and cuDNN's
     "gated activation": r"gated",
+    "rotary": r"rotary",
     "attention": r"sdpa|flash|fmha|cudnn",
     "matmul": r"gemm|nvjet|xmma|cutlass|cublas|splitk",
     "loss": r"softmax|nll_loss|cross_entropy",
     "embedding": r"embedding|indexselect|gather|grad_weight|scatter|segment|cub::",
     "copies, casts and fills": r"copy|memcpy|memset|fill",
-    "rotary and other elementwise": r"elementwise",
+    "other elementwise": r"elementwise",
 }
 
 
@@ -78,6 +80,7 @@ def variants(device: str = "cuda") -> dict[str, Any]:
     register(packing_under_compile=False)
     ours = copy.deepcopy(stock)
     ours.set_attn_implementation("cudnn_ops")
+    fuse_rotary_(ours)
     swapped = len(cudnn_ops.nn.replace_modules_(ours))
     # Of each layer two norms and the MLP, and the last norm.
     if swapped != 3 * CONFIG.num_hidden_layers + 1:

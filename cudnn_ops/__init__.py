@@ -26,6 +26,7 @@ from cudnn_ops.ops.paged import (
     paged_attention_with_lse,
     paged_kv_append_,
 )
+from cudnn_ops.ops.rotary import rotary_embedding
 from cudnn_ops.ops.sdpa import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_with_lse,
@@ -64,6 +65,7 @@ __all__ = [
     "plan_requests",
     "record_shapes",
     "rms_norm",
+    "rotary_embedding",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_with_lse",
     "set_autotune",

@@ -479,7 +479,7 @@ KERNELS = {
     ),
     "Memset (Device)": "copies, casts and fills",
     "void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>": (
-        "rotary and other elementwise"
+        "other elementwise"
     ),
     "void at::native::reduce_kernel<512, 1>": "other",
 }

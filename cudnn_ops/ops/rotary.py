@@ -1,0 +1,60 @@
+"""Rotary position embedding: the public function, fake and CPU kernels.
+
+The CUDA kernels are in ``csrc/kernels/rotary*``, the derivative in ``csrc/ops/rotary.cpp``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops.cudnn_ops
+
+
+def rotary_embedding(input: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    r"""Turns the halves of each head against each other, by an angle for each token.
+
+    .. math::
+        \mathrm{out} = x \cdot \cos + [-x_2, x_1] \cdot \sin
+
+    where :math:`x_1` and :math:`x_2` are the halves of x (Su et al., "RoFormer", equation 34, in
+    the order of GPT-NeoX and Llama). Computed in float32, one kernel each way. Differentiable in
+    the input, any number of times.
+
+    Args:
+        input: [B, H, S, D], of any strides: float16, bfloat16 or float32; on a CPU float64 too.
+        cos: [B or 1, S, D], of the input's dtype or float32.
+        sin: likewise.
+
+    Returns:
+        [B, H, S, D] of the input's dtype, in [B, S, H, D] memory.
+
+    Raises:
+        ValueError: shapes or devices that do not fit.
+        TypeError: dtypes that do not.
+        NotImplementedError: ``cos`` or ``sin`` requires a gradient.
+    """
+    return _ops.rotary_embedding.default(input, cos, sin)
+
+
+def _rotary_fake(input: Tensor, cos: Tensor, sin: Tensor, is_backward: bool) -> Tensor:
+    _ops._rotary_check.default(input, cos, sin)
+    batch, heads, tokens, size = input.shape
+    return input.new_empty((batch, tokens, heads, size)).transpose(1, 2)
+
+
+def _rotary_cpu(input: Tensor, cos: Tensor, sin: Tensor, is_backward: bool) -> Tensor:
+    out = _rotary_fake(input, cos, sin, is_backward)
+    wide = torch.promote_types(input.dtype, torch.float32)
+    x, c, s = input.to(wide), cos.to(wide).unsqueeze(1), sin.to(wide).unsqueeze(1)
+    if is_backward:
+        first, second = (x * s).chunk(2, -1)
+        turned = torch.cat([second, -first], -1)
+    else:
+        first, second = x.chunk(2, -1)
+        turned = torch.cat([-second, first], -1) * s
+    return out.copy_(x * c + turned)
+
+
+torch.library.register_fake("cudnn_ops::_rotary", _rotary_fake)
+torch.library.impl("cudnn_ops::_rotary", "CPU", _rotary_cpu)
