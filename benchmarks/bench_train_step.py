@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import cudnn_ops.nn
 from benchmarks.harness import OURS, Rows, main, step_ms
-from cudnn_ops.integrations.transformers import register
-from cudnn_ops.integrations.transformers_rotary import fuse_rotary_
+from cudnn_ops.integrations.transformers import fuse_rotary_, register
 
 CONFIG = LlamaConfig(
     num_hidden_layers=8,

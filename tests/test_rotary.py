@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 import cudnn_ops
-from cudnn_ops.integrations.transformers import register
-from cudnn_ops.integrations.transformers_rotary import fuse_rotary_
+from cudnn_ops.integrations.transformers import fuse_rotary_, register
 from tests.cases import models, sdpa
 from tests.conftest import DEVICES
 

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import cudnn_ops
+from cudnn_ops.integrations.transformers_rotary import fuse_rotary_
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -34,7 +35,7 @@ except ImportError as error:
         "install it with: pip install 'transformers>=5.17'"
     ) from error
 
-__all__ = ["CompactMask", "cudnn_ops_attention", "cudnn_ops_mask", "register"]
+__all__ = ["CompactMask", "cudnn_ops_attention", "cudnn_ops_mask", "fuse_rotary_", "register"]
 
 _NO_WINDOW = (-1, -1)
 
