@@ -231,10 +231,10 @@ TABLES = {
         "Geometric means of the other's GPU time over ours, forward / backward, bf16; "
         "torch.compile at some of the shapes. The bound is a copy of the same bytes, or torch.add.",
         "norms",
-        samples=1 / 3,
+        samples=1 / 5,
     ),
     "norms_host": Table(
-        host_overhead, "Host time of one call in µs, bf16.", "norms", samples=1 / 3
+        host_overhead, "Host time of one call in µs, bf16.", "norms", samples=1 / 5
     ),
     "train_step": Table(
         train_step,
