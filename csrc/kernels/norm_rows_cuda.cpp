@@ -7,6 +7,7 @@
 #include "norm_forward_float_images.h"
 #include "norm_forward_half_images.h"
 #include "norm_rows_call.h"
+#include "../ops/norm_problem.h"
 #include "device_kernel.h"
 
 #include <ATen/cuda/CUDAContextLight.h>
@@ -104,8 +105,7 @@ int type_index(const at::Tensor& tensor) {
 // What both directions have in common.
 NormCall call_of(const Norm& args, const Rows& input, const at::Tensor& weight) {
   NormCall call{};
-  int64_t columns = 1;
-  for (const auto& size : args.normalized_shape) columns *= size.expect_int();
+  const int64_t columns = row_size(args.normalized_shape);
   const int64_t rows = args.input.numel() / columns;
   TORCH_CHECK_VALUE(rows < INT32_MAX && columns < INT32_MAX, name_of(args),
                     ": no more than 2^31 rows, or numbers in a row; got ", rows, " of ", columns);

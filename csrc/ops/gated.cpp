@@ -4,7 +4,6 @@
 
 #include "gated.h"
 #include "autograd_node.h"
-#include "sdpa_check.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>

@@ -3,7 +3,6 @@
 // CPU and fake kernels are in cudnn_ops/ops/norm.py).
 
 #include "norm.h"
-#include "sdpa_check.h"
 
 #include <c10/core/ScalarType.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -101,8 +100,7 @@ void check_norm(const Norm& args) {
   TORCH_CHECK_VALUE(!args.residual || (args.residual->sym_sizes() == input.sym_sizes() &&
                                        args.residual->device() == input.device()),
                     name_of(args), ": residual must be of input's shape, ", input.sym_sizes(),
-                    ", on ", input.device(), "; got ",
-                    args.residual ? args.residual->sym_sizes() : c10::SymIntArrayRef());
+                    ", on ", input.device(), "; got ", args.residual->sym_sizes());
   TORCH_CHECK_TYPE(!args.residual || args.residual->scalar_type() == input.scalar_type(),
                    name_of(args), ": residual must be of input's dtype, ", input.scalar_type());
   check_parameter(args, args.weight, "weight");

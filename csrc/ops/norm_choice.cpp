@@ -11,9 +11,23 @@
 namespace cudnn_ops {
 namespace {
 
+// Where a size lies: ratios are distances. A call has little time for logarithms.
+struct Place {
+  double row_bytes, rows;
+
+  Place(int64_t row_bytes, int64_t rows)
+      : row_bytes(std::log2(static_cast<double>(row_bytes))),
+        rows(std::log2(static_cast<double>(rows))) {
+  }
+  // An engine depends on how a row is spread over threads more than on how many rows there are.
+  double distance(const Place& other) const {
+    return 2 * std::abs(row_bytes - other.row_bytes) + std::abs(rows - other.rows);
+  }
+};
+
 struct Table {
   size_t cudnn_version = 0;
-  std::vector<NormChoice> choices;
+  std::vector<std::pair<Place, NormChoice>> choices;
 };
 
 std::mutex mutex;
@@ -23,15 +37,16 @@ std::unordered_map<int, Table>& tables() {
   return *all;
 }
 
-double distance(int64_t one, int64_t other) {
-  return std::abs(std::log2(static_cast<double>(one) / static_cast<double>(other)));
-}
-
 }  // namespace
 
 void set_norm_table(int sm_version, size_t cudnn_version, std::vector<NormChoice> choices) {
+  Table table{cudnn_version, {}};
+  for (auto& choice : choices) {
+    const Place place(choice.row_bytes, choice.rows);
+    table.choices.emplace_back(place, std::move(choice));
+  }
   const std::lock_guard<std::mutex> lock(mutex);
-  tables()[sm_version] = {cudnn_version, std::move(choices)};
+  tables()[sm_version] = std::move(table);
 }
 
 NormChoice nearest_choice(int sm_version, NormPlan plan, bool is_layer, int64_t row_bytes,
@@ -44,10 +59,10 @@ NormChoice nearest_choice(int sm_version, NormPlan plan, bool is_layer, int64_t 
   }
   double least = std::numeric_limits<double>::infinity();
   const NormChoice* found = nullptr;
-  for (const auto& choice : table->second.choices) {
+  const Place wanted(row_bytes, rows);
+  for (const auto& [place, choice] : table->second.choices) {
     if (choice.plan != plan || choice.is_layer != is_layer) continue;
-    // An engine depends on how a row is spread over threads more than on how many rows there are.
-    const double far = 2 * distance(choice.row_bytes, row_bytes) + distance(choice.rows, rows);
+    const double far = place.distance(wanted);
     if (far < least) least = far, found = &choice;
   }
   return found == nullptr ? nearest : *found;
