@@ -109,37 +109,81 @@ __device__ void sum_up(float (&sums)[kSums], unsigned group, float (*scratch)[32
   }
 }
 
-// Pieces of the rows to come, each where the thread that asked for it finds it: so nobody waits for
-// another. cp.async takes 4 bytes or more; of less, rows are loaded when they are needed.
+// Rows to come, on their way through shared memory. A thread copies the pieces that it needs, so
+// that nobody waits for another. cp.async takes 4 bytes or more: where pieces are smaller the
+// threads of a row copy all 16 bytes at a time that it lies in, and wait for each other.
 template <int kBytes, int kVectors, int kStages>
 struct Pipeline {
-  static constexpr bool kIsAsync = kBytes >= 4;
-  template <int kWidth>
-  using Vector = Piece<Type, kWidth>;
+  using Vector = Piece<Type, kBytes / sizeof(Bits)>;
+  static constexpr bool kIsWhole = kBytes < 4;
 
-  static __device__ unsigned char* slot(unsigned tensors, unsigned stage, unsigned tensor, int v) {
-    extern __shared__ uint4 memory[];
-    return (unsigned char*)memory +
-           (((stage * tensors + tensor) * kVectors + v) * blockDim.x + threadIdx.x) * kBytes;
+  unsigned tensors, group, row_bytes;  // NormCall's
+
+  __device__ void load(unsigned stage, unsigned tensor, const Bits* row, unsigned vectors) const {
+    const unsigned thread = threadIdx.x % group;
+    if constexpr (kIsWhole) {
+      const auto *first = (const unsigned char*)row, *end = first + vectors * kBytes;
+      const unsigned char* from = first - (unsigned long long)first % 16;
+      unsigned char* to = whole(stage, tensor);
+      for (unsigned at = 16 * thread; from + at < end; at += 16 * group) {
+        const auto left = end - (from + at);
+        copy<16>(to + at, from + at, left < 16 ? left : 16);
+      }
+    } else {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        const unsigned at = thread + v * group;
+        if (at < vectors) copy<kBytes>(slot(stage, tensor, v), (const Vector*)row + at, kBytes);
+      }
+    }
   }
-  static __device__ void load(void* shared, const void* global) {
-    if constexpr (kBytes == 16) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                       (unsigned)__cvta_generic_to_shared(shared)),
-                   "l"(global));
-    } else if constexpr (kIsAsync) {
-      asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(
-                       (unsigned)__cvta_generic_to_shared(shared)),
-                   "l"(global), "n"(kBytes));
+  // The thread's piece of `row`, which has arrived.
+  __device__ const Vector& piece(unsigned stage, unsigned tensor, int v, const Bits* row) const {
+    if constexpr (kIsWhole) {
+      const unsigned char* first = whole(stage, tensor) + (unsigned long long)row % 16;
+      return ((const Vector*)first)[threadIdx.x % group + v * group];
+    } else {
+      return *(const Vector*)slot(stage, tensor, v);
     }
   }
   static __device__ void commit() {
-    if constexpr (kIsAsync) asm volatile("cp.async.commit_group;");
+    asm volatile("cp.async.commit_group;");
   }
   // For all but the `kStages` - 1 last that were committed.
-  static __device__ void wait() {
-    if constexpr (kIsAsync) {
-      asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
+  __device__ void wait() const {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
+    if constexpr (kIsWhole) {
+      if (group > 32) {
+        __syncthreads();
+      } else {
+        __syncwarp();
+      }
+    }
+  }
+
+ private:
+  static __device__ unsigned char* shared() {
+    extern __shared__ uint4 memory[];
+    return (unsigned char*)memory;
+  }
+  __device__ unsigned char* slot(unsigned stage, unsigned tensor, int v) const {
+    return shared() +
+           (((stage * tensors + tensor) * kVectors + v) * blockDim.x + threadIdx.x) * kBytes;
+  }
+  __device__ unsigned char* whole(unsigned stage, unsigned tensor) const {
+    const unsigned groups = blockDim.x / group;
+    return shared() +
+           ((stage * tensors + tensor) * groups + threadIdx.x / group) * row_bytes;
+  }
+  // Of fewer bytes than kSize the rest is zero.
+  template <int kSize>
+  static __device__ void copy(void* shared, const void* global, unsigned bytes) {
+    const auto to = (unsigned)__cvta_generic_to_shared(shared);
+    if constexpr (kSize == 16) {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global),
+                   "r"(bytes));
+    } else {
+      asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global), "n"(kSize));
     }
   }
 };
@@ -156,19 +200,12 @@ __device__ void forward(const NormCall& call) {
   const unsigned group = call.group, thread = threadIdx.x % group;
   const unsigned groups = blockDim.x / group, vectors = call.columns / kWidth;
   const bool has_residual = call.residual.data != nullptr;
-  const unsigned tensors = has_residual ? 2 : 1;
+  const Pipe pipe{has_residual ? 2U : 1U, group, call.row_bytes};
   const auto load = [&](unsigned first, unsigned stage) {
     const unsigned row = first + threadIdx.x / group;
-    if (Pipe::kIsAsync && row < call.rows) {
-      const auto* input = (const Vector*)row_of(call.input, row);
-      const auto* residual = has_residual ? (const Vector*)row_of(call.residual, row) : input;
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        const unsigned at = thread + v * group;
-        if (at >= vectors) continue;
-        Pipe::load(Pipe::slot(tensors, stage, 0, v), input + at);
-        if (has_residual) Pipe::load(Pipe::slot(tensors, stage, 1, v), residual + at);
-      }
+    if (row < call.rows) {
+      pipe.load(stage, 0, row_of(call.input, row), vectors);
+      if (has_residual) pipe.load(stage, 1, row_of(call.residual, row), vectors);
     }
     Pipe::commit();
   };
@@ -192,7 +229,7 @@ __device__ void forward(const NormCall& call) {
   }
   for (unsigned turn = 0; first < call.rows; first += step, ++turn) {
     load(first + (kStages - 1) * step, (turn + kStages - 1) % kStages);
-    Pipe::wait();
+    pipe.wait();
     const unsigned row = first + threadIdx.x / group, stage = turn % kStages;
     const bool is_row = row < call.rows;
     float values[kVectors][kWidth];
@@ -205,17 +242,10 @@ __device__ void forward(const NormCall& call) {
         for (int k = 0; k < kWidth; ++k) values[v][k] = 0;
         continue;
       }
-      const auto read = [&](const NormRows& rows, unsigned tensor, float (&into)[kWidth]) {
-        if constexpr (Pipe::kIsAsync) {
-          ((const Vector*)Pipe::slot(tensors, stage, tensor, v))->read(into);
-        } else {
-          ((const Vector*)row_of(rows, row))[at].read(into);
-        }
-      };
-      read(call.input, 0, values[v]);
+      pipe.piece(stage, 0, v, row_of(call.input, row)).read(values[v]);
       if (has_residual) {
         float other[kWidth];
-        read(call.residual, 1, other);
+        pipe.piece(stage, 1, v, row_of(call.residual, row)).read(other);
 #pragma unroll
         for (int k = 0; k < kWidth; ++k) values[v][k] += other[k];
         const Vector sum = Vector::of(values[v]);
@@ -327,17 +357,16 @@ __device__ void write_sums(const NormCall& call, bool is_weight,
       call.partial + (long long)((is_weight ? 0 : gridDim.x) + blockIdx.x) * call.columns;
   const bool is_last = gridDim.x == 1;
   if (groups == 1) {
+    void* to = !is_last ? partial : is_weight ? call.grad_weight : call.grad_bias;
+    if (to == nullptr) return;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const unsigned at = thread + v * group;
       if (at >= vectors) continue;
-      if (!is_last) {
-        ((Piece<Float, kWidth>*)partial)[at] = Piece<Float, kWidth>::of(sums[v]);
-      } else if (void* out = is_weight ? call.grad_weight : call.grad_bias; out == nullptr) {
-      } else if (is_weight ? call.is_weight_float : call.is_bias_float) {
-        ((Piece<Float, kWidth>*)out)[at] = Piece<Float, kWidth>::of(sums[v]);
+      if (!is_last || (is_weight ? call.is_weight_float : call.is_bias_float)) {
+        ((Piece<Float, kWidth>*)to)[at] = Piece<Float, kWidth>::of(sums[v]);
       } else {
-        ((Piece<Type, kWidth>*)out)[at] = Piece<Type, kWidth>::of(sums[v]);
+        ((Piece<Type, kWidth>*)to)[at] = Piece<Type, kWidth>::of(sums[v]);
       }
     }
     return;
@@ -378,18 +407,12 @@ __device__ void backward(const NormCall& call) {
   __shared__ float scratch[2][2][32];
   const unsigned group = call.group, thread = threadIdx.x % group;
   const unsigned groups = blockDim.x / group, vectors = call.columns / kWidth;
+  const Pipe pipe{2, group, call.row_bytes};
   const auto load = [&](unsigned first, unsigned stage) {
     const unsigned row = first + threadIdx.x / group;
-    if (Pipe::kIsAsync && row < call.rows) {
-      const auto* input = (const Vector*)row_of(call.input, row);
-      const auto* grad_out = (const Vector*)row_of(call.grad_out, row);
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        const unsigned at = thread + v * group;
-        if (at >= vectors) continue;
-        Pipe::load(Pipe::slot(2, stage, 0, v), input + at);
-        Pipe::load(Pipe::slot(2, stage, 1, v), grad_out + at);
-      }
+    if (row < call.rows) {
+      pipe.load(stage, 0, row_of(call.input, row), vectors);
+      pipe.load(stage, 1, row_of(call.grad_out, row), vectors);
     }
     Pipe::commit();
   };
@@ -424,23 +447,14 @@ __device__ void backward(const NormCall& call) {
     const bool is_row = row < call.rows;
     const float rstd = next_rstd, mean = kIsLayer ? next_mean : 0;
     load_stats(row + step);
-    Pipe::wait();
+    pipe.wait();
     // The normed input, and the gradient of it: the output's, first without the weight.
     const auto read = [&](int v, int kept) {
-      const unsigned at = thread + v * group;
-      Vector x, g;
-      if constexpr (Pipe::kIsAsync) {
-        x = *(const Vector*)Pipe::slot(2, stage, 0, v),
-        g = *(const Vector*)Pipe::slot(2, stage, 1, v);
-      } else {
-        x = ((const Vector*)row_of(call.input, row))[at];
-        g = ((const Vector*)row_of(call.grad_out, row))[at];
-      }
-      x.read(normed[kept]);
-      g.read(slopes[kept]);
+      pipe.piece(stage, 0, v, row_of(call.input, row)).read(normed[kept]);
+      pipe.piece(stage, 1, v, row_of(call.grad_out, row)).read(slopes[kept]);
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) normed[kept][k] = (normed[kept][k] - mean) * rstd;
-      if constexpr (!kKeeps) factor.read(at, weights[kept]);
+      if constexpr (!kKeeps) factor.read(thread + v * group, weights[kept]);
     };
     float sums[kIsLayer ? 2 : 1] = {};
 #pragma unroll

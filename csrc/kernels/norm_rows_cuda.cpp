@@ -102,6 +102,12 @@ int type_index(const at::Tensor& tensor) {
   return dtype == at::kHalf ? 0 : dtype == at::kBFloat16 ? 1 : 2;
 }
 
+// Of a row that is copied whole, with what lies beside it in the same 16 bytes.
+unsigned whole_row_bytes(const NormCall& call, unsigned number_bytes) {
+  constexpr unsigned kCopied = 16;
+  return (divide_up(call.columns * number_bytes, kCopied) + 1) * kCopied;
+}
+
 // What both directions have in common.
 NormCall call_of(const Norm& args, const Rows& input, const at::Tensor& weight) {
   NormCall call{};
@@ -113,6 +119,7 @@ NormCall call_of(const Norm& args, const Rows& input, const at::Tensor& weight) 
   call.weight = data_of(weight);
   call.rows = static_cast<unsigned>(rows);
   call.columns = static_cast<unsigned>(columns);
+  call.row_bytes = whole_row_bytes(call, static_cast<unsigned>(args.input.element_size()));
   call.eps = static_cast<float>(args.eps);
   call.is_layer = args.is_layer;
   call.zero_centered = args.zero_centered;
@@ -203,15 +210,22 @@ using Kernels = DeviceKernel[2][kSpreads];
 constexpr unsigned kStages = 3;
 constexpr unsigned kMaxShared = 220 << 10;
 
+// The shared memory of a block's rows of one tensor; those of pieces that cp.async cannot take are
+// copied whole.
+unsigned stage_bytes(const NormCall& call, const Spread& how) {
+  const bool is_whole = how.vectors > 0 && how.bytes < 4;
+  return is_whole ? call.row_bytes * (how.threads / how.group)
+                  : how.vectors * how.bytes * how.threads;
+}
+
 void launch_forward(NormCall& call, int type, unsigned number_bytes, uint64_t row_bits) {
   static const Kernels kernels[3] = CUDNN_OPS_TYPES(Forward, "forward");
   static const DeviceKernel any[3] = CUDNN_OPS_ANY(Forward, "norm_forward_any");
   const unsigned bytes = piece_bytes(call, number_bytes, row_bits);
   Spread how = spread(call, bytes, number_bytes, /*is_backward=*/false);
-  // cp.async takes 4 bytes or more.
-  const unsigned stages = how.bytes < 4 ? 0 : how.bytes * how.vectors > 64 ? 1 : kStages;
+  const unsigned stages = how.bytes * how.vectors > 64 ? 1 : kStages;
   const unsigned tensors = call.residual.data == nullptr ? 1 : 2;
-  const unsigned shared = stages * tensors * how.vectors * how.bytes * how.threads;
+  const unsigned shared = stages * tensors * stage_bytes(call, how);
   if (shared > kMaxShared) how = kAnyRows;
   void* argument = &call;
   if (how.vectors == 0) return any[type].launch(call.rows, 1, 512, &argument);
@@ -246,8 +260,9 @@ void launch_backward(NormCall& call, int type, unsigned number_bytes, uint64_t r
   Spread how = spread(call, bytes, number_bytes, /*is_backward=*/true);
   const bool is_wide = how.vectors == 8 && how.bytes == 16;  // nothing left for the sums
   const unsigned numbers = how.vectors * how.threads * (how.bytes / number_bytes);
-  const unsigned shared = how.bytes < 4 ? numbers * static_cast<unsigned>(sizeof(float))
-                                        : (is_wide ? 1 : kStages) * 2 * numbers * number_bytes;
+  const auto sums_bytes = numbers * static_cast<unsigned>(sizeof(float));
+  const unsigned shared =
+      std::max((is_wide ? 1 : kStages) * 2 * stage_bytes(call, how), is_wide ? 0 : sums_bytes);
   if (shared > kMaxShared) how = kAnyRows;
   at::Tensor partials;
   void* argument = &call;

@@ -2,39 +2,58 @@
 
 #include "../graph/cudnn_library.h"
 
+#include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
+#include <map>
 #include <mutex>
-#include <unordered_map>
 #include <utility>
 
 namespace cudnn_ops {
 namespace {
 
-// Where a size lies: ratios are distances. A call has little time for logarithms.
-struct Place {
-  double row_bytes, rows;
-
-  Place(int64_t row_bytes, int64_t rows)
-      : row_bytes(std::log2(static_cast<double>(row_bytes))),
-        rows(std::log2(static_cast<double>(rows))) {
-  }
-  // An engine depends on how a row is spread over threads more than on how many rows there are.
-  double distance(const Place& other) const {
-    return 2 * std::abs(row_bytes - other.row_bytes) + std::abs(rows - other.rows);
-  }
+struct Measured {
+  bool is_faster;
+  std::string engine;
 };
+using ByRows = std::map<int64_t, Measured>;
+using ByRowBytes = std::map<int64_t, ByRows>;
 
 struct Table {
   size_t cudnn_version = 0;
-  std::vector<std::pair<Place, NormChoice>> choices;
+  std::map<std::pair<NormPlan, bool>, ByRowBytes> plans;
 };
 
 std::mutex mutex;
 
-std::unordered_map<int, Table>& tables() {
-  static auto* all = new std::unordered_map<int, Table>();
+std::map<int, Table>& tables() {
+  static auto* all = new std::map<int, Table>();
   return *all;
+}
+
+// What was measured for such a plan, or null; under the lock.
+const ByRowBytes* find_sizes(int sm_version, NormPlan plan, bool is_layer) {
+  const auto table = tables().find(sm_version);
+  if (table == tables().end() || table->second.cudnn_version != graph::cudnn().version) {
+    return nullptr;
+  }
+  const auto sizes = table->second.plans.find({plan, is_layer});
+  return sizes == table->second.plans.end() ? nullptr : &sizes->second;
+}
+
+// Whether `test` holds for what is measured at `key`, or else on either side of it.
+template <class Value, class Test>
+bool holds_around(const std::map<int64_t, Value>& measured, int64_t key, const Test& test) {
+  const auto above = measured.lower_bound(key);
+  const bool is_above = above != measured.end();
+  if (is_above && !test(above->second)) return false;
+  if (above == measured.begin() || (is_above && above->first == key)) return true;
+  return test(std::prev(above)->second);
+}
+
+double distance(int64_t left, int64_t right) {
+  return std::abs(std::log2(static_cast<double>(left) / static_cast<double>(right)));
 }
 
 }  // namespace
@@ -42,30 +61,38 @@ std::unordered_map<int, Table>& tables() {
 void set_norm_table(int sm_version, size_t cudnn_version, std::vector<NormChoice> choices) {
   Table table{cudnn_version, {}};
   for (auto& choice : choices) {
-    const Place place(choice.row_bytes, choice.rows);
-    table.choices.emplace_back(place, std::move(choice));
+    table.plans[{choice.plan, choice.is_layer}][choice.row_bytes].insert_or_assign(
+        choice.rows, Measured{choice.is_faster, std::move(choice.engine)});
   }
   const std::lock_guard<std::mutex> lock(mutex);
   tables()[sm_version] = std::move(table);
 }
 
-NormChoice nearest_choice(int sm_version, NormPlan plan, bool is_layer, int64_t row_bytes,
-                          int64_t rows) {
-  NormChoice nearest{plan, is_layer, row_bytes, rows, /*is_faster=*/false, {}};
+bool is_cudnn_faster(int sm_version, NormPlan plan, bool is_layer, int64_t row_bytes,
+                     int64_t rows) {
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto table = tables().find(sm_version);
-  if (table == tables().end() || table->second.cudnn_version != graph::cudnn().version) {
-    return nearest;
-  }
+  const ByRowBytes* sizes = find_sizes(sm_version, plan, is_layer);
+  return sizes != nullptr && holds_around(*sizes, row_bytes, [&](const ByRows& by_rows) {
+           return holds_around(by_rows, rows,
+                               [](const Measured& measured) { return measured.is_faster; });
+         });
+}
+
+std::string nearest_engine(int sm_version, NormPlan plan, bool is_layer, int64_t row_bytes,
+                           int64_t rows) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const ByRowBytes* sizes = find_sizes(sm_version, plan, is_layer);
+  if (sizes == nullptr) return {};
   double least = std::numeric_limits<double>::infinity();
-  const NormChoice* found = nullptr;
-  const Place wanted(row_bytes, rows);
-  for (const auto& [place, choice] : table->second.choices) {
-    if (choice.plan != plan || choice.is_layer != is_layer) continue;
-    const double far = place.distance(wanted);
-    if (far < least) least = far, found = &choice;
+  const std::string* nearest = nullptr;
+  for (const auto& [measured_bytes, by_rows] : *sizes) {
+    for (const auto& [measured_rows, measured] : by_rows) {
+      // An engine depends on how a row is spread over threads more than on how many rows there are.
+      const double far = 2 * distance(measured_bytes, row_bytes) + distance(measured_rows, rows);
+      if (far < least) least = far, nearest = &measured.engine;
+    }
   }
-  return found == nullptr ? nearest : *found;
+  return nearest == nullptr ? std::string() : *nearest;
 }
 
 }  // namespace cudnn_ops

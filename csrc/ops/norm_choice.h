@@ -23,9 +23,13 @@ struct NormChoice {
 // Takes the place of the table that `sm_version` had; not consulted with another cuDNN loaded.
 void set_norm_table(int sm_version, size_t cudnn_version, std::vector<NormChoice> choices);
 
-// What was measured for the nearest size, by the ratios of row bytes and rows; `engine` is empty
-// and `is_faster` false where nothing was.
-NormChoice nearest_choice(int sm_version, NormPlan plan, bool is_layer, int64_t row_bytes,
-                          int64_t rows);
+// Whether cuDNN was measured to be faster at all sizes that surround this one: the row bytes
+// measured next to these on either side, and for each the numbers of rows next to this one.
+bool is_cudnn_faster(int sm_version, NormPlan plan, bool is_layer, int64_t row_bytes, int64_t rows);
+
+// The fastest of cuDNN's engines at the nearest size, by the ratios of row bytes and rows; empty
+// where nothing was measured.
+std::string nearest_engine(int sm_version, NormPlan plan, bool is_layer, int64_t row_bytes,
+                           int64_t rows);
 
 }  // namespace cudnn_ops

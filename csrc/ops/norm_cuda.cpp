@@ -124,15 +124,17 @@ bool is_exact() {
   return graph::PlanPolicy::global().policy() == graph::Policy::kExact;
 }
 
+constexpr int64_t kAlignment = 16;  // bytes, as plans want it
+
 bool is_dense(const at::Tensor& tensor) {
-  constexpr uintptr_t kAlignment = 16;  // as plans want it
   return tensor.is_contiguous() &&
-         reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kAlignment == 0;
+         reinterpret_cast<intptr_t>(tensor.const_data_ptr()) % kAlignment == 0;
 }
 
-// Whether cuDNN was measured to be faster at such a size, once its plan is there. Of less than
-// kLeastBytes the host's time is what counts, and our kernels take less of it.
-bool is_cudnn_faster(const Norm& args, NormPlan plan, const OptionalTensor& grad_out) {
+// Whether cuDNN's plan may be worth having, once the size is called often. Of less than kLeastBytes
+// the host's time is what counts, and our kernels take less of it; and for rows that do not all
+// start at kAlignment a backward engine was seen to take ten times as long as they do.
+bool is_for_cudnn(const Norm& args, NormPlan plan, const OptionalTensor& grad_out) {
   constexpr int64_t kLeastBytes = 4 << 20;
   const auto& input = args.input;
   const auto bytes = static_cast<int64_t>(input.nbytes());
@@ -144,9 +146,9 @@ bool is_cudnn_faster(const Norm& args, NormPlan plan, const OptionalTensor& grad
   const auto* properties = at::cuda::getCurrentDeviceProperties();
   const int64_t row_bytes =
       row_size(args.normalized_shape) * static_cast<int64_t>(input.element_size());
-  return nearest_choice(properties->major * 10 + properties->minor, plan, args.is_layer, row_bytes,
-                        bytes / row_bytes)
-      .is_faster;
+  return row_bytes % kAlignment == 0 &&
+         is_cudnn_faster(properties->major * 10 + properties->minor, plan, args.is_layer, row_bytes,
+                         bytes / row_bytes);
 }
 
 NormResults norm_cuda(const at::Tensor& input, const OptionalTensor& residual,
@@ -173,8 +175,8 @@ NormResults norm_cuda(const at::Tensor& input, const OptionalTensor& residual,
     run_forward({residual ? sum : input, none, normalized_shape, weight, bias, eps, is_layer,
                  zero_centered},
                 out, mean, rstd, /*is_must=*/true);
-  } else if (!is_cudnn_faster(args, with_stats ? NormPlan::kTraining : NormPlan::kInference,
-                              std::nullopt) ||
+  } else if (!is_for_cudnn(args, with_stats ? NormPlan::kTraining : NormPlan::kInference,
+                           std::nullopt) ||
              !run_forward(args, out, mean, rstd, /*is_must=*/false)) {
     norm_rows(args, out, sum, mean, rstd);
   }
@@ -202,7 +204,7 @@ NormGradients norm_backward_cuda(const at::Tensor& grad_out, const OptionalTenso
   } else if (is_exact()) {
     run_backward(args, grad_out, mean, rstd, grad_input, grad_weight, grad_bias, /*is_must=*/true);
     if (grad_sum && grad_input.defined()) grad_input.add_(*grad_sum);
-  } else if (grad_sum || !is_cudnn_faster(args, NormPlan::kBackward, grad_out) ||
+  } else if (grad_sum || !is_for_cudnn(args, NormPlan::kBackward, grad_out) ||
              !run_backward(args, grad_out, mean, rstd, grad_input, grad_weight, grad_bias,
                            /*is_must=*/false)) {
     norm_rows_backward(args, grad_out, grad_sum ? *grad_sum : at::Tensor(), mean, rstd, grad_input,

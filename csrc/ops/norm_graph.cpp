@@ -105,7 +105,7 @@ std::shared_ptr<graph::FrontendGraph> make_backward(const NormBackwardParams& pa
 std::string measured_engine(const graph::TensorDesc& input, NormPlan plan, bool is_layer,
                             const graph::Target& target) {
   const auto row_bytes = input.sizes[1] * static_cast<int64_t>(c10::elementSize(input.dtype));
-  return nearest_choice(target.sm_version(), plan, is_layer, row_bytes, input.sizes[0]).engine;
+  return nearest_engine(target.sm_version(), plan, is_layer, row_bytes, input.sizes[0]);
 }
 
 std::string forward_engine(const NormParams& params, const graph::Target& target) {
