@@ -397,8 +397,9 @@ def small_norms(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, peer
         monkeypatch.setattr(bench, name, bench_sdpa.gpu_ms)
     shapes = (bench.Shape(4, 16, "wide", compiled=True), bench.Shape(2, 64, "wide"))
     monkeypatch.setattr(bench, "SHAPES", (*shapes, bench.Shape(3, 4, "odd")))
-    for name in ("ADDED", "GATED", "HOST"):
+    for name in ("ADDED", "GATED"):
         monkeypatch.setattr(bench, name, (3, 8))
+    monkeypatch.setattr(bench, "HOST", ((3, 8),))
     monkeypatch.setattr(bench, "QK", (2, 3, 4, 8))
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr(peers, "LIGER_WIDEST", 63)
