@@ -2,8 +2,8 @@
 
 Our kernels run a norm for any number of rows; cuDNN's plans are for exactly one. A table, the file
 ``tuned/norms_sm<architecture>.json`` of the package, says for rows of some sizes and numbers which
-of the two is faster, and with which of cuDNN's engines; between them cuDNN counts as faster where it
-is at all that surround a size.
+of the two is faster, and with which of cuDNN's engines; between them cuDNN counts as faster where
+it is at all that surround a size.
 """
 
 from __future__ import annotations
