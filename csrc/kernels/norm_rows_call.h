@@ -17,7 +17,7 @@ struct NormCall {
   float* partial;                                // [weight and bias, partials, columns]
   void *grad_weight, *grad_bias;                 // null: not wanted
   unsigned rows, columns, partials;
-  unsigned group;  // threads that share a row: the block, or a power of two of one warp's
+  unsigned group;      // threads that share a row: the block, or a power of two of one warp's
   unsigned row_bytes;  // that a row takes in shared memory where it is copied whole
   float eps;
   bool is_layer, zero_centered, is_weight_float, is_bias_float;
