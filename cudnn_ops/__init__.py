@@ -18,6 +18,7 @@ from cudnn_ops.cache import (
 from cudnn_ops.known_bad import KnownBad, known_bad
 from cudnn_ops.kv_cache import CacheUsage, KVSequence, OutOfPages, PagedKVCache
 from cudnn_ops.norm_tuning import NormTiming, tune_norms
+from cudnn_ops.ops.conv import conv1d, conv2d, conv3d
 from cudnn_ops.ops.gated import geglu, swiglu
 from cudnn_ops.ops.merge import merge_attention_states
 from cudnn_ops.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -54,6 +55,9 @@ __all__ = [
     "add_rms_norm",
     "cache_clear",
     "cache_info",
+    "conv1d",
+    "conv2d",
+    "conv3d",
     "geglu",
     "known_bad",
     "layer_norm",

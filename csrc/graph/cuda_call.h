@@ -55,6 +55,9 @@ PlanPtr polymorphic_plan(const Call& call, const PlanKey& polymorphic, const Pla
 // cuDNN's reason and `call.advice`.
 PlanPtr get_plan(const Call& call, const PlanKey& key);
 
+// The same; null where cuDNN refuses.
+PlanPtr plan_or_null(const Call& call, const PlanKey& key);
+
 // For calls that something else can run, for any shape: the exact plan of a shape that is called
 // often, found or made; null until then, under another policy than kAuto, and where cuDNN refuses.
 PlanPtr often_called_plan(const Call& call, const PlanKey& key);

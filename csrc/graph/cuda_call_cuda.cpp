@@ -120,6 +120,14 @@ PlanPtr get_plan(const Call& call, const PlanKey& key) {
   }
 }
 
+PlanPtr plan_or_null(const Call& call, const PlanKey& key) {
+  try {
+    return find_or_make(call, key);
+  } catch (const NotSupported&) {
+    return nullptr;
+  }
+}
+
 PlanPtr often_called_plan(const Call& call, const PlanKey& key) {
   auto& policy = PlanPolicy::global();
   if (policy.policy() != Policy::kAuto) return nullptr;
@@ -129,12 +137,9 @@ PlanPtr often_called_plan(const Call& call, const PlanKey& key) {
     return store.is_on() && store.contains(key, live_target().gpu());
   };
   if (is_capturing() || !policy.is_due(key, is_stored)) return nullptr;
-  try {
-    return find_or_make(call, key);
-  } catch (const NotSupported&) {
-    policy.refuse(key);
-    return nullptr;
-  }
+  auto plan = plan_or_null(call, key);
+  if (plan == nullptr) policy.refuse(key);
+  return plan;
 }
 
 namespace {

@@ -28,6 +28,13 @@ class FrontendGraph : public fe::graph::Graph {
   cudnnBackendDescriptor_t plan_descriptor(int64_t index) const {
     return plans.execution_plans[index]->get_raw_desc();
   }
+  // No plan whose numbers come about in that way.
+  void refuse(fe::NumericalNote_t note) {
+    refused_.push_back(note);
+  }
+  const std::vector<fe::NumericalNote_t>& refused() const {
+    return refused_;
+  }
   // Only the plan, and not the structure of the graph: executing needs no more.
   fe::error_t serialize_plan(int64_t index, std::vector<uint8_t>& data) {
     plans.candidate = index;
@@ -49,6 +56,9 @@ class FrontendGraph : public fe::graph::Graph {
     }
     return !varpack_template.replacement_slots.empty();
   }
+
+ private:
+  std::vector<fe::NumericalNote_t> refused_;
 };
 
 inline fe::DataType_t frontend_dtype(c10::ScalarType dtype) {

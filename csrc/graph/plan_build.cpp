@@ -68,6 +68,7 @@ void list_plans(FrontendGraph& graph, const Target& target) {
   require(graph.validate());
   require(graph.build_operation_graph(target.handle()));
   require(graph.create_execution_plans({fe::HeurMode_t::A, fe::HeurMode_t::FALLBACK}));
+  graph.deselect_numeric_notes(graph.refused());
 }
 
 // Index of the plan with that engine and those knobs, or -1.

@@ -1,0 +1,55 @@
+// Convolutions with their epilogue, act(conv(input, weight) + bias + residual): what their files
+// share. See cudnn_ops/ops/conv.py for the meaning of the arguments.
+#pragma once
+
+#include "sdpa.h"
+
+#include <c10/core/SymInt.h>
+
+#include <array>
+#include <string_view>
+
+namespace cudnn_ops {
+
+enum class ConvActivation : int64_t { kNone, kRelu, kSilu, kGelu, kGeluTanh };
+
+// The arguments of a call, in the order of the schema of cudnn_ops::_conv; of two or three
+// dimensions. `padding` is that before each dimension, then that behind each.
+struct Conv {
+  const at::Tensor &input, &weight;
+  const OptionalTensor &bias, &residual;
+  c10::SymIntArrayRef stride, padding, dilation;
+  c10::SymInt groups;
+  ConvActivation activation;
+};
+
+// The output, and what the activation is of, [0] where nobody asked for it. Both have the channels
+// last in memory, as gradients of inputs have.
+using ConvResults = std::tuple<at::Tensor, at::Tensor>;
+// Of input, weight, bias and residual; [0] where they are not asked for.
+using ConvGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+// Whether the derivative of the activation is computed from what it is of, or from the output.
+inline bool needs_before(ConvActivation activation) {
+  return activation != ConvActivation::kNone && activation != ConvActivation::kRelu;
+}
+
+void check_conv(const Conv& args);
+std::vector<c10::SymInt> conv_output_sizes(const Conv& args);
+at::MemoryFormat channels_last(const at::Tensor& tensor);
+
+using ConvOp = ConvResults(const at::Tensor& input, const at::Tensor& weight,
+                           const OptionalTensor& bias, const OptionalTensor& residual,
+                           c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
+                           c10::SymIntArrayRef dilation, c10::SymInt groups, int64_t activation,
+                           bool with_before);
+// `saved` is what the activation is of, or the output: as needs_before() says.
+using ConvBackwardOp = ConvGradients(const at::Tensor& grad_out, const at::Tensor& input,
+                                     const at::Tensor& weight, const OptionalTensor& saved,
+                                     c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
+                                     c10::SymIntArrayRef dilation, c10::SymInt groups,
+                                     int64_t activation, std::array<bool, 4> output_mask);
+const c10::TypedOperatorHandle<ConvOp>& conv_op();
+const c10::TypedOperatorHandle<ConvBackwardOp>& conv_backward_op();
+
+}  // namespace cudnn_ops

@@ -1,0 +1,219 @@
+// Convolutions with their epilogue on CUDA.
+
+#include "conv_problem.h"
+
+#include "../graph/cuda_call.h"
+
+#include <ATen/cuda/EmptyTensor.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/gelu_backward.h>
+#include <ATen/ops/relu.h>
+#include <ATen/ops/silu.h>
+#include <ATen/ops/silu_backward.h>
+#include <ATen/ops/threshold_backward.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/util/SmallVector.h>
+#include <torch/library.h>
+
+#include <mutex>
+#include <unordered_map>
+
+namespace cudnn_ops {
+namespace {
+
+constexpr const char* kOp = "cudnn_ops.conv";
+constexpr const char* kAdvice = "torch.nn.functional has convolutions for the rest";
+
+at::Tensor empty(c10::IntArrayRef sizes, const at::Tensor& like,
+                 std::optional<at::MemoryFormat> format) {
+  return at::detail::empty_cuda(sizes, like.scalar_type(), like.device(), format);
+}
+
+at::Tensor none(const at::Tensor& like) {
+  return empty({0}, like, std::nullopt);
+}
+
+at::Tensor with_channels_last(const at::Tensor& tensor) {
+  const auto format = channels_last(tensor);
+  if (!tensor.is_contiguous(format)) {
+    TORCH_WARN_ONCE(kOp,
+                    ": an input or a weight does not have its channels last and is copied at every "
+                    "call; model.to(memory_format=torch.channels_last) lays them out so for good");
+  }
+  return tensor.contiguous(format);
+}
+
+// The addresses of a call, the last of which the plan writes.
+struct Pointers {
+  c10::SmallVector<void*, 8> all;
+  c10::SmallVector<graph::Call::Written, 1> written;
+
+  void read(const at::Tensor& tensor) {
+    all.push_back(const_cast<void*>(tensor.const_data_ptr()));
+  }
+  void write(const at::Tensor& tensor) {
+    written.push_back({all.size(), tensor.nbytes()});
+    all.push_back(tensor.mutable_data_ptr());
+  }
+  graph::Call call() const {
+    return {kOp, kAdvice, all, written};
+  }
+};
+
+// What a plan of that fusion was found to take; the whole epilogue until cuDNN refuses it.
+ConvFusion& known_fusion(const graph::PlanKey& key) {
+  static auto* all = new std::unordered_map<graph::PlanKey, ConvFusion, graph::PlanKeyHash>();
+  return (*all)[key];
+}
+
+struct Convolved {
+  at::Tensor out;
+  ConvFusion fusion;
+};
+
+// The convolution and as much of the epilogue as cuDNN takes in one graph.
+Convolved convolve(const Conv& args) {
+  static std::mutex mutex;
+  const at::Tensor x = with_channels_last(args.input), w = with_channels_last(args.weight);
+  const at::Tensor bias = args.bias ? args.bias->contiguous() : at::Tensor();
+  const at::Tensor residual = args.residual ? with_channels_last(*args.residual) : at::Tensor();
+  const int device = x.get_device();
+  const auto whole_key = graph::PlanKey::of(conv_params(args, ConvFusion::kAll), device);
+  ConvFusion fusion = ConvFusion::kAll;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    fusion = known_fusion(whole_key);
+  }
+  while (true) {
+    const ConvParams params = conv_params(args, fusion);
+    const at::Tensor out =
+        empty({params.out.sizes.data(), static_cast<size_t>(params.out.rank)}, x, channels_last(x));
+    Pointers pointers;
+    pointers.read(x);
+    pointers.read(w);
+    if (params.bias.rank > 0) pointers.read(bias);
+    if (params.residual.rank > 0) pointers.read(residual);
+    pointers.write(out);
+    const graph::Call call = pointers.call();
+    const auto key = graph::PlanKey::of(params, device);
+    const auto plan =
+        fusion == ConvFusion::kNone ? graph::get_plan(call, key) : graph::plan_or_null(call, key);
+    if (plan != nullptr) {
+      graph::execute(call, *plan);
+      return {out, fusion};
+    }
+    fusion = static_cast<ConvFusion>(static_cast<int64_t>(fusion) + 1);
+    const std::lock_guard<std::mutex> lock(mutex);
+    known_fusion(whole_key) = fusion;
+  }
+}
+
+at::Tensor activate(const at::Tensor& before, ConvActivation activation) {
+  switch (activation) {
+    case ConvActivation::kRelu: return at::relu(before);
+    case ConvActivation::kSilu: return at::silu(before);
+    case ConvActivation::kGelu: return at::gelu(before);
+    case ConvActivation::kGeluTanh: return at::gelu(before, "tanh");
+    default: return before;
+  }
+}
+
+// The rest of the epilogue.
+at::Tensor finish(const Conv& args, const Convolved& convolved) {
+  at::Tensor out = convolved.out;
+  if (convolved.fusion == ConvFusion::kAll) return out;
+  if (convolved.fusion == ConvFusion::kNone && args.bias) {
+    std::vector<int64_t> one(static_cast<size_t>(out.dim()), 1);
+    one[1] = -1;
+    out.add_(args.bias->view(one));
+  }
+  if (args.residual) out.add_(*args.residual);
+  return activate(out, args.activation);
+}
+
+ConvResults conv_cuda(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
+                      const OptionalTensor& residual, c10::SymIntArrayRef stride,
+                      c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, c10::SymInt groups,
+                      int64_t activation, bool with_before) {
+  const auto kind = static_cast<ConvActivation>(activation);
+  const Conv args{input, weight, bias, residual, stride, padding, dilation, groups, kind};
+  check_conv(args);
+  TORCH_CHECK_TYPE(input.scalar_type() != at::kDouble, kOp,
+                   ": input must be float16, bfloat16 or float32 on a GPU; got float64");
+  const c10::cuda::CUDAGuard device_guard(input.device());
+  graph::require_sm80(kOp, input.get_device());
+  if (input.numel() == 0) {
+    const auto sizes = conv_params(args, ConvFusion::kNone).out.sizes;
+    const at::Tensor out =
+        empty({sizes.data(), static_cast<size_t>(input.dim())}, input, channels_last(input));
+    return {out, with_before ? out.clone() : none(input)};
+  }
+  if (!with_before) return {finish(args, convolve(args)), none(input)};
+  // A graph has one result: the activation is a pass of its own.
+  const Conv linear{
+      input, weight, bias, residual, stride, padding, dilation, groups, ConvActivation::kNone};
+  const at::Tensor before = finish(linear, convolve(linear));
+  return {activate(before, kind), before};
+}
+
+at::Tensor before_activation(const at::Tensor& grad, const OptionalTensor& saved,
+                             ConvActivation activation) {
+  switch (activation) {
+    case ConvActivation::kRelu: return at::threshold_backward(grad, *saved, 0);
+    case ConvActivation::kSilu: return at::silu_backward(grad, *saved);
+    case ConvActivation::kGelu: return at::gelu_backward(grad, *saved);
+    case ConvActivation::kGeluTanh: return at::gelu_backward(grad, *saved, "tanh");
+    default: return grad;
+  }
+}
+
+// The gradient of the input or that of the weight, from that of the convolution's result.
+at::Tensor gradient(const Conv& args, const at::Tensor& grad, bool is_of_weight) {
+  const at::Tensor& like = is_of_weight ? args.weight : args.input;
+  const at::Tensor result = empty(like.sizes(), like, channels_last(like));
+  if (grad.numel() == 0) return result.zero_();
+  const at::Tensor other = with_channels_last(is_of_weight ? args.input : args.weight);
+  Pointers pointers;
+  pointers.read(other);
+  pointers.read(grad);
+  pointers.write(result);
+  const graph::Call call = pointers.call();
+  const auto key = graph::PlanKey::of(conv_backward_params(args, is_of_weight), grad.get_device());
+  graph::execute(call, *graph::get_plan(call, key));
+  // As the weight lies: autograd would copy another.
+  const bool is_last = !is_of_weight || like.is_contiguous(channels_last(like));
+  return is_last ? result : result.contiguous();
+}
+
+ConvGradients conv_backward_cuda(const at::Tensor& grad_out, const at::Tensor& input,
+                                 const at::Tensor& weight, const OptionalTensor& saved,
+                                 c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
+                                 c10::SymIntArrayRef dilation, c10::SymInt groups,
+                                 int64_t activation, std::array<bool, 4> output_mask) {
+  const c10::cuda::CUDAGuard device_guard(input.device());
+  const OptionalTensor nothing;
+  const auto kind = static_cast<ConvActivation>(activation);
+  const Conv args{input, weight, nothing, nothing, stride, padding, dilation, groups, kind};
+  const auto format = channels_last(input);
+  const at::Tensor grad =
+      before_activation(grad_out.contiguous(format), saved, kind).contiguous(format);
+  ConvGradients results{none(input), none(input), none(input), none(input)};
+  auto& [of_input, of_weight, of_bias, of_residual] = results;
+  if (output_mask[0]) of_input = gradient(args, grad, /*is_of_weight=*/false);
+  if (output_mask[1]) of_weight = gradient(args, grad, /*is_of_weight=*/true);
+  if (output_mask[2]) {
+    std::vector<int64_t> dims{0};
+    for (int64_t dim = 2; dim < grad.dim(); ++dim) dims.push_back(dim);
+    of_bias = grad.sum(dims);
+  }
+  if (output_mask[3]) of_residual = kind == ConvActivation::kNone ? grad.clone() : grad;
+  return results;
+}
+
+}  // namespace
+}  // namespace cudnn_ops
+
+TORCH_LIBRARY_IMPL(cudnn_ops, CUDA, m) {
+  m.impl("_conv", cudnn_ops::conv_cuda);
+  m.impl("_conv_backward", cudnn_ops::conv_backward_cuda);
+}

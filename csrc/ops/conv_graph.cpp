@@ -1,0 +1,100 @@
+// Convolutions with their epilogue, and their gradients, as cuDNN graphs.
+
+#include "conv_params.h"
+
+#include "../graph/frontend.h"
+#include "../graph/plan_kind.h"
+
+namespace cudnn_ops {
+namespace {
+
+namespace fe = cudnn_frontend;
+using Tensor = std::shared_ptr<fe::graph::Tensor_attributes>;
+
+// Plans take addresses in ascending uid order: this is the order that conv_cuda.cpp knows.
+enum Uid : int64_t { kInput = 1, kWeight, kBias, kResidual, kGrad, kOut };
+
+fe::PointwiseMode_t mode_of(ConvActivation activation) {
+  switch (activation) {
+    case ConvActivation::kRelu: return fe::PointwiseMode_t::RELU_FWD;
+    case ConvActivation::kSilu: return fe::PointwiseMode_t::SWISH_FWD;
+    case ConvActivation::kGelu: return fe::PointwiseMode_t::GELU_FWD;
+    case ConvActivation::kGeluTanh: return fe::PointwiseMode_t::GELU_APPROX_TANH_FWD;
+    default: return fe::PointwiseMode_t::IDENTITY;
+  }
+}
+
+template <class Attributes>
+Attributes attributes_of(const ConvGeometry& geometry, const char* name) {
+  const auto used = [&](const std::array<int64_t, 3>& numbers) {
+    return std::vector<int64_t>(numbers.begin(), numbers.begin() + geometry.dims);
+  };
+  return Attributes()
+      .set_name(name)
+      .set_pre_padding(used(geometry.before))
+      .set_post_padding(used(geometry.behind))
+      .set_stride(used(geometry.stride))
+      .set_dilation(used(geometry.dilation));
+}
+
+template <class Params>
+std::shared_ptr<graph::FrontendGraph> new_conv_graph(const Params& params,
+                                                     const graph::Target& target) {
+  auto graph = graph::new_graph(target, params.input.dtype);
+  if (params.deterministic) graph->refuse(fe::NumericalNote_t::NONDETERMINISTIC);
+  if (params.input.dtype == at::kFloat && !params.allow_tf32) {
+    graph->refuse(fe::NumericalNote_t::TENSOR_CORE);
+  }
+  return graph;
+}
+
+std::shared_ptr<graph::FrontendGraph> make_forward(const ConvParams& params,
+                                                   const graph::Target& target) {
+  const auto graph = new_conv_graph(params, target);
+  const auto pointwise = [&](const Tensor& a, const Tensor& b, fe::PointwiseMode_t mode,
+                             const char* name) {
+    const auto attributes = fe::graph::Pointwise_attributes().set_name(name).set_mode(mode);
+    return b == nullptr ? graph->pointwise(a, attributes) : graph->pointwise(a, b, attributes);
+  };
+  Tensor out =
+      graph->conv_fprop(graph::input(*graph, "input", kInput, params.input),
+                        graph::input(*graph, "weight", kWeight, params.weight),
+                        attributes_of<fe::graph::Conv_fprop_attributes>(params.geometry, "conv"));
+  if (params.bias.rank > 0) {
+    const auto bias = graph::input(*graph, "bias", kBias, params.bias);
+    out = pointwise(out, bias, fe::PointwiseMode_t::ADD, "add_bias");
+  }
+  if (params.residual.rank > 0) {
+    const auto residual = graph::input(*graph, "residual", kResidual, params.residual);
+    out = pointwise(out, residual, fe::PointwiseMode_t::ADD, "add_residual");
+  }
+  if (params.activation != ConvActivation::kNone) {
+    out = pointwise(out, nullptr, mode_of(params.activation), "activation");
+  }
+  graph::output(out, kOut, params.out);
+  return graph;
+}
+
+std::shared_ptr<graph::FrontendGraph> make_backward(const ConvBackwardParams& params,
+                                                    const graph::Target& target) {
+  const auto graph = new_conv_graph(params, target);
+  const auto grad = graph::input(*graph, "grad", kGrad, params.grad);
+  if (params.is_of_weight) {
+    const auto out = graph->conv_wgrad(
+        grad, graph::input(*graph, "input", kInput, params.input),
+        attributes_of<fe::graph::Conv_wgrad_attributes>(params.geometry, "conv_wgrad"));
+    graph::output(out, kOut, params.weight);
+  } else {
+    const auto out = graph->conv_dgrad(
+        grad, graph::input(*graph, "weight", kWeight, params.weight),
+        attributes_of<fe::graph::Conv_dgrad_attributes>(params.geometry, "conv_dgrad"));
+    graph::output(out, kOut, params.input);
+  }
+  return graph;
+}
+
+const graph::RegisterPlanKind<ConvParams, make_forward> forward_kind;
+const graph::RegisterPlanKind<ConvBackwardParams, make_backward> backward_kind;
+
+}  // namespace
+}  // namespace cudnn_ops

@@ -1,0 +1,124 @@
+#include "conv_problem.h"
+
+#include "../graph/plan_key.h"
+
+#include <ATen/Context.h>
+#include <c10/core/MemoryFormat.h>
+#include <torch/library.h>
+
+namespace cudnn_ops {
+namespace {
+
+using graph::TensorDesc;
+
+// cuDNN tells the layout by all strides, those of dimensions of size 1 too.
+TensorDesc channels_last_desc(c10::ScalarType dtype, c10::IntArrayRef sizes) {
+  const auto strides = sizes.size() == 5 ? c10::get_channels_last_strides_3d(sizes)
+                                         : c10::get_channels_last_strides_2d(sizes);
+  TensorDesc desc(dtype, sizes, strides);
+  std::copy(strides.begin(), strides.end(), desc.strides.begin());
+  return desc;
+}
+
+TensorDesc desc_of(const at::Tensor& tensor) {
+  return channels_last_desc(tensor.scalar_type(), C10_AS_INTARRAYREF_SLOW(tensor.sym_sizes()));
+}
+
+std::vector<int64_t> whole(const std::vector<c10::SymInt>& numbers) {
+  std::vector<int64_t> result;
+  for (const auto& number : numbers) result.push_back(number.expect_int());
+  return result;
+}
+
+ConvGeometry geometry_of(const Conv& args) {
+  ConvGeometry geometry;
+  geometry.dims = static_cast<int64_t>(args.stride.size());
+  for (size_t i = 0; i < args.stride.size(); ++i) {
+    geometry.stride[i] = args.stride[i].expect_int();
+    geometry.before[i] = args.padding[i].expect_int();
+    geometry.behind[i] = args.padding[args.stride.size() + i].expect_int();
+    geometry.dilation[i] = args.dilation[i].expect_int();
+  }
+  return geometry;
+}
+
+// Of other dtypes it makes no difference.
+bool allows_tf32(const at::Tensor& input) {
+  return input.scalar_type() == at::kFloat && at::globalContext().allowTF32CuDNN();
+}
+
+bool is_deterministic() {
+  return at::globalContext().deterministicCuDNN() || at::globalContext().deterministicAlgorithms();
+}
+
+std::vector<int64_t> plan_key(const at::Tensor& input, const at::Tensor& weight,
+                              const OptionalTensor& bias, const OptionalTensor& residual,
+                              c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
+                              c10::SymIntArrayRef dilation, c10::SymInt groups, int64_t activation,
+                              int64_t fusion) {
+  const Conv args{input,    weight, bias,
+                  residual, stride, padding,
+                  dilation, groups, static_cast<ConvActivation>(activation)};
+  check_conv(args);
+  return graph::PlanKey::of(conv_params(args, static_cast<ConvFusion>(fusion)), 0).words().vec();
+}
+
+std::vector<int64_t> backward_plan_key(const at::Tensor& input, const at::Tensor& weight,
+                                       c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
+                                       c10::SymIntArrayRef dilation, c10::SymInt groups,
+                                       bool is_of_weight) {
+  const OptionalTensor none;
+  const Conv args{
+      input, weight, none, none, stride, padding, dilation, groups, ConvActivation::kNone};
+  check_conv(args);
+  return graph::PlanKey::of(conv_backward_params(args, is_of_weight), 0).words().vec();
+}
+
+}  // namespace
+
+ConvParams conv_params(const Conv& args, ConvFusion fusion) {
+  ConvParams params;
+  const auto sizes = whole(conv_output_sizes(args));
+  params.input = desc_of(args.input);
+  params.weight = desc_of(args.weight);
+  params.out = channels_last_desc(args.input.scalar_type(), sizes);
+  params.geometry = geometry_of(args);
+  params.allow_tf32 = allows_tf32(args.input);
+  params.deterministic = is_deterministic();
+  if (fusion == ConvFusion::kNone) return params;
+  if (args.bias) {
+    std::vector<int64_t> one(sizes.size(), 1);
+    one[1] = sizes[1];
+    params.bias = channels_last_desc(args.input.scalar_type(), one);
+  }
+  if (fusion == ConvFusion::kBias && args.residual) return params;
+  if (args.residual) params.residual = params.out;
+  params.activation = args.activation;
+  return params;
+}
+
+ConvBackwardParams conv_backward_params(const Conv& args, bool is_of_weight) {
+  ConvBackwardParams params;
+  params.input = desc_of(args.input);
+  params.weight = desc_of(args.weight);
+  params.grad = channels_last_desc(args.input.scalar_type(), whole(conv_output_sizes(args)));
+  params.geometry = geometry_of(args);
+  params.is_of_weight = is_of_weight;
+  params.allow_tf32 = allows_tf32(args.input);
+  params.deterministic = is_deterministic();
+  return params;
+}
+
+}  // namespace cudnn_ops
+
+TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
+  m.def(
+      "_conv_plan_key(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, "
+      "SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, int activation, "
+      "int fusion) -> int[]",
+      cudnn_ops::plan_key);
+  m.def(
+      "_conv_backward_plan_key(Tensor input, Tensor weight, SymInt[] stride, SymInt[] padding, "
+      "SymInt[] dilation, SymInt groups, bool is_of_weight) -> int[]",
+      cudnn_ops::backward_plan_key);
+}

@@ -1,0 +1,167 @@
+"""Convolutions: results and gradients, epilogues, layouts, compile, autocast, mistakes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import cudnn_ops
+from tests.cases import conv as cases
+from tests.cases.conv import ConvCase
+from tests.conftest import DEVICES
+
+_ops = torch.ops.cudnn_ops
+PLAIN = ConvCase(2, 8, 16, (9, 7), (3, 3), (1, 1), (1, 1), (1, 1))
+FULL = ConvCase(2, 8, 16, (9, 7), (3, 2), (2, 1), (1, 2), (1, 2), 2, "silu", residual=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("block", range(10))
+def test_any_geometry(block, device, poisoned):
+    rng = random.Random(6000 + block)
+    wrong = []
+    for seed in range(50 if device == "cuda" else 12):
+        case = cases.draw(rng)
+        dtype = rng.choice([torch.float16, torch.bfloat16, torch.float32])
+        try:
+            cases.check(case, cases.make(case, dtype, device, seed))
+        except AssertionError as error:
+            wrong.append(f"{dtype} {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("activation", cases.ACTIVATIONS)
+@pytest.mark.parametrize("residual", [False, True])
+def test_epilogues(activation, residual, device, poisoned):
+    case = ConvCase(
+        4, 32, 64, (14, 14), (3, 3), (1, 1), (1, 1), (1, 1), 1, activation, residual=residual
+    )
+    for dtype in (torch.bfloat16, torch.float32):
+        cases.check(case, cases.make(case, dtype, device, seed=1))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", [(32, 32), (37, 40)])
+def test_patches(size, device, poisoned):
+    """Kernels side by side on three channels; what is left over at the border is not used."""
+    for activation in ("none", "gelu"):
+        case = ConvCase(2, 3, 24, size, (8, 8), (8, 8), (0, 0), (1, 1), 1, activation)
+        for channels_last in (False, True):
+            case = ConvCase(**{**vars(case), "channels_last": channels_last})
+            cases.check(case, cases.make(case, torch.bfloat16, device, seed=2))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_channels_come_last(device):
+    t = cases.make(PLAIN, torch.float32, device, seed=3)
+    for x in (t.input, t.input.detach().contiguous().requires_grad_()):
+        out = cases.run(PLAIN, cases.Tensors(x, t.weight, t.bias, None, t.grad_out))
+        assert out.is_contiguous(memory_format=torch.channels_last)
+        (grad,) = torch.autograd.grad(out, x, t.grad_out)
+        assert grad.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_image_without_a_batch(device):
+    t = cases.make(PLAIN, torch.float32, device, seed=4)
+    out = cudnn_ops.conv2d(t.input[0], t.weight, t.bias, 1, 1, activation="relu")
+    torch.testing.assert_close(out, F.relu(F.conv2d(t.input[0], t.weight, t.bias, 1, 1)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_empty_batch(device):
+    x = torch.empty(0, 8, 5, 5, device=device, requires_grad=True)
+    weight = torch.ones(4, 8, 3, 3, device=device, requires_grad=True)
+    out = cudnn_ops.conv2d(x, weight, activation="silu")
+    assert out.shape == (0, 4, 3, 3)
+    grad_x, grad_weight = torch.autograd.grad(out.sum(), (x, weight))
+    assert grad_x.shape == x.shape
+    assert not grad_weight.any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", [PLAIN, FULL], ids=str)
+def test_opcheck(case, device):
+    t = cases.make(case, torch.float32, device, seed=5)
+    activation = cases.ACTIVATIONS.index(case.activation)
+    geometry = (case.stride, (*case.padding, *case.padding), case.dilation, case.groups)
+    arguments = (t.input, t.weight, t.bias, t.residual, *geometry, activation)
+    for with_before in (False, True):
+        torch.library.opcheck(_ops._conv.default, (*arguments, with_before))
+    _, before = _ops._conv(*arguments, True)
+    saved = before.detach() if activation else None
+    detached = (t.grad_out, t.input.detach(), t.weight.detach(), saved)
+    mask = (True, True, True, activation > 0)
+    torch.library.opcheck(_ops._conv_backward.default, (*detached, *geometry, activation, mask))
+    torch.library.opcheck(
+        _ops.conv2d.default,
+        (t.input, t.weight, t.bias, case.stride, case.padding, case.dilation, case.groups),
+        {"activation": case.activation, "residual": t.residual},
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_without_a_break_for_any_batch(device):
+    torch._dynamo.reset()
+
+    def step(x, weight, bias):
+        return cudnn_ops.conv2d(x * 2, weight, bias, padding="same", activation="gelu")
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+    for batch in (2, 3):
+        t = cases.make(ConvCase(**{**vars(PLAIN), "batch": batch}), torch.float32, device, 6)
+        for function in (compiled, step):
+            out = function(t.input, t.weight, t.bias)
+            grads = torch.autograd.grad(out, list(t.differentiable.values()), t.grad_out)
+            if function is compiled:
+                found = (out, *grads)
+        torch.testing.assert_close(found, (out, *grads), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast_is_that_of_torch(device):
+    t = cases.make(PLAIN, torch.float32, device, seed=7)
+    with torch.autocast(device, torch.bfloat16):
+        mine = cudnn_ops.conv2d(t.input, t.weight, t.bias, padding="same")
+        other = F.conv2d(t.input, t.weight, t.bias, padding="same")
+    assert mine.dtype == other.dtype == torch.bfloat16
+    torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"activation": "tanh"}, ValueError, 'activation must be "none", "relu"'),
+        ({"padding": "full"}, ValueError, 'padding must be whole numbers, "same" or "valid"'),
+        ({"padding": "same", "stride": 2}, ValueError, '"same" needs a stride of 1'),
+        ({"padding": (1, 1, 1)}, ValueError, "padding must have 1 or 2 numbers"),
+        ({"groups": 3}, ValueError, "with 3 groups does not fit an input of 8 channels"),
+        ({"bias": torch.ones(3)}, ValueError, r"bias must be \[16\]"),
+        ({"residual": torch.ones(2, 16, 9, 9)}, ValueError, "residual must be like the output"),
+        ({"input": torch.ones(2, 8, 2, 2)}, ValueError, "larger than the padded input"),
+        ({"input": torch.ones(8)}, ValueError, "input must have 4 dimensions"),
+        ({"weight": torch.ones(16, 8, 3, 3).half()}, TypeError, "must be of one dtype"),
+    ],
+    ids=str,
+)
+def test_bad_input(change, error, match, device):
+    arguments = {"input": torch.ones(2, 8, 9, 7), "weight": torch.ones(16, 8, 3, 3), **change}
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            arguments[name] = value.to(device)
+    with pytest.raises(error, match=match):
+        cudnn_ops.conv2d(**arguments)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_second_derivative_is_refused(device):
+    t = cases.make(PLAIN, torch.float32, device, seed=8)
+    out = cases.run(PLAIN, t)
+    (grad,) = torch.autograd.grad(out.square().sum(), t.input, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward of a convolution"):
+        grad.sum().backward()
