@@ -21,10 +21,13 @@ import torch
 from torch import Tensor
 
 from cudnn_ops import _C
+from cudnn_ops.ops.conv import ACTIVATIONS, output_size, same_padding
 from cudnn_ops.ops.paged import KVLayout, is_head_major
 
 #: The names of the norms' plans.
 NORMS = ("rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward")
+#: Convolutions, and their two gradients, by the number of dimensions.
+CONVS = {f"conv{dims}d{step}": dims for step in ("", "_backward") for dims in (1, 2, 3)}
 
 #: What describes a tensor: a tensor (its data are not read), or its shape and dtype, or its
 #: shape, dtype and strides. Without strides it is contiguous.
@@ -81,7 +84,8 @@ def explain(
     Args:
         op: ``"sdpa"``, or ``"sdpa_backward"`` for its derivative (the deterministic one under
             ``torch.use_deterministic_algorithms(True)``); ``"paged_attention"``; or one of
-            :data:`NORMS`.
+            :data:`NORMS`; or one of :data:`CONVS`, where a backward is supported if cuDNN takes
+            both gradients.
         q: the query, or the input of a norm: a tensor, ``(shape, dtype)`` or
             ``(shape, dtype, strides)``, a query with shape [batch, heads, length, head size], and
             strides in elements.
@@ -99,17 +103,25 @@ def explain(
             caches, as in :func:`cudnn_ops.paged_attention`: ``page_table`` may be its shape, and
             ``cu_seqlens_q`` and ``sinks`` True. For a norm ``normalized_shape`` (None: the last
             dimension), ``weight`` and ``bias`` (True, or a dtype), ``zero_centered``, and
-            ``with_stats`` for the forward that a backward follows.
+            ``with_stats`` for the forward that a backward follows. For a convolution, where ``q``
+            is the input and ``k`` the weight, ``stride``, ``padding``, ``dilation``, ``groups``
+            and ``activation`` as in :func:`cudnn_ops.conv2d`, ``bias`` and ``residual`` (True);
+            ``reason`` then says where cuDNN does not take the whole epilogue and what runs instead.
 
     Raises:
         ValueError: an unknown op or device; shapes that do not fit each other.
         RuntimeError: no libcudnn can be loaded, or no GPU is there for ``"current"``.
     """
-    words, refusal = plan_key(op, q, k, v, with_lse=with_lse, polymorphic=polymorphic, **options)
     description = prepare(device)
-    supported, reason, engine, workspace = False, refusal, "", 0
-    if not refusal:
-        supported, reason, engine, workspace = _C.make_plan(words, description)
+    if op in CONVS:
+        supported, reason, engine, workspace = _explain_conv(op, q, k, description, **options)
+    else:
+        words, refusal = plan_key(
+            op, q, k, v, with_lse=with_lse, polymorphic=polymorphic, **options
+        )
+        supported, reason, engine, workspace = False, refusal, "", 0
+        if not refusal:
+            supported, reason, engine, workspace = _C.make_plan(words, description)
     if description == "current":
         name = torch.cuda.get_device_name()
     else:
@@ -141,7 +153,7 @@ def plan_key(
     if op in NORMS:
         return norm_plan_key(op, q, **options), ""
     if op not in ("sdpa", "sdpa_backward"):
-        known = ("sdpa", "sdpa_backward", "paged_attention", *NORMS)
+        known = ("sdpa", "sdpa_backward", "paged_attention", *NORMS, *CONVS)
         raise ValueError(f"op is one of {', '.join(known)}, got {op!r}")
     query, key, value = meta_tensors(q, k, v)
     if options.get("attn_mask") is not None:
@@ -204,6 +216,82 @@ def _paged_plan_key(
         head_major=is_head_major(kv_layout),
         **options,
     )
+
+
+#: What runs in one graph, by csrc/ops/conv_problem.h's ConvFusion.
+_FUSIONS = ("all", "the convolution and its bias", "the convolution")
+
+
+def _explain_conv(
+    op: str, input: TensorSpec, weight: TensorSpec | None, description: str, **options: Any
+) -> tuple[bool, str, str, int]:
+    if op.endswith("_backward"):
+        keys = conv_plan_keys(op, input, weight, **options)
+        of_input, of_weight = answers = [_C.make_plan(words, description) for words in keys]
+        return (
+            of_input[0] and of_weight[0],
+            "; ".join(answer[1] for answer in answers if answer[1]),
+            f"{of_input[2]}, {of_weight[2]}",
+            max(of_input[3], of_weight[3]),
+        )
+    refusal = ""
+    for fusion, words in zip(_FUSIONS, conv_plan_keys(op, input, weight, **options), strict=True):
+        supported, reason, engine, workspace = _C.make_plan(words, description)
+        if supported and refusal:
+            reason = f"only {fusion} in one graph, the rest by torch's operators: {refusal}"
+        if supported:
+            break
+        refusal = refusal or reason
+    return supported, reason, engine, workspace
+
+
+def conv_plan_keys(
+    op: str,
+    input: TensorSpec,
+    weight: TensorSpec | None,
+    *,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    activation: str = "none",
+    bias: bool = False,
+    residual: bool = False,
+) -> list[Sequence[int]]:
+    """The keys of the plans of one of :data:`CONVS`: for less and less fused, or both gradients."""
+    if weight is None:
+        raise ValueError(f"{op} needs k, the weight")
+    dims = CONVS[op]
+    x, w = _meta_tensor(input, "q"), _meta_tensor(weight, "k")
+    steps, reach = _numbers(stride, dims), _numbers(dilation, dims)
+    pads = same_padding(w, reach) if padding == "same" else _conv_padding(padding, dims)
+    if dims == 1:  # as one row of an image
+        x, w, steps, reach = x.unsqueeze(2), w.unsqueeze(2), [1, *steps], [1, *reach]
+        pads = [0, pads[0], 0, pads[1]]
+    geometry = (steps, pads, reach, groups)
+    if op.endswith("_backward"):
+        key = torch.ops.cudnn_ops._conv_backward_plan_key
+        return [key(x, w, *geometry, is_of_weight) for is_of_weight in (False, True)]
+    size = output_size(x, w, steps, pads, reach)
+    added = (
+        x.new_empty(w.shape[:1]) if bias else None,
+        x.new_empty(size) if residual else None,
+    )
+    number = ACTIVATIONS.index(activation)
+    key = torch.ops.cudnn_ops._conv_plan_key
+    return [key(x, w, *added, *geometry, number, fusion) for fusion in range(len(_FUSIONS))]
+
+
+def _numbers(numbers: int | Sequence[int], dims: int) -> list[int]:
+    return [numbers] * dims if isinstance(numbers, int) else list(numbers)
+
+
+def _conv_padding(padding: int | Sequence[int] | str, dims: int) -> list[int]:
+    if isinstance(padding, str):
+        if padding != "valid":
+            raise ValueError(f'padding is whole numbers, "same" or "valid", got {padding!r}')
+        return [0] * 2 * dims
+    return _numbers(padding, dims) * 2
 
 
 def norm_plan_key(

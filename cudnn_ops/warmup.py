@@ -51,7 +51,7 @@ class WarmupReport(NamedTuple):
 
 
 def plan_requests(
-    op: Literal["sdpa", "paged_attention", "rms_norm", "layer_norm"],
+    op: Literal["sdpa", "paged_attention", "rms_norm", "layer_norm", "conv1d", "conv2d", "conv3d"],
     q: support.TensorSpec,
     k: support.TensorSpec | None = None,
     v: support.TensorSpec | None = None,
@@ -65,10 +65,10 @@ def plan_requests(
     Args:
         op: ``"sdpa"``, or ``"paged_attention"``: of it one plan serves other lengths and smaller
             batches too, so ``training`` and ``plans`` do not matter. Or ``"rms_norm"`` or
-            ``"layer_norm"``, whose plans are all exact.
+            ``"layer_norm"``, or ``"conv1d"`` to ``"conv3d"``, whose plans are all exact.
         q: the query or the norm's input, as :func:`cudnn_ops.support.explain` takes it: a tensor,
             ``(shape, dtype)`` or ``(shape, dtype, strides)``.
-        k: the key; None stands for one like the query.
+        k: the key; None stands for one like the query. Of a convolution the weight.
         v: the value; None stands for one like the key.
         training: the forward that a gradient follows, and the backward; else the forward alone.
         plans: those of exactly these shapes, the polymorphic ones that serve them and others, or
@@ -85,13 +85,12 @@ def plan_requests(
         )
         return [PlanRequest(tuple(words))]
     if op in ("rms_norm", "layer_norm"):
-        keys = [support.norm_plan_key(op, q, with_stats=training, **options)]
-        if training:
-            options.pop("bias", None)  # its gradient comes with the rest
-            keys.append(support.norm_plan_key(f"{op}_backward", q, **options))
-        return [PlanRequest(tuple(key)) for key in keys]
+        return _norm_requests(op, q, training, options)
+    if op in ("conv1d", "conv2d", "conv3d"):
+        return _conv_requests(op, q, k, training, options)
     if op != "sdpa":
-        raise ValueError(f'op is "sdpa", "paged_attention", "rms_norm" or "layer_norm", got {op!r}')
+        known = ("sdpa", "paged_attention", "rms_norm", "layer_norm", "conv1d", "conv2d", "conv3d")
+        raise ValueError(f"op is one of {', '.join(known)}, got {op!r}")
     if plans is None:
         policy = plan_policy()
         plans = "both" if policy == "auto" else policy
@@ -110,6 +109,31 @@ def plan_requests(
             if words:
                 requests.append(PlanRequest(tuple(words)))
     return requests
+
+
+def _norm_requests(
+    op: str, input: support.TensorSpec, training: bool, options: dict[str, Any]
+) -> list[PlanRequest]:
+    keys = [support.norm_plan_key(op, input, with_stats=training, **options)]
+    if training:
+        options.pop("bias", None)  # its gradient comes with the rest
+        keys.append(support.norm_plan_key(f"{op}_backward", input, **options))
+    return [PlanRequest(tuple(key)) for key in keys]
+
+
+def _conv_requests(
+    op: str,
+    input: support.TensorSpec,
+    weight: support.TensorSpec | None,
+    training: bool,
+    options: dict[str, Any],
+) -> list[PlanRequest]:
+    if training and options.get("activation", "none") not in ("none", "relu"):
+        options["activation"] = "none"  # the backward needs what it is of: a pass of its own
+    keys = support.conv_plan_keys(op, input, weight, **options)[:1]
+    if training:
+        keys += support.conv_plan_keys(f"{op}_backward", input, weight, **options)
+    return [PlanRequest(tuple(key)) for key in keys]
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 import cudnn_ops
+from cudnn_ops import _C, plan_requests, warmup
 from tests.cases import conv as cases
 from tests.cases.conv import ConvCase
 from tests.conftest import DEVICES
@@ -165,3 +166,62 @@ def test_a_second_derivative_is_refused(device):
     (grad,) = torch.autograd.grad(out.square().sum(), t.input, create_graph=True)
     with pytest.raises(RuntimeError, match="double backward of a convolution"):
         grad.sum().backward()
+
+
+def test_requests_name_the_plans():
+    image, weight = ((2, 8, 9, 7), torch.half), ((16, 8, 3, 3), torch.half)
+    requests = plan_requests("conv2d", image, weight, bias=True, activation="silu", padding="same")
+    assert [request.op for request in requests] == ["conv", "conv_backward", "conv_backward"]
+    (alone,) = plan_requests("conv2d", image, weight, training=False)
+    assert alone.op == "conv"
+
+
+@pytest.mark.gpu
+def test_warmed_up_a_call_builds_nothing(fresh_cache):
+    case = ConvCase(2, 8, 16, (9, 7), (3, 3), (1, 1), "same", (1, 1), activation="silu")
+    t = cases.make(case, torch.bfloat16, "cuda", seed=9)
+    options = {"bias": True, "activation": "silu", "padding": "same"}
+    image, weight = ((tensor.shape, tensor.dtype) for tensor in (t.input, t.weight))
+    assert not warmup(plan_requests("conv2d", image, weight, **options), progress=False).refused
+    before = cudnn_ops.cache_info()
+    cases.check(case, t)
+    after = cudnn_ops.cache_info()
+    assert (after.builds, after.loads) == (before.builds, before.loads)
+
+
+@pytest.mark.gpu
+def test_torch_s_benchmark_flag_measures_engines(fresh_cache):
+    t = cases.make(PLAIN, torch.bfloat16, "cuda", seed=10)
+    _C.take_measurements()
+    torch.backends.cudnn.benchmark = True
+    try:
+        cases.check(PLAIN, t)
+    finally:
+        torch.backends.cudnn.benchmark = False
+    # The forward and both gradients.
+    assert len([words for words, engines in _C.take_measurements() if engines]) == 3
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_is_replayed():
+    t = cases.make(PLAIN, torch.bfloat16, "cuda", seed=11)
+    with torch.no_grad():
+        expected = cases.run(PLAIN, t).clone()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = cases.run(PLAIN, t)
+        out.fill_(torch.nan)
+        graph.replay()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+def test_a_copy_is_said():
+    x = torch.ones(1, 8, 6, 6, device="cuda", dtype=torch.bfloat16)
+    weight = torch.ones(8, 8, 3, 3, device="cuda", dtype=torch.bfloat16)
+    torch._C._set_warnAlways(True)
+    try:
+        with pytest.warns(UserWarning, match="does not have its channels last and is copied"):
+            cudnn_ops.conv2d(x, weight)
+    finally:
+        torch._C._set_warnAlways(False)

@@ -34,6 +34,7 @@ struct Call {
   // All that the plan writes: engines are timed on other memory. Empty for a polymorphic plan,
   // whose engine is cuDNN's choice: the best for these lengths may be the worst for others.
   c10::ArrayRef<Written> written;
+  bool wants_autotune = false;  // whatever the policy says
 };
 
 using PlanPtr = std::shared_ptr<const Plan>;

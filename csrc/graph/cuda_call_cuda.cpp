@@ -49,7 +49,8 @@ PlanPtr make(const Call& call, const PlanKey& key) {
               "is captured; call the operator once with them before the capture, or build their "
               "plans with cudnn_ops.warmup");
   const Autotune autotune = PlanPolicy::global().autotune();
-  if (autotune == Autotune::kOff || call.written.empty()) return make_plan(key, live_target());
+  const bool is_off = autotune == Autotune::kOff && !call.wants_autotune;
+  if (is_off || call.written.empty()) return make_plan(key, live_target());
   return make_measured_plan(
       key, live_target(), /*again=*/autotune == Autotune::kAlways,
       [&](const std::vector<PlanPtr>& plans) { return time_plans(call, plans); });

@@ -1,6 +1,7 @@
 // Gated activations, act(gate) * up, and their gradients. Compiled when the package is built
 // (cmake/compile_kernels.py); gated_cuda.cpp launches it, with a struct alike.
 
+#include "activation.cuh"
 #include "number.cuh"
 
 // Tensors of rows; strides in elements, from row to row.
@@ -10,29 +11,6 @@ struct Gated {
   long long gate_stride, up_stride, grad_stride, out_stride;
   long long pieces;  // in all rows, each of the kernel's vector width
   unsigned pieces_per_row;
-};
-
-// The value and the slope.
-struct Silu {
-  static __device__ float2 of(float x) {
-    const float s = 1 / (1 + expf(-x));
-    return {x * s, s * (1 + x * (1 - s))};
-  }
-};
-
-struct Gelu {
-  static __device__ float2 of(float x) {
-    const float below = 0.5f * (1 + erff(x * 0.70710678118654752f));
-    return {x * below, below + x * 0.39894228040143268f * expf(-0.5f * x * x)};
-  }
-};
-
-struct GeluTanh {
-  static __device__ float2 of(float x) {
-    const float a = 0.79788456080286536f, b = 0.044715f;
-    const float t = tanhf(a * (x + b * x * x * x));
-    return {0.5f * x * (1 + t), 0.5f * (1 + t) + 0.5f * x * (1 - t * t) * a * (1 + 3 * b * x * x)};
-  }
 };
 
 template <class Type, class Activation, int kWidth, bool kBackward>

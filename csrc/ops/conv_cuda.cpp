@@ -3,14 +3,13 @@
 #include "conv_problem.h"
 
 #include "../graph/cuda_call.h"
+#include "../kernels/conv_epilogue.h"
 
+#include <ATen/Context.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/gelu.h>
-#include <ATen/ops/gelu_backward.h>
 #include <ATen/ops/relu.h>
 #include <ATen/ops/silu.h>
-#include <ATen/ops/silu_backward.h>
-#include <ATen/ops/threshold_backward.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/util/SmallVector.h>
 #include <torch/library.h>
@@ -56,7 +55,7 @@ struct Pointers {
     all.push_back(tensor.mutable_data_ptr());
   }
   graph::Call call() const {
-    return {kOp, kAdvice, all, written};
+    return {kOp, kAdvice, all, written, at::globalContext().benchmarkCuDNN()};
   }
 };
 
@@ -156,17 +155,6 @@ ConvResults conv_cuda(const at::Tensor& input, const at::Tensor& weight, const O
   return {activate(before, kind), before};
 }
 
-at::Tensor before_activation(const at::Tensor& grad, const OptionalTensor& saved,
-                             ConvActivation activation) {
-  switch (activation) {
-    case ConvActivation::kRelu: return at::threshold_backward(grad, *saved, 0);
-    case ConvActivation::kSilu: return at::silu_backward(grad, *saved);
-    case ConvActivation::kGelu: return at::gelu_backward(grad, *saved);
-    case ConvActivation::kGeluTanh: return at::gelu_backward(grad, *saved, "tanh");
-    default: return grad;
-  }
-}
-
 // The gradient of the input or that of the weight, from that of the convolution's result.
 at::Tensor gradient(const Conv& args, const at::Tensor& grad, bool is_of_weight) {
   const at::Tensor& like = is_of_weight ? args.weight : args.input;
@@ -195,18 +183,21 @@ ConvGradients conv_backward_cuda(const at::Tensor& grad_out, const at::Tensor& i
   const auto kind = static_cast<ConvActivation>(activation);
   const Conv args{input, weight, nothing, nothing, stride, padding, dilation, groups, kind};
   const auto format = channels_last(input);
-  const at::Tensor grad =
-      before_activation(grad_out.contiguous(format), saved, kind).contiguous(format);
+  const at::Tensor of_out = grad_out.contiguous(format);
+  const bool is_linear = kind == ConvActivation::kNone;
+  const at::Tensor grad = is_linear ? of_out : empty(of_out.sizes(), of_out, format);
   ConvGradients results{none(input), none(input), none(input), none(input)};
   auto& [of_input, of_weight, of_bias, of_residual] = results;
+  if (output_mask[2]) of_bias = empty({weight.size(0)}, input, std::nullopt);
+  if (grad.numel() == 0) {
+    of_bias.zero_();
+  } else if (output_mask[2] || !is_linear) {
+    conv_epilogue_backward(of_out, saved, kind, is_linear ? at::Tensor() : grad,
+                           output_mask[2] ? of_bias : at::Tensor());
+  }
   if (output_mask[0]) of_input = gradient(args, grad, /*is_of_weight=*/false);
   if (output_mask[1]) of_weight = gradient(args, grad, /*is_of_weight=*/true);
-  if (output_mask[2]) {
-    std::vector<int64_t> dims{0};
-    for (int64_t dim = 2; dim < grad.dim(); ++dim) dims.push_back(dim);
-    of_bias = grad.sum(dims);
-  }
-  if (output_mask[3]) of_residual = kind == ConvActivation::kNone ? grad.clone() : grad;
+  if (output_mask[3]) of_residual = is_linear ? grad.clone() : grad;
   return results;
 }
 

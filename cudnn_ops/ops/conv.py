@@ -17,7 +17,7 @@ _ops = torch.ops.cudnn_ops
 Activation = Literal["none", "relu", "silu", "gelu", "gelu_tanh"]
 Padding = int | Sequence[int] | Literal["same", "valid"]
 #: In the order in which C++ counts them.
-_ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
+ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
 
 
 def conv2d(
@@ -148,13 +148,14 @@ def _format(tensor: Tensor) -> torch.memory_format:
     return torch.channels_last_3d if tensor.dim() == 5 else torch.channels_last
 
 
-def _output_size(
+def output_size(
     input: Tensor,
     weight: Tensor,
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> list[int]:
+    """Of the result; ``padding`` before each dimension, then behind each."""
     dims = len(stride)
     size = [input.shape[0], weight.shape[0]]
     for i in range(dims):
@@ -162,6 +163,12 @@ def _output_size(
         room = input.shape[2 + i] + padding[i] + padding[dims + i] - reach
         size.append(room // stride[i] + 1)
     return size
+
+
+def same_padding(weight: Tensor, dilation: Sequence[int]) -> list[int]:
+    """What keeps the size: one more behind than before where the number is odd."""
+    total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+    return [n // 2 for n in total] + [n - n // 2 for n in total]
 
 
 def _conv_fake(
@@ -179,7 +186,7 @@ def _conv_fake(
     _ops._conv_check.default(
         input, weight, bias, residual, stride, padding, dilation, groups, activation
     )
-    size = _output_size(input, weight, stride, padding, dilation)
+    size = output_size(input, weight, stride, padding, dilation)
 
     def result() -> Tensor:
         return torch.empty(

@@ -1,0 +1,173 @@
+"""Convolutions with their epilogue fused, beside the bare convolution: GPU time.
+
+bf16, channels last, torch.backends.cudnn.benchmark on: torch picks its engines by measuring, and so
+do we. The forward without a gradient, and a training step's backward; then patch embedding.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import cudnn_ops
+from benchmarks.harness import OURS, Functions, Rows, gpu_ms, main
+from cudnn_ops.ops.conv import Activation
+
+# Of two results, as a share of the first one's norm.
+TOLERANCE = 2e-2
+BARE = "conv alone"
+
+
+class Shape(NamedTuple):
+    batch: int
+    channels: int
+    size: int
+    out_channels: int
+    kernel: int
+    stride: int
+    padding: int
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self))
+
+
+class Epilogue(NamedTuple):
+    name: str
+    activation: Activation
+    has_residual: bool = False
+
+
+SHAPES = (
+    Shape(32, 64, 56, 64, 3, 1, 1),
+    Shape(32, 256, 56, 64, 1, 1, 0),
+    Shape(32, 128, 28, 128, 3, 1, 1),
+    Shape(32, 512, 7, 512, 3, 1, 1),
+    Shape(32, 256, 14, 1024, 1, 1, 0),
+)
+EPILOGUES = (
+    Epilogue("bias + relu", "relu"),
+    Epilogue("bias + silu", "silu"),
+    Epilogue("bias + residual + relu", "relu", has_residual=True),
+)
+PATCHES = Shape(64, 3, 224, 768, 16, 16, 0)
+
+
+def run(rows: Rows, rounds: int) -> None:
+    rounds = max(rounds // 3, 1)
+    torch.backends.cudnn.benchmark = True
+    torch.manual_seed(0)
+    for shape in SHAPES:
+        for epilogue in EPILOGUES:
+            measure(f"{shape} {epilogue.name}", shape, epilogue, rows, rounds)
+    measure(f"{PATCHES} patches", PATCHES, Epilogue("bias", "none"), rows, rounds)
+
+
+def measure(case: str, shape: Shape, epilogue: Epilogue, rows: Rows, rounds: int) -> None:
+    """Check every implementation against ours, then add the rows."""
+    leaves, bare = tensors(shape, epilogue.has_residual)
+    geometry = {"stride": shape.stride, "padding": shape.padding}
+    eager = partial(by_torch, epilogue.activation, geometry)
+    torch._dynamo.reset()  # one function's shapes would run into its limit of recompilations
+    functions: dict[str, Callable[..., Tensor]] = {
+        OURS: partial(ours, epilogue.activation, geometry),
+        "eager": eager,
+        "compile": torch.compile(eager, dynamic=False),
+    }
+    with torch.no_grad():
+        forward: dict[str, Callable[[], object]] = {
+            name: partial(function, *leaves) for name, function in functions.items()
+        }
+        verify(case, {name: [function(*leaves)] for name, function in functions.items()})
+        forward[BARE] = partial(F.conv2d, *bare, **geometry)
+        add(f"{case} fwd", forward, rows, rounds)
+    wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    outs = {name: function(*leaves) for name, function in functions.items()}
+    grad = torch.randn_like(outs["eager"])
+    backward: dict[str, Callable[[], tuple[Tensor, ...]]] = {
+        name: partial(torch.autograd.grad, out, wanted, grad, retain_graph=True)
+        for name, out in outs.items()
+        if name != "compile"  # which frees what it saved
+    }
+    verify(case, {name: list(function()) for name, function in backward.items()})
+    add(f"{case} bwd", backward, rows, rounds)
+
+
+def tensors(
+    shape: Shape, has_residual: bool
+) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, Tensor]]:
+    """Input, weight, bias and residual, all with their channels last; and the first two alone."""
+
+    def draw(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, dtype=torch.bfloat16, device="cuda")
+
+    def image(*sizes: int) -> Tensor:
+        return draw(*sizes).contiguous(memory_format=torch.channels_last)
+
+    x = image(shape.batch, shape.channels, shape.size, shape.size)
+    weight = image(shape.out_channels, shape.channels, shape.kernel, shape.kernel)
+    weight = weight / (weight[0].numel() ** 0.5)
+    size = (shape.size + 2 * shape.padding - shape.kernel) // shape.stride + 1
+    residual = image(shape.batch, shape.out_channels, size, size) if has_residual else None
+    leaves = (x, weight, draw(shape.out_channels), residual)
+    for leaf in leaves:
+        # Of an image in a batch no gradient is wanted.
+        if leaf is not None and not (leaf is x and shape.channels == 3):
+            leaf.requires_grad_()
+    return leaves, (x.detach(), weight.detach())
+
+
+def ours(
+    activation: Activation,
+    geometry: dict[str, int],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+) -> Tensor:
+    return cudnn_ops.conv2d(
+        x,
+        weight,
+        bias,
+        geometry["stride"],
+        geometry["padding"],
+        activation=activation,
+        residual=residual,
+    )
+
+
+def by_torch(
+    activation: Activation,
+    geometry: dict[str, int],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+) -> Tensor:
+    out = F.conv2d(x, weight, bias, **geometry)
+    if residual is not None:
+        out = out + residual
+    if activation == "none":
+        return out
+    return F.relu(out) if activation == "relu" else F.silu(out)
+
+
+def verify(case: str, results: dict[str, list[Tensor]]) -> None:
+    """Raise unless all results are those of ours."""
+    for name, found in results.items():
+        for place, (result, wanted) in enumerate(zip(found, results[OURS], strict=True)):
+            error = float((result.float() - wanted.float()).norm())
+            allowed = TOLERANCE * float(wanted.float().norm())
+            if not error <= allowed:  # written so that NaN fails
+                raise RuntimeError(f"{case}: {name} differs in result {place}: {error:.2g}")
+
+
+def add(case: str, functions: Functions, rows: Rows, rounds: int) -> None:
+    for name, ms in gpu_ms(functions, rounds=rounds).items():
+        rows.add(case, name, "gpu_ms", ms)
+
+
+if __name__ == "__main__":
+    main("conv", run)

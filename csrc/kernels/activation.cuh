@@ -1,0 +1,36 @@
+// Activations, in float32: each gives its value and its slope.
+#pragma once
+
+struct Silu {
+  static __device__ float2 of(float x) {
+    const float s = 1 / (1 + expf(-x));
+    return {x * s, s * (1 + x * (1 - s))};
+  }
+};
+
+struct Gelu {
+  static __device__ float2 of(float x) {
+    const float below = 0.5f * (1 + erff(x * 0.70710678118654752f));
+    return {x * below, below + x * 0.39894228040143268f * expf(-0.5f * x * x)};
+  }
+};
+
+struct GeluTanh {
+  static __device__ float2 of(float x) {
+    const float a = 0.79788456080286536f, b = 0.044715f;
+    const float t = tanhf(a * (x + b * x * x * x));
+    return {0.5f * x * (1 + t), 0.5f * (1 + t) + 0.5f * x * (1 - t * t) * a * (1 + 3 * b * x * x)};
+  }
+};
+
+struct Relu {
+  static __device__ float2 of(float x) {
+    return {x > 0 ? x : 0, x > 0 ? 1.0f : 0.0f};
+  }
+};
+
+struct Identity {
+  static __device__ float2 of(float x) {
+    return {x, 1};
+  }
+};

@@ -1,0 +1,13 @@
+// What the kernels of conv_epilogue.cu are called with: one header for both sides.
+#pragma once
+
+// Rows are pixels, columns channels, which lie densely.
+struct ConvEpilogueCall {
+  const void *grad_out, *saved;  // saved: null where the slope is 1
+  void* grad;                    // null: only the sums are wanted
+  float* partial;                // [partials, columns]; null: no sums are wanted
+  void* grad_bias;
+  long long rows;
+  unsigned columns, partials;
+  unsigned pieces;  // of a row, that a block has
+};
