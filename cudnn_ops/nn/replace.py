@@ -1,10 +1,4 @@
-"""Modules: torch's norms on cuDNN, a gated MLP, and putting them into a model that exists.
-
-``replace_modules_(model)`` swaps what it knows by what it computes, not by its name::
-
-    cudnn_ops.nn.replace_modules_(model, dry_run=True)  # says what it would do
-    cudnn_ops.nn.replace_modules_(model)
-"""
+"""Swapping a model's norms and gated MLPs for those of this package."""
 
 from __future__ import annotations
 
@@ -15,104 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from cudnn_ops.ops.gated import geglu, swiglu
-from cudnn_ops.ops.norm import layer_norm, rms_norm
-
-
-class RMSNorm(nn.RMSNorm):
-    """``torch.nn.RMSNorm`` on :func:`cudnn_ops.rms_norm`; the same arguments and state_dict keys.
-
-    Args:
-        zero_centered: the factor is ``1 + weight``, as in Gemma; weights then begin as zeros.
-    """
-
-    def __init__(self, *args: object, zero_centered: bool = False, **kwargs: object) -> None:
-        """Takes the arguments of ``torch.nn.RMSNorm``, and ``zero_centered``."""
-        self.zero_centered = zero_centered
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-
-    def reset_parameters(self) -> None:
-        """Sets the weight so that it changes nothing."""
-        super().reset_parameters()
-        if self.zero_centered and self.weight is not None:
-            nn.init.zeros_(self.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., normalized_shape] to the same."""
-        return rms_norm(
-            x, self.normalized_shape, self.weight, self.eps, zero_centered=self.zero_centered
-        )
-
-
-class LayerNorm(nn.LayerNorm):
-    """``torch.nn.LayerNorm`` on :func:`cudnn_ops.layer_norm`; the same arguments and keys."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """[..., normalized_shape] to the same."""
-        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
-
-
-class SwiGLU(nn.Module):
-    """A gated MLP, ``down(act(gate(x)) * up(x))``, with the product in one kernel.
-
-    Its keys are those of Llama's MLP: ``gate_proj``, ``up_proj`` and ``down_proj``.
-
-    Args:
-        in_features: of the input and the output.
-        hidden_features: between them.
-        bias: whether the three projections have one.
-        activation: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
-        device: of the parameters.
-        dtype: of the parameters.
-
-    Raises:
-        ValueError: another activation.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        hidden_features: int,
-        bias: bool = False,
-        *,
-        activation: str = "silu",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Makes the three projections."""
-        super().__init__()
-        if activation not in _GATED:
-            raise ValueError(f"activation is one of {', '.join(_GATED)}, got {activation!r}")
-        self.activation = activation
-
-        def linear(rows: int, columns: int) -> nn.Linear:
-            return nn.Linear(rows, columns, bias=bias, device=device, dtype=dtype)
-
-        self.gate_proj = linear(in_features, hidden_features)
-        self.up_proj = linear(in_features, hidden_features)
-        self.down_proj = linear(hidden_features, in_features)
-
-    @classmethod
-    def of(cls, mlp: nn.Module, activation: str) -> SwiGLU:
-        """One with the projections of another module, the modules themselves."""
-        gated = cls(1, 1, activation=activation, device="meta")
-        for name in _PROJECTIONS:
-            setattr(gated, name, getattr(mlp, name))
-        gated.train(mlp.training)
-        return gated
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features] to the same."""
-        product = _GATED[self.activation](self.gate_proj(x), self.up_proj(x))
-        return self.down_proj(product)
-
-
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-_GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "silu": swiglu,
-    "gelu": geglu,
-    "gelu_tanh": lambda gate, up: geglu(gate, up, approximate="tanh"),
-}
+from cudnn_ops.nn.gated import PROJECTIONS, SwiGLU
+from cudnn_ops.nn.norm import LayerNorm, RMSNorm
 
 
 @dataclass(frozen=True)
@@ -162,14 +60,15 @@ def _replacements(model: nn.Module) -> Iterator[Replacement]:
         if module is model or isinstance(module, (RMSNorm, LayerNorm, SwiGLU)):
             continue
         if module not in made:
-            new = None if _has_hooks(module) else _counterpart(module)
+            new = None if has_hooks(module) else _counterpart(module)
             if new is None:
                 continue
             made[module] = new.train(module.training)
         yield Replacement(name, module, made[module])
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something of a user's runs when it does; nobody else may take its place then."""
     return any(
         getattr(module, name, None)
         for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
@@ -186,7 +85,7 @@ def _counterpart(module: nn.Module) -> nn.Module | None:
     parameters = dict(module.named_parameters())
     if set(parameters) == {"weight"} and parameters["weight"].dim() == 1:
         return _like_rms_norm(module)
-    if all(isinstance(getattr(module, name, None), nn.Linear) for name in _PROJECTIONS):
+    if all(isinstance(getattr(module, name, None), nn.Linear) for name in PROJECTIONS):
         return _like_gated_mlp(module)
     return None
 
@@ -259,7 +158,7 @@ def _like_gated_mlp(module: nn.Module) -> SwiGLU | None:
     if probe is None:
         return None
     x = torch.randn(3, width, generator=torch.Generator().manual_seed(1))
-    gate, up, down = (getattr(probe, name) for name in _PROJECTIONS)
+    gate, up, down = (getattr(probe, name) for name in PROJECTIONS)
     activations: dict[str, Callable[[Tensor], Tensor]] = {
         "silu": nn.functional.silu,
         "gelu": nn.functional.gelu,

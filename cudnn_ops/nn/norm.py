@@ -1,0 +1,40 @@
+"""Torch's norms on cuDNN."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from cudnn_ops.ops.norm import layer_norm, rms_norm
+
+
+class RMSNorm(nn.RMSNorm):
+    """``torch.nn.RMSNorm`` on :func:`cudnn_ops.rms_norm`; the same arguments and state_dict keys.
+
+    Args:
+        zero_centered: the factor is ``1 + weight``, as in Gemma; weights then begin as zeros.
+    """
+
+    def __init__(self, *args: object, zero_centered: bool = False, **kwargs: object) -> None:
+        """Takes the arguments of ``torch.nn.RMSNorm``, and ``zero_centered``."""
+        self.zero_centered = zero_centered
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+
+    def reset_parameters(self) -> None:
+        """Sets the weight so that it changes nothing."""
+        super().reset_parameters()
+        if self.zero_centered and self.weight is not None:
+            nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., normalized_shape] to the same."""
+        return rms_norm(
+            x, self.normalized_shape, self.weight, self.eps, zero_centered=self.zero_centered
+        )
+
+
+class LayerNorm(nn.LayerNorm):
+    """``torch.nn.LayerNorm`` on :func:`cudnn_ops.layer_norm`; the same arguments and keys."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., normalized_shape] to the same."""
+        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
