@@ -4,16 +4,28 @@
 
     cudnn_ops.nn.replace_modules_(model, dry_run=True)  # says what it would do
     cudnn_ops.nn.replace_modules_(model)
+
+``fuse_conv_bn_act_(model)`` returns a model in which a convolution, its batch norm, the residual
+and the activation are one call::
+
+    fused = cudnn_ops.nn.fuse_conv_bn_act_(model.eval())
 """
 
+from cudnn_ops.nn.conv import ConvAct1d, ConvAct2d, ConvAct3d
+from cudnn_ops.nn.fuse import FusedConv, fuse_conv_bn_act_
 from cudnn_ops.nn.gated import SwiGLU
 from cudnn_ops.nn.norm import LayerNorm, RMSNorm
 from cudnn_ops.nn.replace import Replacement, replace_modules_
 
 __all__ = [
+    "ConvAct1d",
+    "ConvAct2d",
+    "ConvAct3d",
+    "FusedConv",
     "LayerNorm",
     "RMSNorm",
     "Replacement",
     "SwiGLU",
+    "fuse_conv_bn_act_",
     "replace_modules_",
 ]

@@ -1,0 +1,147 @@
+"""Convolutions with an activation and a residual, as modules."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.conv import _ConvNd
+
+from cudnn_ops.ops.conv import Activation, conv1d, conv2d, conv3d
+
+ACTIVATIONS: tuple[Activation, ...] = typing.get_args(Activation)
+
+
+class _ConvAct(_ConvNd):
+    """What the three have in common; each is one of torch's convolutions too."""
+
+    _convolve: Callable[..., Tensor]
+    activation: Activation
+
+    def __init__(self, *args: object, activation: Activation = "none", **kwargs: object) -> None:
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation is one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self.activation = activation
+
+    @classmethod
+    def of(
+        cls, conv: _ConvNd, activation: Activation, weight: nn.Parameter, bias: nn.Parameter | None
+    ) -> Self:
+        """One with the geometry of another convolution, and these very parameters."""
+        made = cls(
+            conv.in_channels,
+            conv.out_channels,
+            conv.kernel_size,
+            conv.stride,
+            conv.padding,
+            conv.dilation,
+            conv.groups,
+            bias is not None,
+            conv.padding_mode,
+            activation=activation,
+            device="meta",
+        )
+        made.weight, made.bias = weight, bias
+        return made.train(conv.training)
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[N, C, ...] to [N, K, ...], channels last in memory; without N likewise.
+
+        Args:
+            input: as the operator takes it; another ``padding_mode`` than zeros is applied first,
+                as torch does, in a copy.
+            residual: of the output's shape and dtype, added before the activation.
+        """
+        padding = self.padding
+        if self.padding_mode != "zeros":
+            input = F.pad(input, self._reversed_padding_repeated_twice, self.padding_mode)
+            padding = (0,) * len(self.stride)
+        return self._convolve(
+            input,
+            self.weight,
+            self.bias,
+            self.stride,
+            padding,
+            self.dilation,
+            self.groups,
+            activation=self.activation,
+            residual=residual,
+        )
+
+    def extra_repr(self) -> str:
+        """That of torch, and the activation."""
+        return f"{super().extra_repr()}, activation={self.activation}"
+
+
+class ConvAct1d(_ConvAct, nn.Conv1d):
+    """``torch.nn.Conv1d`` on :func:`cudnn_ops.conv1d`; the same arguments and state_dict keys.
+
+    Args:
+        activation: ``"none"``, ``"relu"``, ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``; by keyword.
+
+    Raises:
+        ValueError: another activation.
+    """
+
+    _convolve = staticmethod(conv1d)
+
+
+class ConvAct2d(_ConvAct, nn.Conv2d):
+    """``torch.nn.Conv2d`` on :func:`cudnn_ops.conv2d`; the same arguments and state_dict keys.
+
+    Args:
+        activation: ``"none"``, ``"relu"``, ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``; by keyword.
+
+    Raises:
+        ValueError: another activation.
+    """
+
+    _convolve = staticmethod(conv2d)
+
+
+class ConvAct3d(_ConvAct, nn.Conv3d):
+    """``torch.nn.Conv3d`` on :func:`cudnn_ops.conv3d`; the same arguments and state_dict keys.
+
+    Args:
+        activation: ``"none"``, ``"relu"``, ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``; by keyword.
+
+    Raises:
+        ValueError: another activation.
+    """
+
+    _convolve = staticmethod(conv3d)
+
+
+def folded(conv: _ConvNd, norm: nn.Module | None) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """The weight and the bias of a convolution and of the eval-mode batch norm behind it.
+
+    Without a norm: the convolution's own. With one: new ones, computed in float64.
+    """
+    if norm is None:
+        weight, bias = conv._parameters["weight"], conv._parameters["bias"]
+        assert weight is not None
+        return weight, bias
+    assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    with torch.no_grad():
+        scale = (norm.running_var.double() + norm.eps).rsqrt()
+        if norm.weight is not None:
+            scale = scale * norm.weight.double()
+        shift = -norm.running_mean.double()
+        if conv.bias is not None:
+            shift = shift + conv.bias.double()
+        shift = shift * scale
+        if norm.bias is not None:
+            shift = shift + norm.bias.double()
+        kernel = conv.weight.double() * scale.view(-1, *[1] * (conv.weight.dim() - 1))
+
+    def parameter(value: Tensor) -> nn.Parameter:
+        return nn.Parameter(value.to(conv.weight.dtype), requires_grad=conv.weight.requires_grad)
+
+    return parameter(kernel), parameter(shift)

@@ -1,0 +1,316 @@
+"""Folding what follows a convolution into it: a pass over a model's torch.fx graph."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.passes.shape_prop import ShapeProp, TensorMetadata
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+
+from cudnn_ops.nn.conv import ConvAct1d, ConvAct2d, ConvAct3d, _ConvAct, folded
+from cudnn_ops.nn.replace import has_hooks
+from cudnn_ops.ops.conv import Activation
+
+# By exact type: a subclass may compute something else.
+_CONVS: dict[type[nn.Module], type[_ConvAct]] = {
+    nn.Conv1d: ConvAct1d,
+    nn.Conv2d: ConvAct2d,
+    nn.Conv3d: ConvAct3d,
+    ConvAct1d: ConvAct1d,
+    ConvAct2d: ConvAct2d,
+    ConvAct3d: ConvAct3d,
+}
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+# torch.fx traces `x += y` as a sum that writes to nothing.
+_ADDS = (operator.add, torch.add, "add", "add_")
+_RELUS = (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")
+
+
+@dataclass(frozen=True)
+class FusedConv:
+    """One convolution that :func:`fuse_conv_bn_act_` makes out of several modules."""
+
+    name: str
+    """Where it is in the model: ``"layer1.0.conv3"``."""
+    norm: str | None
+    """The batch norm that is folded into its weight and bias, if any."""
+    residual: bool
+    """Whether another value is added before the activation."""
+    activation: Activation
+    new: str
+    """The name of its new type: ``"ConvAct2d"``."""
+
+    def __str__(self) -> str:
+        parts = [self.norm] if self.norm else []
+        parts += ["residual"] * self.residual
+        parts += [self.activation] * (self.activation != "none")
+        return f"{self.name} + {' + '.join(parts)} -> {self.new}"
+
+
+def fuse_conv_bn_act_(
+    model: nn.Module, example: Tensor | Sequence[object] | None = None, *, dry_run: bool = False
+) -> fx.GraphModule:
+    """A model in which a convolution and what follows it are one call, by torch.fx.
+
+    Looked for is a ``torch.nn.Conv1d``, ``Conv2d`` or ``Conv3d``, followed by any of: an eval-mode
+    batch norm, the sum with another value of the same shape, and ReLU, SiLU or GELU, as modules,
+    functions or methods, in place or not. Each becomes a :class:`ConvAct2d` (or 1d, 3d) under the
+    convolution's name. Values that something else uses too, modules with hooks, convolutions that
+    are called more than once and those that nothing follows stay as they are. Of a sum of two
+    convolutions the one that is computed last takes the other as its residual.
+
+    What is returned is the fused model, for inference and for training with the statistics as they
+    are. ``model`` computes what it did. Both share all modules and parameters but those of the
+    convolutions with a folded batch norm, which are new: an optimizer or a checkpoint of ``model``
+    does not know them. Such a convolution has a bias, the batch norm and its keys are gone, and all
+    other keys of the state_dict stay. What ``forward`` does not use is not in the result.
+
+    Args:
+        model: one that ``torch.fx.symbolic_trace`` takes.
+        example: the model's input, or a sequence of its inputs, run once to learn shapes and
+            dtypes: sums that broadcast or promote are then left alone. Without it the two terms of
+            a sum are taken to be tensors of one shape and dtype, unless one is a parameter or a
+            buffer; where they are not, the fused model raises ValueError.
+        dry_run: print what would be folded, and fold nothing.
+
+    Returns:
+        The fused model; ``meta["fused_convs"]`` is a list of :class:`FusedConv`, one each. With
+        ``dry_run`` the model as it was traced, and what would be folded in the same place.
+
+    Raises:
+        ValueError: a batch norm is in training mode.
+        torch.fx.proxy.TraceError: ``forward`` depends on values and cannot be traced.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            raise ValueError(
+                f"the batch norm {name!r} is in training mode and cannot be folded; "
+                "call model.eval() first"
+            )
+    graph = _Tracer().trace(model)
+    fused = fx.GraphModule(model, graph, type(model).__name__)
+    if example is not None:
+        inputs = (example,) if isinstance(example, Tensor) else tuple(example)
+        with torch.no_grad():
+            ShapeProp(fused).propagate(*inputs)
+    chains = list(_Finder(fused, shapes_known=example is not None).chains())
+    fused.meta["fused_convs"] = [chain.summary(fused) for chain in chains]
+    if dry_run:
+        for line in fused.meta["fused_convs"]:
+            print(line)
+        return fused
+    for chain in chains:
+        _rewrite(fused, chain)
+    fused.delete_all_unused_submodules()
+    graph.lint()
+    fused.recompile()
+    return fused
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        ours = type(m).__module__.startswith("cudnn_ops.nn.")
+        return ours or super().is_leaf_module(m, module_qualified_name)
+
+
+@dataclass
+class _Chain:
+    conv: fx.Node
+    norm: fx.Node | None = None
+    add: fx.Node | None = None
+    #: Which of the sum's terms is not of this chain. The node itself may still be replaced.
+    residual: int = 0
+    act: fx.Node | None = None
+    activation: Activation = "none"
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        return [n for n in (self.conv, self.norm, self.add, self.act) if n is not None]
+
+    @property
+    def last(self) -> fx.Node:
+        return self.nodes[-1]
+
+    def summary(self, model: fx.GraphModule) -> FusedConv:
+        conv = model.get_submodule(str(self.conv.target))
+        norm = None if self.norm is None else str(self.norm.target)
+        new = _CONVS[type(conv)].__name__
+        return FusedConv(str(self.conv.target), norm, self.add is not None, self.activation, new)
+
+
+class _Finder:
+    """What can be folded in a graph; changes nothing."""
+
+    def __init__(self, model: fx.GraphModule, shapes_known: bool) -> None:
+        self.model = model
+        self.shapes_known = shapes_known
+        self.nodes = list(model.graph.nodes)
+        self.position = {node: i for i, node in enumerate(self.nodes)}
+        self.calls = Counter(id(self.module(node)) for node in self.nodes)
+        attributes = (str(node.target) for node in self.nodes if node.op == "get_attr")
+        #: Modules whose parameters something reads by itself.
+        self.read = {name.rpartition(".")[0] for name in attributes}
+
+    def chains(self) -> Iterator[_Chain]:
+        """In the order of the graph."""
+        ends: dict[fx.Node, _Chain] = {}
+        for node in self.nodes:
+            if self.is_conv(node):
+                chain = _Chain(node)
+                user = self.follower(chain)
+                if user is not None and self.is_norm(user, node):
+                    chain.norm = user
+                ends[chain.last] = chain
+        for node in self.nodes:
+            self.give_sum(node, ends)
+        for chain in ends.values():
+            user = self.follower(chain)
+            activation = None if user is None else self.activation(user, chain.last)
+            if activation is not None:
+                chain.act, chain.activation = user, activation
+            if len(chain.nodes) > 1:
+                yield chain
+
+    def module(self, node: fx.Node) -> nn.Module | None:
+        if node.op != "call_module":
+            return None
+        return self.model.get_submodule(str(node.target))
+
+    def follower(self, chain: _Chain) -> fx.Node | None:
+        """The only user of what a chain computes, if the chain may be computed as late as there."""
+        if len(chain.last.users) != 1:
+            return None
+        (user,) = chain.last.users
+        between = self.nodes[self.position[chain.conv] + 1 : self.position[user]]
+        # The convolution moves past them, and they might write to its input.
+        if any(self.writes(node) for node in between if node not in chain.nodes):
+            return None
+        return user
+
+    def is_conv(self, node: fx.Node) -> bool:
+        conv = self.module(node)
+        return (
+            type(conv) in _CONVS
+            and isinstance(conv, _ConvNd)
+            and conv.weight.dtype.is_floating_point
+            and getattr(conv, "activation", "none") == "none"
+            and len(node.args) == 1
+            and not node.kwargs
+            and self.calls[id(conv)] == 1
+            and str(node.target) not in self.read
+            and not has_hooks(conv)
+        )
+
+    def is_norm(self, node: fx.Node, conv: fx.Node) -> bool:
+        norm, of = self.module(node), self.module(conv)
+        return (
+            type(norm) in _NORMS
+            and isinstance(norm, _BatchNorm)
+            and isinstance(of, _ConvNd)
+            # Without them the batch's own statistics count, in eval mode too.
+            and norm.running_mean is not None
+            and norm.running_var is not None
+            and norm.num_features == of.out_channels
+            and node.args == (conv,)
+            and not has_hooks(norm)
+        )
+
+    def give_sum(self, node: fx.Node, ends: dict[fx.Node, _Chain]) -> None:
+        """Gives a sum to the chain that computes one of its terms, the last one if both do."""
+        if node.target not in _ADDS or node.op not in ("call_function", "call_method"):
+            return
+        terms = [term for term in node.args if isinstance(term, fx.Node)]
+        alpha_only = not node.kwargs or dict(node.kwargs) == {"alpha": 1}
+        if len(node.args) != 2 or len(set(terms)) != 2 or not alpha_only:
+            return
+        chains = [ends[t] for t in terms if t in ends and self.follower(ends[t]) is node]
+        if self.in_place(node) and terms[0] not in (chain.last for chain in chains):
+            return  # what is written to may be used elsewhere
+        for chain in sorted(chains, key=lambda chain: -self.position[chain.last]):
+            other = 1 - terms.index(chain.last)
+            if self.alike(chain.last, terms[other]):
+                chain.add, chain.residual = node, other
+                return
+
+    def alike(self, term: fx.Node, residual: fx.Node) -> bool:
+        if not self.shapes_known:
+            return residual.op != "get_attr"  # which has no batch
+        of_term, of_residual = (node.meta.get("tensor_meta") for node in (term, residual))
+        return (
+            isinstance(of_term, TensorMetadata)
+            and isinstance(of_residual, TensorMetadata)
+            and of_term.shape == of_residual.shape
+            and of_term.dtype == of_residual.dtype
+        )
+
+    def activation(self, node: fx.Node, of: fx.Node) -> Activation | None:
+        if not node.args or node.args[0] is not of:
+            return None
+        if node.op == "call_module":
+            module = self.module(node)
+            if module is None or has_hooks(module):
+                return None
+            if type(module) is nn.ReLU:
+                return "relu"
+            if type(module) is nn.SiLU:
+                return "silu"
+            if type(module) is nn.GELU:
+                return _gelu(module.approximate)
+        elif node.target in _RELUS:
+            return "relu"
+        elif node.target is F.silu:
+            return "silu"
+        elif node.target is F.gelu:
+            return _gelu(node.kwargs.get("approximate", "none"))
+        return None
+
+    def in_place(self, node: fx.Node) -> bool:
+        if node.op == "call_module":
+            return bool(getattr(self.module(node), "inplace", False))
+        if node.op not in ("call_function", "call_method"):
+            return False
+        if node.kwargs.get("inplace") or "out" in node.kwargs:
+            return True
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        name = name.partition(".")[0]  # an overload's
+        return name.endswith("_") and not name.endswith("__")
+
+    def writes(self, node: fx.Node) -> bool:
+        """Whether it changes a value that something else might read."""
+        if not self.in_place(node):
+            return False
+        target = node.args[0] if node.args else None
+        fresh = (
+            isinstance(target, fx.Node)
+            and isinstance(self.module(target), (_ConvNd, _BatchNorm))
+            and len(target.users) == 1
+        )
+        return not fresh
+
+
+def _gelu(approximate: object) -> Activation:
+    return "gelu_tanh" if approximate == "tanh" else "gelu"
+
+
+def _rewrite(model: fx.GraphModule, chain: _Chain) -> None:
+    name = str(chain.conv.target)
+    conv = model.get_submodule(name)
+    assert isinstance(conv, _ConvNd)
+    norm = None if chain.norm is None else model.get_submodule(str(chain.norm.target))
+    new = _CONVS[type(conv)].of(conv, chain.activation, *folded(conv, norm))
+    model.add_submodule(name, new)
+    arguments = chain.conv.args
+    if chain.add is not None:
+        arguments += (chain.add.args[chain.residual],)
+    with model.graph.inserting_before(chain.last):
+        call = model.graph.call_module(name, arguments)
+    chain.last.replace_all_uses_with(call)
+    for node in reversed(chain.nodes):
+        model.graph.erase_node(node)
