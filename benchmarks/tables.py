@@ -152,6 +152,40 @@ def train_step_profile(rows: Sequence[Row]) -> Lines:
     return lines
 
 
+def conv(rows: Sequence[Row]) -> Lines:
+    """A line a shape and epilogue: ours, over the bare convolution, and each peer's over ours."""
+    times = pivot(rows, "gpu_ms")
+    peers = ("eager", "compile")
+    lines = [
+        [
+            "N, C, HW, K, R, stride, pad",
+            "fwd",
+            "/ conv alone",
+            *(f"vs {p}" for p in peers),
+            "bwd vs eager",
+        ]
+    ]
+    for case in unique(case.rpartition(" ")[0] for case in times):
+        fwd, bwd = times[f"{case} fwd"], times[f"{case} bwd"]
+        ours = fwd[OURS]
+        lines.append([_spaced(case), short(ours), f"{ours / fwd['conv alone']:.2f}"])
+        lines[-1] += [f"{fwd[peer] / ours:.2f}x" for peer in peers]
+        lines[-1].append(f"{bwd['eager'] / bwd[OURS]:.2f}x")
+    return lines
+
+
+def resnet(rows: Sequence[Row]) -> Lines:
+    """A line a task: milliseconds of each variant, and the others' over ours."""
+    times = pivot(rows, "step_ms")
+    impls = unique(row["impl"] for row in rows)
+    peers = [impl for impl in impls if impl != OURS]
+    lines = [["", *impls, *(f"vs {peer}" for peer in peers)]]
+    for case, ms in times.items():
+        gains = [f"{ms[peer] / ms[OURS]:.2f}x" if peer in ms else "" for peer in peers]
+        lines.append([case, *_cells(ms, impls, short), *gains])
+    return lines
+
+
 def new_lengths(rows: Sequence[Row]) -> Lines:
     """Plans built and the cost of a length never seen: a line a number, a column a peer."""
     plans, ms = pivot(rows, "plans_built"), pivot(rows, "new_shape_ms")
@@ -248,6 +282,15 @@ TABLES = {
         "Share of the GPU's time in a step on cudnn_ops, by the names of kernels.",
         "train_step",
         samples=0,
+    ),
+    "conv": Table(
+        conv, "GPU time in ms, bf16, channels last, engines measured.", "conv", samples=1 / 3
+    ),
+    "resnet": Table(
+        resnet,
+        "Milliseconds with the host's time, bf16, channels last, 224 x 224.",
+        "resnet",
+        samples=0.5,
     ),
     "new_lengths": Table(
         new_lengths,

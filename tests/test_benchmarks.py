@@ -17,9 +17,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks import (
     bench_attention_features,
     bench_cold_start,
+    bench_conv,
     bench_host_overhead,
     bench_norms,
     bench_paged_decode,
+    bench_resnet,
     bench_sdpa,
     bench_shape_churn,
     bench_soak,
@@ -535,6 +537,45 @@ def test_other_gradients_are_not_timed() -> None:
     steps = {"eager": lambda: torch.ones(4), "cudnn_ops": lambda: torch.full((4,), 1.2)}
     with pytest.raises(RuntimeError, match=r"cudnn_ops: a gradient is 0\.2 of its norm off"):
         bench_train_step.verify(steps)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_bench_conv_rows_make_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_conv
+    monkeypatch.setattr(bench, "SHAPES", (bench.Shape(2, 4, 6, 8, 3, 1, 1),))
+    monkeypatch.setattr(bench, "PATCHES", bench.Shape(2, 3, 8, 8, 4, 4, 0))
+    monkeypatch.setattr(bench, "gpu_ms", bench_sdpa.gpu_ms)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    randn = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *a, **k: randn(*a, **{**k, "device": "cpu"}))
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    rows = Rows(ENV)
+    bench.run(rows, rounds=1)
+    same = ["2.00", "1.00", "1.00x", "1.00x", "1.00x"]
+    assert tables.conv(rows.rows) == [
+        [
+            *("N, C, HW, K, R, stride, pad", "fwd", "/ conv alone"),
+            *("vs eager", "vs compile", "bwd vs eager"),
+        ],
+        *(["2, 4, 6, 8, 3, 1, 1 " + epilogue.name, *same] for epilogue in bench.EPILOGUES),
+        ["2, 3, 8, 8, 4, 4, 0 patches", *same],
+    ]
+
+
+def test_other_logits_are_not_timed() -> None:
+    calls = {"eager": lambda: torch.ones(4), "cudnn_ops": lambda: torch.full((4,), 1.2)}
+    with pytest.raises(RuntimeError, match=r"inference: cudnn_ops is 0\.2 of the norm off"):
+        bench_resnet.verify("inference", calls)
+
+
+def test_resnet_table() -> None:
+    rows = Rows(ENV)
+    rows.add("inference", "cudnn_ops", "step_ms", 1.0)
+    rows.add("inference", "eager", "step_ms", 1.5)
+    assert tables.resnet(rows.rows) == [
+        ["", "cudnn_ops", "eager", "vs eager"],
+        ["inference", "1.00", "1.50", "1.50x"],
+    ]
 
 
 @pytest.mark.usefixtures("on_cpu")
