@@ -16,8 +16,9 @@ import cudnn_ops
 from benchmarks.harness import OURS, Functions, Rows, gpu_ms, main
 from cudnn_ops.ops.conv import Activation
 
-# Of two results, as a share of the first one's norm.
-TOLERANCE = 2e-2
+# Of two results, as a share of the first one's norm. A ReLU of what rounds to another sign passes
+# on another gradient, whole or not at all.
+TOLERANCE, GRADIENT_TOLERANCE = 2e-2, 1e-1
 BARE = "conv alone"
 
 
@@ -91,7 +92,8 @@ def measure(case: str, shape: Shape, epilogue: Epilogue, rows: Rows, rounds: int
         for name, out in outs.items()
         if name != "compile"  # which frees what it saved
     }
-    verify(case, {name: list(function()) for name, function in backward.items()})
+    gradients = {name: list(function()) for name, function in backward.items()}
+    verify(case, gradients, GRADIENT_TOLERANCE)
     add(f"{case} bwd", backward, rows, rounds)
 
 
@@ -154,12 +156,12 @@ def by_torch(
     return F.relu(out) if activation == "relu" else F.silu(out)
 
 
-def verify(case: str, results: dict[str, list[Tensor]]) -> None:
+def verify(case: str, results: dict[str, list[Tensor]], tolerance: float = TOLERANCE) -> None:
     """Raise unless all results are those of ours."""
     for name, found in results.items():
         for place, (result, wanted) in enumerate(zip(found, results[OURS], strict=True)):
             error = float((result.float() - wanted.float()).norm())
-            allowed = TOLERANCE * float(wanted.float().norm())
+            allowed = tolerance * float(wanted.float().norm())
             if not error <= allowed:  # written so that NaN fails
                 raise RuntimeError(f"{case}: {name} differs in result {place}: {error:.2g}")
 

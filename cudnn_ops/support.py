@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cudnn_ops import _C
-from cudnn_ops.ops.conv import ACTIVATIONS, output_size, same_padding
+from cudnn_ops.ops.conv import ACTIVATIONS
 from cudnn_ops.ops.paged import KVLayout, is_head_major
 
 #: The names of the norms' plans.
@@ -219,7 +219,12 @@ def _paged_plan_key(
 
 
 #: What runs in one graph, by csrc/ops/conv_problem.h's ConvFusion.
-_FUSIONS = ("all", "the convolution and its bias", "the convolution")
+_FUSIONS = (
+    "all",
+    "the convolution, bias and residual",
+    "the convolution and its bias",
+    "the convolution",
+)
 
 
 def _explain_conv(
@@ -257,14 +262,18 @@ def conv_plan_keys(
     activation: str = "none",
     bias: bool = False,
     residual: bool = False,
+    with_before: bool = False,
 ) -> list[Sequence[int]]:
-    """The keys of the plans of one of :data:`CONVS`: for less and less fused, or both gradients."""
+    """The keys of the plans of one of :data:`CONVS`: for less and less fused, or both gradients.
+
+    ``with_before``: what the activation is of is a result too, as training needs it.
+    """
     if weight is None:
         raise ValueError(f"{op} needs k, the weight")
     dims = CONVS[op]
     x, w = _meta_tensor(input, "q"), _meta_tensor(weight, "k")
     steps, reach = _numbers(stride, dims), _numbers(dilation, dims)
-    pads = same_padding(w, reach) if padding == "same" else _conv_padding(padding, dims)
+    pads = _conv_padding(padding, w, reach)
     if dims == 1:  # as one row of an image
         x, w, steps, reach = x.unsqueeze(2), w.unsqueeze(2), [1, *steps], [1, *reach]
         pads = [0, pads[0], 0, pads[1]]
@@ -272,26 +281,33 @@ def conv_plan_keys(
     if op.endswith("_backward"):
         key = torch.ops.cudnn_ops._conv_backward_plan_key
         return [key(x, w, *geometry, is_of_weight) for is_of_weight in (False, True)]
-    size = output_size(x, w, steps, pads, reach)
+    size = torch.ops.cudnn_ops._conv_size(x, w, None, None, *geometry)
     added = (
         x.new_empty(w.shape[:1]) if bias else None,
         x.new_empty(size) if residual else None,
     )
     number = ACTIVATIONS.index(activation)
     key = torch.ops.cudnn_ops._conv_plan_key
-    return [key(x, w, *added, *geometry, number, fusion) for fusion in range(len(_FUSIONS))]
+    fusions = range(len(_FUSIONS))
+    return [key(x, w, *added, *geometry, number, fusion, with_before) for fusion in fusions]
 
 
 def _numbers(numbers: int | Sequence[int], dims: int) -> list[int]:
     return [numbers] * dims if isinstance(numbers, int) else list(numbers)
 
 
-def _conv_padding(padding: int | Sequence[int] | str, dims: int) -> list[int]:
-    if isinstance(padding, str):
-        if padding != "valid":
-            raise ValueError(f'padding is whole numbers, "same" or "valid", got {padding!r}')
-        return [0] * 2 * dims
-    return _numbers(padding, dims) * 2
+def _conv_padding(
+    padding: int | Sequence[int] | str, weight: Tensor, dilation: Sequence[int]
+) -> list[int]:
+    """Before each dimension, then behind each."""
+    if not isinstance(padding, str):
+        return _numbers(padding, len(dilation)) * 2
+    if padding not in ("same", "valid"):
+        raise ValueError(f'padding is whole numbers, "same" or "valid", got {padding!r}')
+    if padding == "valid":
+        return [0] * 2 * len(dilation)
+    total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+    return [n // 2 for n in total] + [n - n // 2 for n in total]
 
 
 def norm_plan_key(

@@ -128,9 +128,9 @@ def _conv_requests(
     training: bool,
     options: dict[str, Any],
 ) -> list[PlanRequest]:
-    if training and options.get("activation", "none") not in ("none", "relu"):
-        options["activation"] = "none"  # the backward needs what it is of: a pass of its own
-    keys = support.conv_plan_keys(op, input, weight, **options)[:1]
+    # The slope of these is that of what they are of.
+    with_before = training and options.get("activation", "none") not in ("none", "relu")
+    keys = support.conv_plan_keys(op, input, weight, with_before=with_before, **options)[:1]
     if training:
         keys += support.conv_plan_keys(f"{op}_backward", input, weight, **options)
     return [PlanRequest(tuple(key)) for key in keys]

@@ -73,3 +73,9 @@ def poisoned(request):
     blocks.append(torch.full((1 << 26,), torch.nan, device="cuda"))
     del blocks
     yield
+
+
+@pytest.fixture
+def without_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions of float32 by float32: torch itself takes TF32 at some shapes only."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)

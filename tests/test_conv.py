@@ -14,6 +14,7 @@ from tests.cases import conv as cases
 from tests.cases.conv import ConvCase
 from tests.conftest import DEVICES
 
+pytestmark = pytest.mark.usefixtures("without_tf32")
 _ops = torch.ops.cudnn_ops
 PLAIN = ConvCase(2, 8, 16, (9, 7), (3, 3), (1, 1), (1, 1), (1, 1))
 FULL = ConvCase(2, 8, 16, (9, 7), (3, 2), (2, 1), (1, 2), (1, 2), 2, "silu", residual=True)
@@ -49,11 +50,11 @@ def test_epilogues(activation, residual, device, poisoned):
 @pytest.mark.parametrize("size", [(32, 32), (37, 40)])
 def test_patches(size, device, poisoned):
     """Kernels side by side on three channels; what is left over at the border is not used."""
-    for activation in ("none", "gelu"):
+    for dtype, activation in ((torch.bfloat16, "none"), (torch.float32, "gelu")):
         case = ConvCase(2, 3, 24, size, (8, 8), (8, 8), (0, 0), (1, 1), 1, activation)
         for channels_last in (False, True):
             case = ConvCase(**{**vars(case), "channels_last": channels_last})
-            cases.check(case, cases.make(case, torch.bfloat16, device, seed=2))
+            cases.check(case, cases.make(case, dtype, device, seed=2))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -216,12 +217,25 @@ def test_a_cuda_graph_is_replayed():
 
 
 @pytest.mark.gpu
-def test_a_copy_is_said():
+def test_a_copy_is_said(capfd):
     x = torch.ones(1, 8, 6, 6, device="cuda", dtype=torch.bfloat16)
     weight = torch.ones(8, 8, 3, 3, device="cuda", dtype=torch.bfloat16)
     torch._C._set_warnAlways(True)
     try:
-        with pytest.warns(UserWarning, match="does not have its channels last and is copied"):
-            cudnn_ops.conv2d(x, weight)
+        cudnn_ops.conv2d(x, weight)
     finally:
         torch._C._set_warnAlways(False)
+    assert "does not have its channels last and is copied" in capfd.readouterr().err
+
+
+@pytest.mark.gpu
+def test_tf32_where_torch_s_flag_says_so(monkeypatch):
+    case = ConvCase(2, 64, 64, (14, 14), (3, 3), (1, 1), (1, 1), (1, 1), 1, "silu")
+    t = cases.make(case, torch.float32, "cuda", seed=12)
+    exact = cases.reference(case, t, torch.float64)[0]
+    errors = []
+    for allowed in (False, True):
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allowed)
+        errors.append(float((cases.run(case, t) - exact).norm() / exact.norm()))
+    # TF32 has 10 bits behind the point.
+    assert errors[0] < 1e-6 < errors[1] < 2**-10

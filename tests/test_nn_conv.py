@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torchvision.models.resnet import Bottleneck, ResNet, resnet18
+from torchvision.models.resnet import Bottleneck, ResNet, resnet18, resnet50
 
 import cudnn_ops.nn
 from cudnn_ops.nn import ConvAct1d, ConvAct2d, ConvAct3d, fuse_conv_bn_act_
 from tests.conftest import DEVICES
 
+pytestmark = pytest.mark.usefixtures("without_tf32")
 CONV_ACTS = (ConvAct1d, ConvAct2d, ConvAct3d)
 ACTIVATIONS = {
     "none": nn.Identity(),
@@ -174,6 +175,26 @@ def test_gradients_go_through_a_fused_resnet(device):
         assert all(p.grad is not None for p in model.parameters())
         grads.append([y.grad])
     check(*grads, floor=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("training", [False, True])
+def test_logits_of_a_resnet50_are_those_of_torchvision(training):
+    exact = randomize(resnet50()).cuda().double()
+    stock = copy.deepcopy(exact).to(torch.bfloat16, memory_format=torch.channels_last)
+    if training:
+        ours = copy.deepcopy(stock)
+        for name in convolutions(ours):
+            conv = ours.get_submodule(name)
+            ours.set_submodule(name, ConvAct2d.of(conv, "none", conv.weight, conv.bias))
+        for model in (exact, stock, ours):
+            model.train()
+    else:
+        ours = fuse_conv_bn_act_(stock)
+    x = torch.randn(8, 3, 224, 224, device="cuda", dtype=torch.bfloat16)
+    x = x.contiguous(memory_format=torch.channels_last)
+    with torch.no_grad():
+        check([ours(x)], [stock(x)], [exact(x.double())], floor=2e-3)
 
 
 def test_the_model_itself_stays_and_shares_what_is_not_folded(capsys):

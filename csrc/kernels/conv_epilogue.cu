@@ -3,6 +3,7 @@
 // conv_epilogue_cuda.cpp launches it.
 
 #include "activation.cuh"
+#include "column_sums.cuh"
 #include "conv_epilogue_call.h"
 #include "number.cuh"
 
@@ -48,27 +49,6 @@ __device__ void epilogue(const ConvEpilogueCall& call) {
   }
 }
 
-// Adds up the rows of `partial`: 32 columns a block.
-template <class Type>
-__device__ void add_up(const ConvEpilogueCall& call) {
-  __shared__ float sums[32][33];
-  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const unsigned column = blockIdx.x * 32 + lane;
-  float sum = 0;
-  if (column < call.columns) {
-#pragma unroll 8
-    for (unsigned row = warp; row < call.partials; row += 32) {
-      sum += call.partial[(long long)row * call.columns + column];
-    }
-  }
-  sums[warp][lane] = sum;
-  __syncthreads();
-  if (warp > 0 || column >= call.columns) return;
-  sum = 0;
-  for (int other = 0; other < 32; ++other) sum += sums[other][lane];
-  ((typename Type::Bits*)call.grad_bias)[column] = Type::write(sum);
-}
-
 #define EPILOGUE(name, Type, Activation, suffix, width)                                          \
   extern "C" __global__ void __launch_bounds__(512)                                              \
       conv_epilogue_##name##_##suffix##_##width(const __grid_constant__ ConvEpilogueCall call) { \
@@ -85,7 +65,10 @@ __device__ void add_up(const ConvEpilogueCall& call) {
 #define ADD_UP(Type, suffix)                                                         \
   extern "C" __global__ void __launch_bounds__(1024)                                 \
       conv_epilogue_add_up_##suffix(const __grid_constant__ ConvEpilogueCall call) { \
-    add_up<Type>(call);                                                              \
+    const auto write = [&](unsigned column, float sum) {                             \
+      ((Type::Bits*)call.grad_bias)[column] = Type::write(sum);                      \
+    };                                                                               \
+    add_up_columns(call.partial, call.partials, call.columns, write);                \
   }
 
 EPILOGUES(Half, half, 8)

@@ -5,6 +5,7 @@
 // Blocks stay and go from row to row, the next rows on their way through shared memory meanwhile.
 // What belongs to a column (weight, bias, sums of the gradients) stays in registers.
 
+#include "column_sums.cuh"
 #include "norm_rows_call.h"
 #include "number.cuh"
 
@@ -601,27 +602,13 @@ __device__ void partial(const NormCall& call) {
   }
 }
 
-// Adds up the rows of `partial`: 32 columns a block; of the weight, then in the blocks' second row
-// of the bias.
+// Adds up the rows of `partial`: of the weight, then in the blocks' second row of the bias.
 __device__ void columns(const NormCall& call) {
-  __shared__ float sums[32][33];
-  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const unsigned column = blockIdx.x * 32 + lane;
   const float* partial = call.partial + (long long)blockIdx.y * call.partials * call.columns;
-  float sum = 0;
   wait_for_inputs();
-  if (column < call.columns) {
-#pragma unroll 8
-    for (unsigned row = warp; row < call.partials; row += warps) {
-      sum += partial[(long long)row * call.columns + column];
-    }
-  }
-  sums[warp][lane] = sum;
-  __syncthreads();
-  if (warp > 0 || column >= call.columns) return;
-  sum = 0;
-  for (unsigned other = 0; other < warps; ++other) sum += sums[other][lane];
-  write_gradient(call, blockIdx.y == 0, column, sum);
+  add_up_columns(partial, call.partials, call.columns, [&](unsigned column, float sum) {
+    write_gradient(call, blockIdx.y == 0, column, sum);
+  });
 }
 
 }  // namespace

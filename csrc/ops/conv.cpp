@@ -74,16 +74,6 @@ bool is_of_patches(const Conv& args) {
   return true;
 }
 
-at::Tensor activate(const at::Tensor& before, ConvActivation activation) {
-  switch (activation) {
-    case ConvActivation::kRelu: return at::relu(before);
-    case ConvActivation::kSilu: return at::silu(before);
-    case ConvActivation::kGelu: return at::gelu(before);
-    case ConvActivation::kGeluTanh: return at::gelu(before, "tanh");
-    default: return before;
-  }
-}
-
 // Of torch's operators, which know their derivatives.
 at::Tensor conv_of_patches(const Conv& args) {
   check_conv(args);
@@ -180,12 +170,14 @@ at::Tensor public_conv(const at::Tensor& input, const at::Tensor& weight,
   return is_single ? out.squeeze(0) : out;
 }
 
-void conv_check(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
-                const OptionalTensor& residual, c10::SymIntArrayRef stride,
-                c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, c10::SymInt groups,
-                int64_t activation) {
-  check_conv({input, weight, bias, residual, stride, padding, dilation, groups,
-              static_cast<ConvActivation>(activation)});
+// The sizes of the result, checked.
+SymInts conv_size(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
+                  const OptionalTensor& residual, c10::SymIntArrayRef stride,
+                  c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, c10::SymInt groups) {
+  const Conv args{
+      input, weight, bias, residual, stride, padding, dilation, groups, ConvActivation::kNone};
+  check_conv(args);
+  return conv_output_sizes(args);
 }
 
 template <class Function>
@@ -206,6 +198,16 @@ void define_dims(torch::Library& m, const std::string& name) {
 }
 
 }  // namespace
+
+at::Tensor activate(const at::Tensor& before, ConvActivation activation) {
+  switch (activation) {
+    case ConvActivation::kRelu: return at::relu(before);
+    case ConvActivation::kSilu: return at::silu(before);
+    case ConvActivation::kGelu: return at::gelu(before);
+    case ConvActivation::kGeluTanh: return at::gelu(before, "tanh");
+    default: return before;
+  }
+}
 
 at::MemoryFormat channels_last(const at::Tensor& tensor) {
   return tensor.dim() == 5 ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::ChannelsLast;
@@ -288,15 +290,16 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   define_dims<1>(m, "conv1d");
   define_dims<2>(m, "conv2d");
   define_dims<3>(m, "conv3d");
-  const std::string geometry =
-      "SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, int activation";
-  const std::string arguments =
-      "(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, " + geometry;
-  m.def(("_conv" + arguments + ", bool with_before) -> (Tensor out, Tensor before)").c_str(), tags);
+  const std::string numbers = "SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups";
+  const std::string geometry = numbers + ", int activation";
+  const std::string tensors = "(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, ";
+  m.def(
+      ("_conv" + tensors + geometry + ", bool with_before) -> (Tensor out, Tensor before)").c_str(),
+      tags);
   m.def(("_conv_backward(Tensor grad_out, Tensor input, Tensor weight, Tensor? saved, " + geometry +
          ", bool[4] output_mask) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias, "
          "Tensor grad_residual)")
             .c_str(),
         tags);
-  m.def(("_conv_check" + arguments + ") -> ()").c_str(), conv_check, tags);
+  m.def(("_conv_size" + tensors + numbers + ") -> SymInt[]").c_str(), conv_size, tags);
 }

@@ -34,6 +34,7 @@ inline bool needs_before(ConvActivation activation) {
   return activation != ConvActivation::kNone && activation != ConvActivation::kRelu;
 }
 
+at::Tensor activate(const at::Tensor& before, ConvActivation activation);
 void check_conv(const Conv& args);
 std::vector<c10::SymInt> conv_output_sizes(const Conv& args);
 at::MemoryFormat channels_last(const at::Tensor& tensor);

@@ -2,16 +2,12 @@
 
 #include "conv_problem.h"
 
-#include "../graph/cuda_call.h"
+#include "../graph/call_pointers.h"
 #include "../kernels/conv_epilogue.h"
 
 #include <ATen/Context.h>
 #include <ATen/cuda/EmptyTensor.h>
-#include <ATen/ops/gelu.h>
-#include <ATen/ops/relu.h>
-#include <ATen/ops/silu.h>
 #include <c10/cuda/CUDAGuard.h>
-#include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
 #include <mutex>
@@ -42,92 +38,85 @@ at::Tensor with_channels_last(const at::Tensor& tensor) {
   return tensor.contiguous(format);
 }
 
-// The addresses of a call, the last of which the plan writes.
-struct Pointers {
-  c10::SmallVector<void*, 8> all;
-  c10::SmallVector<graph::Call::Written, 1> written;
-
-  void read(const at::Tensor& tensor) {
-    all.push_back(const_cast<void*>(tensor.const_data_ptr()));
-  }
-  void write(const at::Tensor& tensor) {
-    written.push_back({all.size(), tensor.nbytes()});
-    all.push_back(tensor.mutable_data_ptr());
-  }
-  graph::Call call() const {
-    return {kOp, kAdvice, all, written, at::globalContext().benchmarkCuDNN()};
-  }
-};
-
-// What a plan of that fusion was found to take; the whole epilogue until cuDNN refuses it.
-ConvFusion& known_fusion(const graph::PlanKey& key) {
-  static auto* all = new std::unordered_map<graph::PlanKey, ConvFusion, graph::PlanKeyHash>();
-  return (*all)[key];
+graph::Call call_of(const graph::CallPointers& pointers) {
+  return {kOp, kAdvice, pointers.all, pointers.written, at::globalContext().benchmarkCuDNN()};
 }
 
+// What plans were found to take, by the key of the whole; that until cuDNN refuses it.
+class KnownFusions {
+ public:
+  ConvFusion of(const graph::PlanKey& whole) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = fusions_.find(whole);
+    return found == fusions_.end() ? ConvFusion::kAll : found->second;
+  }
+  void set(const graph::PlanKey& whole, ConvFusion fusion) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    fusions_.insert_or_assign(whole, fusion);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<graph::PlanKey, ConvFusion, graph::PlanKeyHash> fusions_;
+};
+
+KnownFusions& known_fusions() {
+  static auto* all = new KnownFusions();
+  return *all;
+}
+
+// What a plan has computed; `before` only where that is a result beside another.
 struct Convolved {
-  at::Tensor out;
+  at::Tensor out, before;
   ConvFusion fusion;
 };
 
 // The convolution and as much of the epilogue as cuDNN takes in one graph.
-Convolved convolve(const Conv& args) {
-  static std::mutex mutex;
+Convolved convolve(const Conv& args, bool with_before) {
   const at::Tensor x = with_channels_last(args.input), w = with_channels_last(args.weight);
   const at::Tensor bias = args.bias ? args.bias->contiguous() : at::Tensor();
   const at::Tensor residual = args.residual ? with_channels_last(*args.residual) : at::Tensor();
   const int device = x.get_device();
-  const auto whole_key = graph::PlanKey::of(conv_params(args, ConvFusion::kAll), device);
-  ConvFusion fusion = ConvFusion::kAll;
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    fusion = known_fusion(whole_key);
-  }
+  ConvParams params = conv_params(args, ConvFusion::kAll, with_before);
+  const auto whole = graph::PlanKey::of(params, device);
+  auto key = whole;
+  ConvFusion fusion = known_fusions().of(whole);
   while (true) {
-    const ConvParams params = conv_params(args, fusion);
-    const at::Tensor out =
-        empty({params.out.sizes.data(), static_cast<size_t>(params.out.rank)}, x, channels_last(x));
-    Pointers pointers;
+    if (fusion != ConvFusion::kAll) {
+      params = conv_params(args, fusion, with_before);
+      key = graph::PlanKey::of(params, device);
+    }
+    const c10::IntArrayRef sizes(params.out.sizes.data(), static_cast<size_t>(params.out.rank));
+    const at::Tensor out = empty(sizes, x, channels_last(x));
+    const at::Tensor before =
+        params.before.rank > 0 ? empty(sizes, x, channels_last(x)) : at::Tensor();
+    graph::CallPointers pointers;
     pointers.read(x);
     pointers.read(w);
     if (params.bias.rank > 0) pointers.read(bias);
     if (params.residual.rank > 0) pointers.read(residual);
+    pointers.write(before);
     pointers.write(out);
-    const graph::Call call = pointers.call();
-    const auto key = graph::PlanKey::of(params, device);
+    const graph::Call call = call_of(pointers);
     const auto plan =
         fusion == ConvFusion::kNone ? graph::get_plan(call, key) : graph::plan_or_null(call, key);
     if (plan != nullptr) {
       graph::execute(call, *plan);
-      return {out, fusion};
+      return {out, before, fusion};
     }
     fusion = static_cast<ConvFusion>(static_cast<int64_t>(fusion) + 1);
-    const std::lock_guard<std::mutex> lock(mutex);
-    known_fusion(whole_key) = fusion;
+    known_fusions().set(whole, fusion);
   }
 }
 
-at::Tensor activate(const at::Tensor& before, ConvActivation activation) {
-  switch (activation) {
-    case ConvActivation::kRelu: return at::relu(before);
-    case ConvActivation::kSilu: return at::silu(before);
-    case ConvActivation::kGelu: return at::gelu(before);
-    case ConvActivation::kGeluTanh: return at::gelu(before, "tanh");
-    default: return before;
-  }
-}
-
-// The rest of the epilogue.
-at::Tensor finish(const Conv& args, const Convolved& convolved) {
-  at::Tensor out = convolved.out;
-  if (convolved.fusion == ConvFusion::kAll) return out;
+// Adds to a result what its plan did not.
+void add_rest(const Conv& args, const Convolved& convolved) {
   if (convolved.fusion == ConvFusion::kNone && args.bias) {
-    std::vector<int64_t> one(static_cast<size_t>(out.dim()), 1);
+    std::vector<int64_t> one(static_cast<size_t>(convolved.out.dim()), 1);
     one[1] = -1;
-    out.add_(args.bias->view(one));
+    convolved.out.add_(args.bias->view(one));
   }
-  if (args.residual) out.add_(*args.residual);
-  return activate(out, args.activation);
+  if (convolved.fusion >= ConvFusion::kBias && args.residual) convolved.out.add_(*args.residual);
 }
 
 ConvResults conv_cuda(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
@@ -141,18 +130,20 @@ ConvResults conv_cuda(const at::Tensor& input, const at::Tensor& weight, const O
                    ": input must be float16, bfloat16 or float32 on a GPU; got float64");
   const c10::cuda::CUDAGuard device_guard(input.device());
   graph::require_sm80(kOp, input.get_device());
+  with_before = with_before && needs_before(kind);
   if (input.numel() == 0) {
-    const auto sizes = conv_params(args, ConvFusion::kNone).out.sizes;
+    const auto sizes = conv_params(args, ConvFusion::kNone, false).out.sizes;
     const at::Tensor out =
         empty({sizes.data(), static_cast<size_t>(input.dim())}, input, channels_last(input));
     return {out, with_before ? out.clone() : none(input)};
   }
-  if (!with_before) return {finish(args, convolve(args)), none(input)};
-  // A graph has one result: the activation is a pass of its own.
-  const Conv linear{
-      input, weight, bias, residual, stride, padding, dilation, groups, ConvActivation::kNone};
-  const at::Tensor before = finish(linear, convolve(linear));
-  return {activate(before, kind), before};
+  Convolved convolved = convolve(args, with_before);
+  if (convolved.fusion != ConvFusion::kAll) {
+    add_rest(args, convolved);
+    convolved.before = convolved.out;
+    convolved.out = activate(convolved.before, kind);
+  }
+  return {convolved.out, with_before ? convolved.before : none(input)};
 }
 
 // The gradient of the input or that of the weight, from that of the convolution's result.
@@ -161,11 +152,11 @@ at::Tensor gradient(const Conv& args, const at::Tensor& grad, bool is_of_weight)
   const at::Tensor result = empty(like.sizes(), like, channels_last(like));
   if (grad.numel() == 0) return result.zero_();
   const at::Tensor other = with_channels_last(is_of_weight ? args.input : args.weight);
-  Pointers pointers;
+  graph::CallPointers pointers;
   pointers.read(other);
   pointers.read(grad);
   pointers.write(result);
-  const graph::Call call = pointers.call();
+  const graph::Call call = call_of(pointers);
   const auto key = graph::PlanKey::of(conv_backward_params(args, is_of_weight), grad.get_device());
   graph::execute(call, *graph::get_plan(call, key));
   // As the weight lies: autograd would copy another.

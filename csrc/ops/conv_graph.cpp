@@ -12,7 +12,7 @@ namespace fe = cudnn_frontend;
 using Tensor = std::shared_ptr<fe::graph::Tensor_attributes>;
 
 // Plans take addresses in ascending uid order: this is the order that conv_cuda.cpp knows.
-enum Uid : int64_t { kInput = 1, kWeight, kBias, kResidual, kGrad, kOut };
+enum Uid : int64_t { kInput = 1, kWeight, kBias, kResidual, kGrad, kBefore, kOut };
 
 fe::PointwiseMode_t mode_of(ConvActivation activation) {
   switch (activation) {
@@ -68,6 +68,7 @@ std::shared_ptr<graph::FrontendGraph> make_forward(const ConvParams& params,
     const auto residual = graph::input(*graph, "residual", kResidual, params.residual);
     out = pointwise(out, residual, fe::PointwiseMode_t::ADD, "add_residual");
   }
+  if (params.before.rank > 0) graph::output(out, kBefore, params.before);
   if (params.activation != ConvActivation::kNone) {
     out = pointwise(out, nullptr, mode_of(params.activation), "activation");
   }

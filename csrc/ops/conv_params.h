@@ -31,7 +31,7 @@ struct ConvGeometry {
 // Tensors have their channels last; the bias is [1, K, 1, 1]. What is of rank 0 is not there.
 struct ConvParams {
   static constexpr const char* kName = "conv";
-  graph::TensorDesc input, weight, bias, residual, out;
+  graph::TensorDesc input, weight, bias, residual, before, out;
   ConvGeometry geometry;
   ConvActivation activation = ConvActivation::kNone;
   bool allow_tf32 = false, deterministic = false;
@@ -42,6 +42,7 @@ struct ConvParams {
     visit("weight", self.weight);
     visit("bias", self.bias);
     visit("residual", self.residual);
+    visit("before", self.before);
     visit("out", self.out);
     ConvGeometry::fields(self.geometry, visit);
     visit("activation", self.activation);

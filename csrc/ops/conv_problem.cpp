@@ -55,12 +55,13 @@ std::vector<int64_t> plan_key(const at::Tensor& input, const at::Tensor& weight,
                               const OptionalTensor& bias, const OptionalTensor& residual,
                               c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
                               c10::SymIntArrayRef dilation, c10::SymInt groups, int64_t activation,
-                              int64_t fusion) {
+                              int64_t fusion, bool with_before) {
   const Conv args{input,    weight, bias,
                   residual, stride, padding,
                   dilation, groups, static_cast<ConvActivation>(activation)};
   check_conv(args);
-  return graph::PlanKey::of(conv_params(args, static_cast<ConvFusion>(fusion)), 0).words().vec();
+  const auto params = conv_params(args, static_cast<ConvFusion>(fusion), with_before);
+  return graph::PlanKey::of(params, 0).words().vec();
 }
 
 std::vector<int64_t> backward_plan_key(const at::Tensor& input, const at::Tensor& weight,
@@ -76,7 +77,7 @@ std::vector<int64_t> backward_plan_key(const at::Tensor& input, const at::Tensor
 
 }  // namespace
 
-ConvParams conv_params(const Conv& args, ConvFusion fusion) {
+ConvParams conv_params(const Conv& args, ConvFusion fusion, bool with_before) {
   ConvParams params;
   const auto sizes = whole(conv_output_sizes(args));
   params.input = desc_of(args.input);
@@ -91,9 +92,11 @@ ConvParams conv_params(const Conv& args, ConvFusion fusion) {
     one[1] = sizes[1];
     params.bias = channels_last_desc(args.input.scalar_type(), one);
   }
-  if (fusion == ConvFusion::kBias && args.residual) return params;
+  if (fusion == ConvFusion::kBias) return params;
   if (args.residual) params.residual = params.out;
+  if (fusion == ConvFusion::kLinear) return params;
   params.activation = args.activation;
+  if (with_before) params.before = params.out;
   return params;
 }
 
@@ -115,7 +118,7 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   m.def(
       "_conv_plan_key(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, "
       "SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, int activation, "
-      "int fusion) -> int[]",
+      "int fusion, bool with_before) -> int[]",
       cudnn_ops::plan_key);
   m.def(
       "_conv_backward_plan_key(Tensor input, Tensor weight, SymInt[] stride, SymInt[] padding, "

@@ -3,7 +3,7 @@
 #include "norm_choice.h"
 #include "norm_problem.h"
 
-#include "../graph/cuda_call.h"
+#include "../graph/call_pointers.h"
 #include "../graph/plan_policy.h"
 #include "../kernels/norm_rows.h"
 
@@ -14,7 +14,6 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAGuard.h>
-#include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
 namespace cudnn_ops {
@@ -24,25 +23,12 @@ at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, const at::Device& 
   return at::detail::empty_cuda(sizes, dtype, device, std::nullopt);
 }
 
-// The addresses of a call, and which of them the plan writes.
-struct Pointers {
-  c10::SmallVector<void*, 10> all;
-  c10::SmallVector<graph::Call::Written, 4> written;
-
-  void read(const at::Tensor& tensor) {
-    if (tensor.defined()) all.push_back(const_cast<void*>(tensor.const_data_ptr()));
-  }
-  void write(const at::Tensor& tensor) {
-    if (!tensor.defined()) return;
-    written.push_back({all.size(), tensor.nbytes()});
-    all.push_back(tensor.mutable_data_ptr());
-  }
-  graph::Call call(bool is_layer) const {
-    const char* advice = is_layer ? "torch.nn.functional.layer_norm has kernels for the rest"
-                                  : "torch.nn.functional.rms_norm has kernels for the rest";
-    return {is_layer ? "cudnn_ops.layer_norm" : "cudnn_ops.rms_norm", advice, all, written};
-  }
-};
+graph::Call call_of(const graph::CallPointers& pointers, bool is_layer) {
+  const char* advice = is_layer ? "torch.nn.functional.layer_norm has kernels for the rest"
+                                : "torch.nn.functional.rms_norm has kernels for the rest";
+  return {is_layer ? "cudnn_ops.layer_norm" : "cudnn_ops.rms_norm", advice, pointers.all,
+          pointers.written};
+}
 
 // What an operator returns for a tensor that nobody asked for: [0], made without asking the
 // allocator, for a call has several.
@@ -63,8 +49,8 @@ void check_cuda_dtype(const Norm& args) {
 
 // Runs the plan; where it is not a must, only if there is one for a size that is called often.
 template <class Params>
-bool run(const Params& params, const Pointers& pointers, int device, bool is_must) {
-  const graph::Call call = pointers.call(params.is_layer);
+bool run(const Params& params, const graph::CallPointers& pointers, int device, bool is_must) {
+  const graph::Call call = call_of(pointers, params.is_layer);
   const auto key = graph::PlanKey::of(params, device);
   const auto plan = is_must ? graph::get_plan(call, key) : graph::often_called_plan(call, key);
   if (plan != nullptr) graph::execute(call, *plan);
@@ -88,7 +74,7 @@ bool run_forward(const Norm& args, const at::Tensor& out, const at::Tensor& mean
   const at::Tensor factor =
       needs_weight(args, /*backward=*/false) ? neutral_weight(args) : dense(args.weight);
   auto epsilon = static_cast<float>(args.eps);
-  Pointers pointers;
+  graph::CallPointers pointers;
   pointers.read(x);
   pointers.read(factor);
   pointers.read(shift);
@@ -110,7 +96,7 @@ bool run_backward(const Norm& args, const at::Tensor& grad_out, const at::Tensor
   };
   const at::Tensor results[] = {or_scratch(grad_input, x), or_scratch(grad_weight, factor),
                                 args.is_layer ? or_scratch(grad_bias, factor) : at::Tensor()};
-  Pointers pointers;
+  graph::CallPointers pointers;
   pointers.read(x);
   pointers.read(factor);
   pointers.read(g);

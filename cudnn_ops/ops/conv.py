@@ -148,29 +148,6 @@ def _format(tensor: Tensor) -> torch.memory_format:
     return torch.channels_last_3d if tensor.dim() == 5 else torch.channels_last
 
 
-def output_size(
-    input: Tensor,
-    weight: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> list[int]:
-    """Of the result; ``padding`` before each dimension, then behind each."""
-    dims = len(stride)
-    size = [input.shape[0], weight.shape[0]]
-    for i in range(dims):
-        reach = dilation[i] * (weight.shape[2 + i] - 1) + 1
-        room = input.shape[2 + i] + padding[i] + padding[dims + i] - reach
-        size.append(room // stride[i] + 1)
-    return size
-
-
-def same_padding(weight: Tensor, dilation: Sequence[int]) -> list[int]:
-    """What keeps the size: one more behind than before where the number is odd."""
-    total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-    return [n // 2 for n in total] + [n - n // 2 for n in total]
-
-
 def _conv_fake(
     input: Tensor,
     weight: Tensor,
@@ -183,10 +160,8 @@ def _conv_fake(
     activation: int,
     with_before: bool,
 ) -> tuple[Tensor, Tensor]:
-    _ops._conv_check.default(
-        input, weight, bias, residual, stride, padding, dilation, groups, activation
-    )
-    size = output_size(input, weight, stride, padding, dilation)
+    size = _ops._conv_size.default(input, weight, bias, residual, stride, padding, dilation, groups)
+    with_before = with_before and ACTIVATIONS[activation] not in ("none", "relu")
 
     def result() -> Tensor:
         return torch.empty(
@@ -278,7 +253,7 @@ def _conv_cpu(
     if residual is not None:
         result = result + residual
     out.copy_(_activate(result, activation))
-    if with_before:
+    if before.numel() > 0:
         before.copy_(result)
     return out, before
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ def test_shapes(case, device):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_whole_epilogues_in_one_graph(activation, device):
     op, x, weight, options = CASES[0]
-    for residual in (False, True):
+    for residual, training in itertools.product((False, True), (False, True)):
         answer = explain(
             op,
             (x, BF16),
@@ -47,6 +48,7 @@ def test_whole_epilogues_in_one_graph(activation, device):
             bias=True,
             residual=residual,
             activation=activation,
+            with_before=training and activation not in ("none", "relu"),
             device=device,
             **options,
         )

@@ -1,0 +1,23 @@
+// The end of a sum over many rows, of which blocks have each added up some.
+#pragma once
+
+// Adds up the `rows` rows of `sums`, 32 columns a block of whole warps, in a fixed order; `write`
+// gets each column and its sum.
+template <class Write>
+__device__ void add_up_columns(const float* sums, unsigned rows, unsigned columns,
+                               const Write& write) {
+  __shared__ float by_warp[32][33];
+  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const unsigned column = blockIdx.x * 32 + lane;
+  float sum = 0;
+  if (column < columns) {
+#pragma unroll 8
+    for (unsigned row = warp; row < rows; row += warps) sum += sums[(long long)row * columns + column];
+  }
+  by_warp[warp][lane] = sum;
+  __syncthreads();
+  if (warp > 0 || column >= columns) return;
+  sum = 0;
+  for (unsigned other = 0; other < warps; ++other) sum += by_warp[other][lane];
+  write(column, sum);
+}
