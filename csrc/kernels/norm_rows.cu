@@ -111,9 +111,8 @@ __device__ void sum_up(float (&sums)[kSums], unsigned group, float (*scratch)[32
 }
 
 // Rows to come, on their way through shared memory. A thread copies the pieces that it needs, so
-// that nobody waits for another. cp.async takes 4 bytes or more: where pieces are smaller, rows come
-// and go whole, the threads of a row copying the 16 bytes at a time that it lies in, and waiting for
-// each other.
+// that nobody waits for another. cp.async takes 4 bytes or more: where pieces are smaller the
+// threads of a row copy all 16 bytes at a time that it lies in, and wait for each other.
 template <int kBytes, int kVectors, int kStages>
 struct Pipeline {
   using Vector = Piece<Type, kBytes / sizeof(Bits)>;
@@ -154,40 +153,16 @@ struct Pipeline {
   // For all but the `kStages` - 1 last that were committed.
   __device__ void wait() const {
     asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
-    if constexpr (kIsWhole) sync();
-  }
-  // Where to compute what goes to `row`, and then how it goes there.
-  __device__ Vector* outgoing(Bits* row) const {
-    if constexpr (!kIsWhole) return (Vector*)row;
-    return (Vector*)(whole(kStages, 0) + (unsigned long long)row % 16);
-  }
-  __device__ void store(Bits* row, unsigned columns) const {
     if constexpr (kIsWhole) {
-      sync();
-      auto *first = (unsigned char*)row, *end = first + columns * kBytes;
-      unsigned char* to = first - (unsigned long long)first % 16;
-      const unsigned char* from = whole(kStages, 0);
-      for (unsigned at = 16 * (threadIdx.x % group); to + at < end; at += 16 * group) {
-        if (to + at >= first && to + at + 16 <= end) {
-          *(uint4*)(to + at) = *(const uint4*)(from + at);
-          continue;
-        }
-        for (unsigned i = at; i < at + 16; i += kBytes) {
-          if (to + i >= first && to + i < end) *(Bits*)(to + i) = *(const Bits*)(from + i);
-        }
+      if (group > 32) {
+        __syncthreads();
+      } else {
+        __syncwarp();
       }
     }
   }
 
  private:
-  // The threads of a row, of which those of the other rows of a warp may have none.
-  __device__ void sync() const {
-    if (group > 32) {
-      __syncthreads();
-    } else {
-      __syncwarp((~0u >> (32 - group)) << (threadIdx.x % 32 / group * group));
-    }
-  }
   static __device__ unsigned char* shared() {
     extern __shared__ uint4 memory[];
     return (unsigned char*)memory;
@@ -301,8 +276,7 @@ __device__ void forward(const NormCall& call) {
     const float rstd = rsqrtf(sums[0] * per_column + call.eps);
     if (thread == 0 && call.rstd != nullptr) call.rstd[row] = rstd;
     if (kIsLayer && thread == 0 && call.mean != nullptr) call.mean[row] = mean;
-    auto* out_row = (Bits*)call.out + (long long)row * call.columns;
-    Vector* out = pipe.outgoing(out_row);
+    auto* out = (Vector*)call.out + (long long)row * vectors;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const unsigned at = thread + v * group;
@@ -321,7 +295,6 @@ __device__ void forward(const NormCall& call) {
       }
       out[at] = Vector::of(values[v]);
     }
-    pipe.store(out_row, call.columns);
   }
 }
 
@@ -505,8 +478,7 @@ __device__ void backward(const NormCall& call) {
     const float shift = kIsLayer ? sums[kIsLayer ? 1 : 0] * per_column * rstd : 0;
     const auto* more =
         call.grad_sum.data == nullptr ? nullptr : (const Vector*)row_of(call.grad_sum, row);
-    auto* out_row = (Bits*)call.out + (long long)row * call.columns;
-    Vector* out = pipe.outgoing(out_row);
+    auto* out = (Vector*)call.out + (long long)row * vectors;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int kept = kKeeps ? v : 0;
@@ -525,7 +497,6 @@ __device__ void backward(const NormCall& call) {
       }
       out[at] = Vector::of(result);
     }
-    pipe.store(out_row, call.columns);
   }
   if (!kSums || call.partial == nullptr) return;
   asm volatile("cp.async.wait_all;" ::: "memory");

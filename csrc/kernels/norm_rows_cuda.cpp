@@ -210,13 +210,12 @@ using Kernels = DeviceKernel[2][kSpreads];
 constexpr unsigned kStages = 3;
 constexpr unsigned kMaxShared = 220 << 10;
 
-// The shared memory of a block, for rows of so many tensors; those of pieces that cp.async cannot
-// take are copied whole, and so are the results.
-unsigned pipeline_bytes(const NormCall& call, const Spread& how, unsigned stages,
-                        unsigned tensors) {
-  if (how.vectors == 0) return 0;
-  if (how.bytes >= 4) return stages * tensors * how.vectors * how.bytes * how.threads;
-  return (stages * tensors + 1) * call.row_bytes * (how.threads / how.group);
+// The shared memory of a block's rows of one tensor; those of pieces that cp.async cannot take are
+// copied whole.
+unsigned stage_bytes(const NormCall& call, const Spread& how) {
+  const bool is_whole = how.vectors > 0 && how.bytes < 4;
+  return is_whole ? call.row_bytes * (how.threads / how.group)
+                  : how.vectors * how.bytes * how.threads;
 }
 
 void launch_forward(NormCall& call, int type, unsigned number_bytes, uint64_t row_bits) {
@@ -226,7 +225,7 @@ void launch_forward(NormCall& call, int type, unsigned number_bytes, uint64_t ro
   Spread how = spread(call, bytes, number_bytes, /*is_backward=*/false);
   const unsigned stages = how.bytes * how.vectors > 64 ? 1 : kStages;
   const unsigned tensors = call.residual.data == nullptr ? 1 : 2;
-  const unsigned shared = pipeline_bytes(call, how, stages, tensors);
+  const unsigned shared = stages * tensors * stage_bytes(call, how);
   if (shared > kMaxShared) how = kAnyRows;
   void* argument = &call;
   if (how.vectors == 0) return any[type].launch(call.rows, 1, 512, &argument);
@@ -263,7 +262,7 @@ void launch_backward(NormCall& call, int type, unsigned number_bytes, uint64_t r
   const unsigned numbers = how.vectors * how.threads * (how.bytes / number_bytes);
   const auto sums_bytes = numbers * static_cast<unsigned>(sizeof(float));
   const unsigned shared =
-      std::max(pipeline_bytes(call, how, is_wide ? 1 : kStages, 2), is_wide ? 0 : sums_bytes);
+      std::max((is_wide ? 1 : kStages) * 2 * stage_bytes(call, how), is_wide ? 0 : sums_bytes);
   if (shared > kMaxShared) how = kAnyRows;
   at::Tensor partials;
   void* argument = &call;
