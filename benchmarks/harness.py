@@ -272,7 +272,9 @@ def main(name: str, run: Callable[[Rows, int], None]) -> None:
         raise SystemExit(f"bench_{name} needs a CUDA GPU, and torch finds none")
     rounds = QUICK_ROUNDS if args.quick else FULL_ROUNDS
     rows = Rows({**environment(), "rounds": rounds})
-    run(rows, rounds)
-    print(rows.table())
+    try:
+        run(rows, rounds)
+    finally:  # who interrupts it sees what there is
+        print(rows.table())
     if args.out:
         rows.write(args.out)

@@ -8,6 +8,7 @@
 #include <cudnn_graph.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -33,10 +34,10 @@ class Plan {
   static std::shared_ptr<const Plan> build(std::shared_ptr<FrontendGraph> graph,
                                            const Target& target, const std::string& engine);
 
-  // Builds every plan that the heuristics offer, best guess first; they share the graph.
-  // Throws NotSupported when there is none.
-  static std::vector<std::shared_ptr<const Plan>> build_all(std::shared_ptr<FrontendGraph> graph,
-                                                            const Target& target);
+  // Builds every plan that the heuristics offer, best guess first, or those that there are to fall
+  // back on where they offer none; they share a graph. Throws NotSupported when there is none.
+  static std::vector<std::shared_ptr<const Plan>> build_all(
+      const std::function<std::shared_ptr<FrontendGraph>()>& make_graph, const Target& target);
 
   // The plan as bytes, compiled kernels and all (100 kB), with `choice` noted in them. Empty when
   // the plan cannot be written, as when the frontend has kernels of its own in it. It is cuDNN's

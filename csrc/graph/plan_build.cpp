@@ -64,10 +64,11 @@ std::string describe_device(int index) {
 namespace {
 
 // Everything up to the list of plans that cuDNN's heuristics offer.
-void list_plans(FrontendGraph& graph, const Target& target) {
+void list_plans(FrontendGraph& graph, const Target& target,
+                const std::vector<fe::HeurMode_t>& modes) {
   require(graph.validate());
   require(graph.build_operation_graph(target.handle()));
-  require(graph.create_execution_plans({fe::HeurMode_t::A, fe::HeurMode_t::FALLBACK}));
+  require(graph.create_execution_plans(modes));
   graph.deselect_numeric_notes(graph.refused());
 }
 
@@ -142,7 +143,7 @@ std::shared_ptr<const Plan> Plan::of(std::shared_ptr<FrontendGraph> graph, int64
 
 std::shared_ptr<const Plan> Plan::build(std::shared_ptr<FrontendGraph> graph, const Target& target,
                                         const std::string& engine) {
-  list_plans(*graph, target);
+  list_plans(*graph, target, {fe::HeurMode_t::A, fe::HeurMode_t::FALLBACK});
   int64_t index = engine.empty() ? -1 : find_engine(*graph, engine);
   if (index < 0 && !engine.empty()) index = add_engine(*graph, engine);
   if (index >= 0 && graph->build_plan_at_index(index).is_bad()) index = -1;
@@ -154,10 +155,18 @@ std::shared_ptr<const Plan> Plan::build(std::shared_ptr<FrontendGraph> graph, co
   return of(std::move(graph), index);
 }
 
-std::vector<std::shared_ptr<const Plan>> Plan::build_all(std::shared_ptr<FrontendGraph> graph,
-                                                         const Target& target) {
-  list_plans(*graph, target);
-  require(graph->check_support());
+std::vector<std::shared_ptr<const Plan>> Plan::build_all(
+    const std::function<std::shared_ptr<FrontendGraph>()>& make_graph, const Target& target) {
+  auto graph = make_graph();
+  try {
+    list_plans(*graph, target, {fe::HeurMode_t::A});
+    require(graph->check_support());
+  } catch (const NotSupported&) {
+    // These are slow, and some of them take seconds to compile.
+    graph = make_graph();
+    list_plans(*graph, target, {fe::HeurMode_t::FALLBACK});
+    require(graph->check_support());
+  }
   require(graph->build_plans(fe::BuildPlanPolicy_t::ALL));
   std::vector<std::shared_ptr<const Plan>> plans;
   std::unordered_set<std::string> engines;

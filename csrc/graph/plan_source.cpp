@@ -67,7 +67,7 @@ std::shared_ptr<const Plan> make_measured_plan(const PlanKey& key, const Target&
   if (!again) {
     if (auto plan = load(key, target, /*only_measured=*/true)) return plan;
   }
-  const auto plans = Plan::build_all(kind.make_graph(key, target), target);
+  const auto plans = Plan::build_all([&] { return kind.make_graph(key, target); }, target);
   const std::vector<double> ms = time(plans);
   const auto best = static_cast<size_t>(std::min_element(ms.begin(), ms.end()) - ms.begin());
   if (!std::isfinite(ms[best])) throw NotSupported("none of cuDNN's engines for this runs");
