@@ -15,7 +15,7 @@ from tests.cases import norm as cases
 from tests.cases.norm import NormCase
 
 SIZE = 4096
-FAST, SLOW = 1024, 32768
+FAST, SLOW = 8192, 32768
 """Rows for which the table of these tests has cuDNN faster, and not."""
 
 

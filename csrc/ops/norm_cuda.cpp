@@ -117,14 +117,15 @@ bool is_dense(const at::Tensor& tensor) {
          reinterpret_cast<intptr_t>(tensor.const_data_ptr()) % kAlignment == 0;
 }
 
-// Whether cuDNN's plan may be worth having, once the size is called often. Of less than kLeastBytes
-// the host's time is what counts, and our kernels take less of it; and for rows that do not all
-// start at kAlignment a backward engine was seen to take ten times as long as they do.
+// Whether cuDNN's plan may be worth having, once the size is called often. A plan takes the host
+// one or two microseconds longer than our kernels do: of less than these bytes the GPU is done
+// before the host is. And for rows that do not all start at kAlignment a backward engine was seen
+// to take ten times as long as our kernels.
 bool is_for_cudnn(const Norm& args, NormPlan plan, const OptionalTensor& grad_out) {
-  constexpr int64_t kLeastBytes = 4 << 20;
+  const int64_t least_bytes = plan == NormPlan::kBackward ? 4 << 20 : 32 << 20;
   const auto& input = args.input;
   const auto bytes = static_cast<int64_t>(input.nbytes());
-  if (bytes < kLeastBytes || args.residual || !args.weight || !is_dense(input) ||
+  if (bytes < least_bytes || args.residual || !args.weight || !is_dense(input) ||
       !is_dense(*args.weight) || (args.bias && !is_dense(*args.bias)) ||
       (grad_out && !is_dense(*grad_out)) || at::globalContext().deterministicAlgorithms()) {
     return false;
