@@ -69,7 +69,11 @@ SIZES = [
     (1, 32768),
     (5, 65536),
     (3, 100000),
+    (3, 100001),
+    (3, 150000),
+    (150, 100000),
     (33, 32768),
+    (300, 32768),
     (300, 16384),
     (17, 12288),
     (2049, 4096),
@@ -97,7 +101,7 @@ def test_sizes(rows, size, is_layer, device, poisoned):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("is_layer", [False, True])
-@pytest.mark.parametrize("size", [96, 100, 101, 1024])
+@pytest.mark.parametrize("size", [96, 100, 101, 1024, 20000])
 def test_the_sum_is_the_one_that_is_normed(size, is_layer, device, poisoned):
     """In low precision and rows apart: as if the sum were computed first, and rounded."""
     torch.manual_seed(0)

@@ -110,6 +110,18 @@ __device__ void sum_up(float (&sums)[kSums], unsigned group, float (*scratch)[32
   }
 }
 
+// Of fewer bytes than kSize the rest is zero.
+template <int kSize>
+__device__ void copy_async(void* shared, const void* global, unsigned bytes) {
+  const auto to = (unsigned)__cvta_generic_to_shared(shared);
+  if constexpr (kSize == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global),
+                 "r"(bytes));
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global), "n"(kSize));
+  }
+}
+
 // Rows to come, on their way through shared memory. A thread copies the pieces that it needs, so
 // that nobody waits for another. cp.async takes 4 bytes or more: where pieces are smaller the
 // threads of a row copy all 16 bytes at a time that it lies in, and wait for each other.
@@ -128,13 +140,13 @@ struct Pipeline {
       unsigned char* to = whole(stage, tensor);
       for (unsigned at = 16 * thread; from + at < end; at += 16 * group) {
         const auto left = end - (from + at);
-        copy<16>(to + at, from + at, left < 16 ? left : 16);
+        copy_async<16>(to + at, from + at, left < 16 ? left : 16);
       }
     } else {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         const unsigned at = thread + v * group;
-        if (at < vectors) copy<kBytes>(slot(stage, tensor, v), (const Vector*)row + at, kBytes);
+        if (at < vectors) copy_async<kBytes>(slot(stage, tensor, v), (const Vector*)row + at, kBytes);
       }
     }
   }
@@ -176,24 +188,13 @@ struct Pipeline {
     return shared() +
            ((stage * tensors + tensor) * groups + threadIdx.x / group) * row_bytes;
   }
-  // Of fewer bytes than kSize the rest is zero.
-  template <int kSize>
-  static __device__ void copy(void* shared, const void* global, unsigned bytes) {
-    const auto to = (unsigned)__cvta_generic_to_shared(shared);
-    if constexpr (kSize == 16) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global),
-                   "r"(bytes));
-    } else {
-      asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global), "n"(kSize));
-    }
-  }
 };
 
 // kVectors pieces of kBytes a thread and row.
 template <int kBytes, int kVectors, bool kIsLayer>
 __device__ void forward(const NormCall& call) {
   constexpr int kWidth = kBytes / sizeof(Bits);
-  constexpr int kStages = kVectors * kBytes > 64 ? 1 : 3;
+  constexpr int kStages = 3;
   constexpr bool kKeeps = kVectors * kWidth <= kMostKept;
   using Vector = Piece<Type, kWidth>;
   using Pipe = Pipeline<kBytes, kVectors, kStages>;
@@ -298,42 +299,132 @@ __device__ void forward(const NormCall& call) {
   }
 }
 
-// Rows of any size and alignment, a block each, read three times.
-__device__ void forward_any(const NormCall& call) {
-  __shared__ float scratch[2][1][32];
-  const unsigned row = blockIdx.x;
-  wait_for_inputs();
-  const Bits* input = row_of(call.input, row);
-  if (call.residual.data != nullptr) {
-    const Bits* residual = row_of(call.residual, row);
-    Bits* sum = (Bits*)call.sum + (long long)row * call.columns;
-    for (unsigned at = threadIdx.x; at < call.columns; at += blockDim.x) {
-      sum[at] = Type::write(Type::read(input[at]) + Type::read(residual[at]));
+// A row in pieces, of which a block's threads have any number each.
+template <int kBytes>
+struct AnyRow {
+  static constexpr int kWidth = kBytes / sizeof(Bits);
+  using Vector = Piece<Type, kWidth>;
+
+  // Calls `visit` with the numbers of each of the thread's pieces, and where they are.
+  template <class Visit>
+  static __device__ void each(const Vector* row, unsigned vectors, const Visit& visit) {
+#pragma unroll 4
+    for (unsigned at = threadIdx.x; at < vectors; at += blockDim.x) {
+      float values[kWidth];
+      row[at].read(values);
+      visit(values, at);
     }
-    input = sum;  // each thread reads again what it wrote
   }
+};
+
+// The norm of one row, a block's, each thread of which reads only pieces that it has written or that
+// are the input's. `scratch` is free again after the next barrier.
+template <int kBytes>
+__device__ void norm_row(const NormCall& call, const Piece<Type, kBytes / sizeof(Bits)>* row_data,
+                         unsigned row, float (*scratch)[1][32]) {
+  using Row = AnyRow<kBytes>;
+  using Vector = typename Row::Vector;
+  const unsigned vectors = call.columns / Row::kWidth;
   float sums[1] = {0};
   float mean = 0;
   if (call.is_layer) {
-    for (unsigned at = threadIdx.x; at < call.columns; at += blockDim.x) {
-      sums[0] += Type::read(input[at]);
-    }
+    Row::each(row_data, vectors, [&](const float(&values)[Row::kWidth], unsigned) {
+#pragma unroll
+      for (int k = 0; k < Row::kWidth; ++k) sums[0] += values[k];
+    });
     sum_up(sums, blockDim.x, scratch[0]);
     mean = sums[0] / call.columns;
     sums[0] = 0;
   }
-  for (unsigned at = threadIdx.x; at < call.columns; at += blockDim.x) {
-    const float value = Type::read(input[at]) - mean;
-    sums[0] += value * value;
-  }
+  Row::each(row_data, vectors, [&](const float(&values)[Row::kWidth], unsigned) {
+#pragma unroll
+    for (int k = 0; k < Row::kWidth; ++k) sums[0] += (values[k] - mean) * (values[k] - mean);
+  });
   sum_up(sums, blockDim.x, scratch[1]);
   const float rstd = rsqrtf(sums[0] / call.columns + call.eps);
   if (threadIdx.x == 0 && call.rstd != nullptr) call.rstd[row] = rstd;
   if (threadIdx.x == 0 && call.mean != nullptr) call.mean[row] = mean;
   const Parameter factor = factor_of(call), bias = bias_of(call);
-  Bits* out = (Bits*)call.out + (long long)row * call.columns;
-  for (unsigned at = threadIdx.x; at < call.columns; at += blockDim.x) {
-    out[at] = Type::write((Type::read(input[at]) - mean) * rstd * factor.at(at) + bias.at(at));
+  Vector* out = (Vector*)call.out + (long long)row * vectors;
+  Row::each(row_data, vectors, [&](const float(&values)[Row::kWidth], unsigned at) {
+    float weights[Row::kWidth], shifts[Row::kWidth], result[Row::kWidth];
+    factor.read(at, weights);
+    bias.read(at, shifts);
+#pragma unroll
+    for (int k = 0; k < Row::kWidth; ++k) {
+      result[k] = (values[k] - mean) * rstd * weights[k] + shifts[k];
+    }
+    out[at] = Vector::of(result);
+  });
+}
+
+// Adds a row's residual to it; the sum, which the norm is of, goes to `call.sum` and to `copy`.
+template <int kBytes>
+__device__ void add_residual(const NormCall& call, unsigned row,
+                             const Piece<Type, kBytes / sizeof(Bits)>* input,
+                             Piece<Type, kBytes / sizeof(Bits)>* copy) {
+  using Row = AnyRow<kBytes>;
+  using Vector = typename Row::Vector;
+  const unsigned vectors = call.columns / Row::kWidth;
+  const auto* residual = (const Vector*)row_of(call.residual, row);
+  Vector* sum = (Vector*)call.sum + (long long)row * vectors;
+  Row::each(input, vectors, [&](float(&values)[Row::kWidth], unsigned at) {
+    float other[Row::kWidth];
+    residual[at].read(other);
+#pragma unroll
+    for (int k = 0; k < Row::kWidth; ++k) values[k] += other[k];
+    sum[at] = Vector::of(values);
+    if (copy != nullptr) copy[at] = sum[at];
+  });
+}
+
+// Rows of any size and alignment, a block each.
+__device__ void forward_any(const NormCall& call) {
+  using Vector = Piece<Type, 1>;
+  __shared__ float scratch[2][1][32];
+  const unsigned row = blockIdx.x;
+  wait_for_inputs();
+  const auto* input = (const Vector*)row_of(call.input, row);
+  if (call.residual.data != nullptr) {
+    add_residual<sizeof(Bits)>(call, row, input, nullptr);
+    input = (const Vector*)call.sum + (long long)row * call.columns;
+  }
+  norm_row<sizeof(Bits)>(call, input, row, scratch);
+}
+
+// Rows that are too long for registers and that shared memory has room for: one of them, or two,
+// the next one on its way.
+__device__ void forward_wide(const NormCall& call) {
+  using Vector = Piece<Type, 16 / sizeof(Bits)>;
+  extern __shared__ uint4 memory[];
+  __shared__ float scratch[2][2][1][32];
+  const unsigned vectors = call.columns / (16 / sizeof(Bits));
+  const auto load = [&](unsigned row, unsigned stage) {
+    if (row < call.rows) {
+      const auto* input = (const Vector*)row_of(call.input, row);
+      for (unsigned at = threadIdx.x; at < vectors; at += blockDim.x) {
+        copy_async<16>(memory + stage * vectors + at, input + at, 16);
+      }
+    }
+    asm volatile("cp.async.commit_group;");
+  };
+  const bool is_ahead = call.stages == 2;
+  wait_for_inputs();
+  let_next_start();
+  if (is_ahead) load(blockIdx.x, 0);
+  unsigned turn = 0;
+  for (unsigned row = blockIdx.x; row < call.rows; row += gridDim.x, ++turn) {
+    const unsigned stage = is_ahead ? turn % 2 : 0;
+    if (is_ahead) {
+      load(row + gridDim.x, 1 - stage);
+      asm volatile("cp.async.wait_group 1;" ::: "memory");
+    } else {
+      load(row, 0);
+      asm volatile("cp.async.wait_group 0;" ::: "memory");
+    }
+    Vector* values = (Vector*)memory + stage * vectors;
+    if (call.residual.data != nullptr) add_residual<16>(call, row, values, values);
+    norm_row<16>(call, values, row, scratch[turn % 2]);
   }
 }
 
@@ -506,30 +597,48 @@ __device__ void backward(const NormCall& call) {
   }
 }
 
-// The gradient of rows of any size and alignment, a block each, read twice.
+// The gradient of rows of any size, a block each, read twice.
+template <int kBytes>
 __device__ void backward_any(const NormCall& call) {
+  using Row = AnyRow<kBytes>;
+  using Vector = typename Row::Vector;
+  constexpr int kWidth = Row::kWidth;
   __shared__ float scratch[2][32];
-  const unsigned row = blockIdx.x;
+  const unsigned row = blockIdx.x, vectors = call.columns / kWidth;
   wait_for_inputs();
-  const Bits *input = row_of(call.input, row), *grad_out = row_of(call.grad_out, row);
-  const Bits* more = call.grad_sum.data == nullptr ? nullptr : row_of(call.grad_sum, row);
+  const auto* input = (const Vector*)row_of(call.input, row);
+  const auto* grad_out = (const Vector*)row_of(call.grad_out, row);
+  const auto* more =
+      call.grad_sum.data == nullptr ? nullptr : (const Vector*)row_of(call.grad_sum, row);
   const Parameter factor = factor_of(call);
   const float rstd = call.rstd[row], mean = call.is_layer ? call.mean[row] : 0;
   float sums[2] = {};
-  for (unsigned at = threadIdx.x; at < call.columns; at += blockDim.x) {
-    const float slope = Type::read(grad_out[at]) * factor.at(at);
-    sums[0] += slope * (Type::read(input[at]) - mean) * rstd;
-    sums[1] += slope;
-  }
+  Row::each(input, vectors, [&](const float(&x)[kWidth], unsigned at) {
+    float slopes[kWidth], weights[kWidth];
+    grad_out[at].read(slopes);
+    factor.read(at, weights);
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      const float slope = slopes[k] * weights[k];
+      sums[0] += slope * (x[k] - mean) * rstd;
+      sums[1] += slope;
+    }
+  });
   sum_up(sums, blockDim.x, scratch);
   const float along = sums[0] / call.columns, shift = call.is_layer ? sums[1] / call.columns : 0;
-  Bits* out = (Bits*)call.out + (long long)row * call.columns;
-  for (unsigned at = threadIdx.x; at < call.columns; at += blockDim.x) {
-    const float normed = (Type::read(input[at]) - mean) * rstd;
-    float value = (Type::read(grad_out[at]) * factor.at(at) - normed * along - shift) * rstd;
-    if (more != nullptr) value += Type::read(more[at]);
-    out[at] = Type::write(value);
-  }
+  Vector* out = (Vector*)call.out + (long long)row * vectors;
+  Row::each(input, vectors, [&](const float(&x)[kWidth], unsigned at) {
+    float slopes[kWidth], weights[kWidth], result[kWidth] = {};
+    grad_out[at].read(slopes);
+    factor.read(at, weights);
+    if (more != nullptr) more[at].read(result);
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      const float normed = (x[k] - mean) * rstd;
+      result[k] += (slopes[k] * weights[k] - normed * along - shift) * rstd;
+    }
+    out[at] = Vector::of(result);
+  });
 }
 
 // The sums over rows where backward() does not keep them: of a piece of the columns a lane, and of
@@ -613,18 +722,19 @@ NORM(backward, n, 2, 256, 3)
 NORM(backward, n, 8, 512, 2)
 NORM_ANY(backward_wide_rms, 512, backward<16, 8, false, false>)
 NORM_ANY(backward_wide_layer, 512, backward<16, 8, true, false>)
-NORM_ANY(backward_any, 512, backward_any)
+NORM_ANY(backward_any_16, 1024, backward_any<16>)
+NORM_ANY(backward_any_n, 512, backward_any<n>)
 NORM_ANY(partial_16, 512, partial<16>)
 NORM_ANY(partial_n, 512, partial<n>)
 NORM_ANY(columns, 1024, columns)
 #else
 NORM(forward, 16, 1, 256, 4)
 NORM(forward, 16, 2, 512, 1)
-NORM(forward, 16, 4, 1024, 1)
-NORM(forward, 16, 8, 1024, 1)
+NORM(forward, 16, 4, 512, 1)
 NORM(forward, 8, 1, 256, 4)
 NORM(forward, 8, 4, 512, 1)
 NORM(forward, n, 2, 256, 4)
 NORM(forward, n, 8, 512, 2)
+NORM_ANY(forward_wide, 1024, forward_wide)
 NORM_ANY(forward_any, 1024, forward_any)
 #endif

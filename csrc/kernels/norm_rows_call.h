@@ -19,6 +19,7 @@ struct NormCall {
   unsigned rows, columns, partials;
   unsigned group;      // threads that share a row: the block, or a power of two of one warp's
   unsigned row_bytes;  // that a row takes in shared memory where it is copied whole
+  unsigned stages;     // rows that forward_wide has room for: one, or two
   float eps;
   bool is_layer, zero_centered, is_weight_float, is_bias_float;
 };

@@ -169,29 +169,25 @@ Spread spread(const NormCall& call, unsigned bytes, unsigned number_bytes, bool 
   if (pieces <= 2 * kWarp) return within_warp(bytes, 2, pieces);
   if (pieces <= 2 * 512) return within_block(bytes, 2, pieces);
   if (pieces <= 4 * 512) return within_block(bytes, 4, pieces);
-  if (is_backward) return pieces <= 8 * 512 ? within_block(bytes, 8, pieces) : kAnyRows;
-  if (pieces > 8 * 1024) return kAnyRows;
-  return within_block(bytes, pieces <= 4 * 1024 ? 4 : 8, pieces);
+  return is_backward && pieces <= 8 * 512 ? within_block(bytes, 8, pieces) : kAnyRows;
 }
 
 // The kernels that keep a row in registers: by type, kind, and the index of their spread.
-constexpr int kSpreads = 8;
+constexpr int kSpreads = 7;
 
 int index_of(const Spread& how) {
-  if (how.bytes == 16)
-    return how.vectors == 1 ? 0 : how.vectors == 2 ? 1 : how.vectors == 4 ? 2 : 3;
-  return (how.bytes == 8 ? 4 : 6) + (how.vectors <= 2 ? 0 : 1);
+  if (how.bytes == 16) return how.vectors == 1 ? 0 : how.vectors == 2 ? 1 : 2;
+  return (how.bytes == 8 ? 3 : 5) + (how.vectors <= 2 ? 0 : 1);
 }
 
 using Kernels = DeviceKernel[2][kSpreads];
 
-#define CUDNN_OPS_KIND(images, name)                                                            \
-  {                                                                                             \
-    {images, name "_16_1", true}, {images, name "_16_2", true}, {images, name "_16_4", true},   \
-        {images, name "_16_8", true}, {images, name "_8_1", true}, {images, name "_8_4", true}, \
-        {images, name "_n_2", true}, {                                                          \
-      images, name "_n_8", true                                                                 \
-    }                                                                                           \
+#define CUDNN_OPS_KIND(images, name)                                                             \
+  {                                                                                              \
+    {images, name "_16_1", true}, {images, name "_16_2", true}, {images, name "_16_4", true},    \
+        {images, name "_8_1", true}, {images, name "_8_4", true}, {images, name "_n_2", true}, { \
+      images, name "_n_8", true                                                                  \
+    }                                                                                            \
   }
 #define CUDNN_OPS_KINDS(images, direction) \
   {CUDNN_OPS_KIND(images, "rms_norm_" direction), CUDNN_OPS_KIND(images, "layer_norm_" direction)}
@@ -220,15 +216,26 @@ unsigned stage_bytes(const NormCall& call, const Spread& how) {
 
 void launch_forward(NormCall& call, int type, unsigned number_bytes, uint64_t row_bits) {
   static const Kernels kernels[3] = CUDNN_OPS_TYPES(Forward, "forward");
+  static const DeviceKernel wide[3] = CUDNN_OPS_ANY(Forward, "norm_forward_wide");
   static const DeviceKernel any[3] = CUDNN_OPS_ANY(Forward, "norm_forward_any");
   const unsigned bytes = piece_bytes(call, number_bytes, row_bits);
   Spread how = spread(call, bytes, number_bytes, /*is_backward=*/false);
-  const unsigned stages = how.bytes * how.vectors > 64 ? 1 : kStages;
   const unsigned tensors = call.residual.data == nullptr ? 1 : 2;
-  const unsigned shared = stages * tensors * stage_bytes(call, how);
+  const unsigned shared = kStages * tensors * stage_bytes(call, how);
   if (shared > kMaxShared) how = kAnyRows;
   void* argument = &call;
-  if (how.vectors == 0) return any[type].launch(call.rows, 1, 512, &argument);
+  if (how.vectors == 0) {
+    constexpr int kThreads = 1024;
+    const unsigned row_bytes = call.columns * number_bytes;
+    if (bytes != 16 || row_bytes > kMaxShared) {
+      return any[type].launch(call.rows, 1, kThreads, &argument);
+    }
+    call.stages = 2 * row_bytes <= kMaxShared ? 2 : 1;
+    const auto wide_shared = static_cast<int>(call.stages * row_bytes);
+    const int64_t resident = wide[type].resident_blocks(kThreads, wide_shared);
+    return wide[type].launch(std::min<int64_t>(call.rows, resident), 1, kThreads, &argument,
+                             wide_shared);
+  }
   call.group = how.group;
   const auto& kernel = kernels[type][call.is_layer][index_of(how)];
   const auto threads = static_cast<int>(how.threads);
@@ -249,7 +256,8 @@ at::Tensor allocate_partials(NormCall& call, int64_t count, const at::Device& de
 void launch_backward(NormCall& call, int type, unsigned number_bytes, uint64_t row_bits,
                      const at::Device& device) {
   static const Kernels kernels[3] = CUDNN_OPS_TYPES(Backward, "backward");
-  static const DeviceKernel any[3] = CUDNN_OPS_ANY(Backward, "norm_backward_any");
+  static const DeviceKernel any[2][3] = {CUDNN_OPS_ANY(Backward, "norm_backward_any_n"),
+                                         CUDNN_OPS_ANY(Backward, "norm_backward_any_16")};
   static const DeviceKernel wide[2][3] = {CUDNN_OPS_ANY(Backward, "norm_backward_wide_rms"),
                                           CUDNN_OPS_ANY(Backward, "norm_backward_wide_layer")};
   static const DeviceKernel partial[2][3] = {CUDNN_OPS_ANY(Backward, "norm_partial_n"),
@@ -289,7 +297,7 @@ void launch_backward(NormCall& call, int type, unsigned number_bytes, uint64_t r
       kernel.launch(std::min<int64_t>(call.rows, resident), 1, threads, &argument,
                     static_cast<int>(shared));
     } else if (call.out != nullptr) {
-      any[type].launch(call.rows, 1, 512, &argument);
+      any[bytes == 16][type].launch(call.rows, 1, bytes == 16 ? 1024 : 512, &argument);
     }
     if (needs_columns) {
       constexpr int64_t kBlocks = 512, kRows = 16;
