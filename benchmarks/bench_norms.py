@@ -69,7 +69,7 @@ QK = (8, 2048, 16, 128)  # batch, tokens, heads, head size
 PARTS = 3  # of the projection that the heads are part of: query, key and value
 ADDED = (8192, 4096)
 GATED = (8192, 11008)
-# Where a call is all that counts, and where cuDNN's plan runs what is called often.
+# Where a call is all that counts, and where the GPU takes as long.
 HOST = ((256, 4096), (2048, 4096))
 
 

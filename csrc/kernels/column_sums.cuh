@@ -12,7 +12,8 @@ __device__ void add_up_columns(const float* sums, unsigned rows, unsigned column
   float sum = 0;
   if (column < columns) {
 #pragma unroll 8
-    for (unsigned row = warp; row < rows; row += warps) sum += sums[(long long)row * columns + column];
+    for (unsigned row = warp; row < rows; row += warps)
+      sum += sums[(long long)row * columns + column];
   }
   by_warp[warp][lane] = sum;
   __syncthreads();

@@ -1,5 +1,5 @@
-// Layer norm and RMS norm by kernels of our own (norm_rows.cu): for any number of rows at once,
-// which may lie apart, and with a sum ahead of the norm.
+// Layer norm and RMS norm by kernels of our own (norm_forward.cu, norm_backward.cu): for any number
+// of rows, which may lie apart, and with a sum ahead of the norm.
 #pragma once
 
 #include "../ops/norm.h"

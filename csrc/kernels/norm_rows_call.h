@@ -1,4 +1,5 @@
-// What the kernels of norm_rows.cu are called with: one header for both sides.
+// What the kernels of norm_forward.cu and norm_backward.cu are called with: one header for both
+// sides.
 #pragma once
 
 // Rows with a unit stride inside; strides in elements. Where `inner` is 0 all lie `stride` apart;
@@ -19,7 +20,6 @@ struct NormCall {
   unsigned rows, columns, partials;
   unsigned group;      // threads that share a row: the block, or a power of two of one warp's
   unsigned row_bytes;  // that a row takes in shared memory where it is copied whole
-  unsigned stages;     // rows that forward_wide has room for: one, or two
   float eps;
   bool is_layer, zero_centered, is_weight_float, is_bias_float;
 };

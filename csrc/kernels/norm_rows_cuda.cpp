@@ -143,7 +143,7 @@ struct Spread {
   unsigned bytes, vectors, group, threads;
 };
 
-constexpr Spread kAnyRows{0, 0, 512, 512};
+constexpr Spread kAnyRows{0, 0, 0, 0};
 
 Spread within_warp(unsigned bytes, unsigned vectors, unsigned pieces) {
   unsigned group = 1;
@@ -156,38 +156,55 @@ Spread within_block(unsigned bytes, unsigned vectors, unsigned pieces) {
   return {bytes, vectors, group, group};
 }
 
-// Few pieces a thread as long as a warp or a block has them all, for more loads under way.
-Spread spread(const NormCall& call, unsigned bytes, unsigned number_bytes, bool is_backward) {
-  const unsigned pieces = call.columns * number_bytes / bytes;
-  if (bytes < 16) {
-    const unsigned few = bytes == 8 ? 1 : 2, most = bytes == 8 ? 4 : 8;
-    if (pieces <= few * kWarp) return within_warp(bytes, few, pieces);
-    if (pieces <= most * kWarp) return within_warp(bytes, most, pieces);
-    return pieces <= most * 512 ? within_block(bytes, most, pieces) : kAnyRows;
-  }
-  if (pieces <= kWarp) return within_warp(bytes, 1, pieces);
-  if (pieces <= 2 * kWarp) return within_warp(bytes, 2, pieces);
-  if (pieces <= 2 * 512) return within_block(bytes, 2, pieces);
-  if (pieces <= 4 * 512) return within_block(bytes, 4, pieces);
-  return is_backward && pieces <= 8 * 512 ? within_block(bytes, 8, pieces) : kAnyRows;
+// Of pieces of fewer than 16 bytes.
+Spread spread_small(unsigned bytes, unsigned pieces, unsigned most_threads) {
+  const unsigned few = bytes == 8 ? 1 : 2, most = bytes == 8 ? 4 : 8;
+  if (pieces <= few * kWarp) return within_warp(bytes, few, pieces);
+  if (pieces <= most * kWarp) return within_warp(bytes, most, pieces);
+  return pieces <= most * most_threads ? within_block(bytes, most, pieces) : kAnyRows;
 }
 
-// The kernels that keep a row in registers: by type, kind, and the index of their spread.
-constexpr int kSpreads = 7;
+// As many pieces a thread as still leave threads enough: the sums over threads are a good part of
+// the instructions, which limit the forward. Few rows wait for memory: more threads each.
+Spread spread_forward(unsigned bytes, unsigned pieces, unsigned rows) {
+  if (bytes < 16) return spread_small(bytes, pieces, /*most_threads=*/1024);
+  if (pieces <= 4 * kWarp) return within_warp(bytes, pieces <= 8 ? 2 : 4, pieces);
+  constexpr unsigned kMost = 512, kFewRows = 512;
+  if (rows <= kFewRows && pieces <= 4 * kMost) return within_block(bytes, 2, pieces);
+  if (pieces <= 4 * kMost) return within_block(bytes, 4, pieces);
+  return pieces <= 8 * kMost ? within_block(bytes, 8, pieces) : kAnyRows;
+}
+
+// Few pieces a thread as long as a warp or a block has them all, for more loads under way.
+Spread spread_backward(unsigned bytes, unsigned pieces) {
+  constexpr unsigned kMost = 512;
+  if (bytes < 16) return spread_small(bytes, pieces, kMost);
+  if (pieces <= kWarp) return within_warp(bytes, 1, pieces);
+  if (pieces <= 2 * kWarp) return within_warp(bytes, 2, pieces);
+  if (pieces <= 2 * kMost) return within_block(bytes, 2, pieces);
+  if (pieces <= 4 * kMost) return within_block(bytes, 4, pieces);
+  return pieces <= 8 * kMost ? within_block(bytes, 8, pieces) : kAnyRows;
+}
+
+// The kernels that keep a row in registers: by type, kind, and the index of their spread, which not
+// every direction uses.
+constexpr int kSpreads = 8;
 
 int index_of(const Spread& how) {
-  if (how.bytes == 16) return how.vectors == 1 ? 0 : how.vectors == 2 ? 1 : 2;
+  if (how.bytes == 16)
+    return how.vectors == 1 ? 0 : how.vectors == 2 ? 1 : how.vectors == 4 ? 2 : 7;
   return (how.bytes == 8 ? 3 : 5) + (how.vectors <= 2 ? 0 : 1);
 }
 
 using Kernels = DeviceKernel[2][kSpreads];
 
-#define CUDNN_OPS_KIND(images, name)                                                             \
-  {                                                                                              \
-    {images, name "_16_1", true}, {images, name "_16_2", true}, {images, name "_16_4", true},    \
-        {images, name "_8_1", true}, {images, name "_8_4", true}, {images, name "_n_2", true}, { \
-      images, name "_n_8", true                                                                  \
-    }                                                                                            \
+#define CUDNN_OPS_KIND(images, name)                                                           \
+  {                                                                                            \
+    {images, name "_16_1", true}, {images, name "_16_2", true}, {images, name "_16_4", true},  \
+        {images, name "_8_1", true}, {images, name "_8_4", true}, {images, name "_n_2", true}, \
+        {images, name "_n_8", true}, {                                                         \
+      images, name "_16_8", true                                                               \
+    }                                                                                          \
   }
 #define CUDNN_OPS_KINDS(images, direction) \
   {CUDNN_OPS_KIND(images, "rms_norm_" direction), CUDNN_OPS_KIND(images, "layer_norm_" direction)}
@@ -202,7 +219,20 @@ using Kernels = DeviceKernel[2][kSpreads];
     }                                                                                             \
   }
 
-// Of a pipeline through shared memory, as in norm_rows.cu.
+void launch_forward(NormCall& call, int type, unsigned number_bytes, uint64_t row_bits) {
+  static const Kernels kernels[3] = CUDNN_OPS_TYPES(Forward, "forward");
+  static const DeviceKernel any[2][3] = {CUDNN_OPS_ANY(Forward, "norm_forward_any_n"),
+                                         CUDNN_OPS_ANY(Forward, "norm_forward_any_16")};
+  const unsigned bytes = piece_bytes(call, number_bytes, row_bits);
+  const Spread how = spread_forward(bytes, call.columns * number_bytes / bytes, call.rows);
+  void* argument = &call;
+  if (how.vectors == 0) return any[bytes == 16][type].launch(call.rows, 1, 1024, &argument);
+  call.group = how.group;
+  kernels[type][call.is_layer][index_of(how)].launch(divide_up(call.rows, how.threads / how.group),
+                                                     1, static_cast<int>(how.threads), &argument);
+}
+
+// Of the backward's pipeline through shared memory, as in norm_backward.cu.
 constexpr unsigned kStages = 3;
 constexpr unsigned kMaxShared = 220 << 10;
 
@@ -212,36 +242,6 @@ unsigned stage_bytes(const NormCall& call, const Spread& how) {
   const bool is_whole = how.vectors > 0 && how.bytes < 4;
   return is_whole ? call.row_bytes * (how.threads / how.group)
                   : how.vectors * how.bytes * how.threads;
-}
-
-void launch_forward(NormCall& call, int type, unsigned number_bytes, uint64_t row_bits) {
-  static const Kernels kernels[3] = CUDNN_OPS_TYPES(Forward, "forward");
-  static const DeviceKernel wide[3] = CUDNN_OPS_ANY(Forward, "norm_forward_wide");
-  static const DeviceKernel any[3] = CUDNN_OPS_ANY(Forward, "norm_forward_any");
-  const unsigned bytes = piece_bytes(call, number_bytes, row_bits);
-  Spread how = spread(call, bytes, number_bytes, /*is_backward=*/false);
-  const unsigned tensors = call.residual.data == nullptr ? 1 : 2;
-  const unsigned shared = kStages * tensors * stage_bytes(call, how);
-  if (shared > kMaxShared) how = kAnyRows;
-  void* argument = &call;
-  if (how.vectors == 0) {
-    constexpr int kThreads = 1024;
-    const unsigned row_bytes = call.columns * number_bytes;
-    if (bytes != 16 || row_bytes > kMaxShared) {
-      return any[type].launch(call.rows, 1, kThreads, &argument);
-    }
-    call.stages = 2 * row_bytes <= kMaxShared ? 2 : 1;
-    const auto wide_shared = static_cast<int>(call.stages * row_bytes);
-    const int64_t resident = wide[type].resident_blocks(kThreads, wide_shared);
-    return wide[type].launch(std::min<int64_t>(call.rows, resident), 1, kThreads, &argument,
-                             wide_shared);
-  }
-  call.group = how.group;
-  const auto& kernel = kernels[type][call.is_layer][index_of(how)];
-  const auto threads = static_cast<int>(how.threads);
-  const int64_t blocks = divide_up(call.rows, how.threads / how.group);
-  kernel.launch(std::min(blocks, kernel.resident_blocks(threads, static_cast<int>(shared))), 1,
-                threads, &argument, static_cast<int>(shared));
 }
 
 // The rows of sums that the backward leaves.
@@ -258,14 +258,14 @@ void launch_backward(NormCall& call, int type, unsigned number_bytes, uint64_t r
   static const Kernels kernels[3] = CUDNN_OPS_TYPES(Backward, "backward");
   static const DeviceKernel any[2][3] = {CUDNN_OPS_ANY(Backward, "norm_backward_any_n"),
                                          CUDNN_OPS_ANY(Backward, "norm_backward_any_16")};
-  static const DeviceKernel wide[2][3] = {CUDNN_OPS_ANY(Backward, "norm_backward_wide_rms"),
-                                          CUDNN_OPS_ANY(Backward, "norm_backward_wide_layer")};
+  static const DeviceKernel few[2][3] = {CUDNN_OPS_ANY(Backward, "norm_backward_few_n"),
+                                         CUDNN_OPS_ANY(Backward, "norm_backward_few_16")};
   static const DeviceKernel partial[2][3] = {CUDNN_OPS_ANY(Backward, "norm_partial_n"),
                                              CUDNN_OPS_ANY(Backward, "norm_partial_16")};
   static const DeviceKernel columns[3] = CUDNN_OPS_ANY(Backward, "norm_columns");
   const bool needs_columns = call.grad_weight != nullptr || call.grad_bias != nullptr;
   const unsigned bytes = piece_bytes(call, number_bytes, row_bits);
-  Spread how = spread(call, bytes, number_bytes, /*is_backward=*/true);
+  Spread how = spread_backward(bytes, call.columns * number_bytes / bytes);
   const bool is_wide = how.vectors == 8 && how.bytes == 16;  // nothing left for the sums
   const unsigned numbers = how.vectors * how.threads * (how.bytes / number_bytes);
   const auto sums_bytes = numbers * static_cast<unsigned>(sizeof(float));
@@ -275,6 +275,13 @@ void launch_backward(NormCall& call, int type, unsigned number_bytes, uint64_t r
   at::Tensor partials;
   void* argument = &call;
   call.group = how.group;
+  // Of few rows one kernel does it all; the longer they are, the more of them.
+  const unsigned few_rows = std::max(256U, call.columns * number_bytes / 32);
+  const bool is_block = how.group > kWarp || how.vectors == 0;
+  if (needs_columns && call.out != nullptr && call.rows <= few_rows && is_block) {
+    const unsigned strips = divide_up(call.columns, kWarp * (bytes == 16 ? 4 / number_bytes : 1));
+    return few[bytes == 16][type].launch(strips + call.rows, 1, 512, &argument);
+  }
   if (how.vectors > 0 && !is_wide) {
     const auto& kernel = kernels[type][call.is_layer][index_of(how)];
     const auto threads = static_cast<int>(how.threads);
@@ -291,7 +298,7 @@ void launch_backward(NormCall& call, int type, unsigned number_bytes, uint64_t r
     if (blocks == 1) return;  // it wrote the sums
   } else {
     if (call.out != nullptr && is_wide) {
-      const auto& kernel = wide[call.is_layer][type];
+      const auto& kernel = kernels[type][call.is_layer][index_of(how)];
       const auto threads = static_cast<int>(how.threads);
       const int64_t resident = kernel.resident_blocks(threads, static_cast<int>(shared));
       kernel.launch(std::min<int64_t>(call.rows, resident), 1, threads, &argument,
@@ -321,8 +328,15 @@ void norm_rows(const Norm& args, const at::Tensor& out, const at::Tensor& sum,
   const auto row_dims = args.input.dim() - static_cast<int64_t>(args.normalized_shape.size());
   const Rows input(args.input, row_dims);
   const Rows residual(args.residual ? *args.residual : at::Tensor(), row_dims);
-  const at::Tensor weight = dense(args.weight), bias = dense(args.bias);
+  at::Tensor weight = dense(args.weight), bias = dense(args.bias);
+  const auto is_float = [](const at::Tensor& parameter) {
+    return parameter.defined() && parameter.scalar_type() == at::kFloat;
+  };
+  // The kernels take both of one type.
+  if (is_float(weight) && bias.defined()) bias = bias.to(at::kFloat);
+  if (is_float(bias) && weight.defined()) weight = weight.to(at::kFloat);
   NormCall call = call_of(args, input, weight);
+  call.is_weight_float = call.is_bias_float = is_float(weight) || is_float(bias);
   call.residual = residual.get();
   call.bias = data_of(bias);
   call.out = data_of(out);

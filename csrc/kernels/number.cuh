@@ -9,6 +9,10 @@ struct Half {
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
     return value;
   }
+  static __device__ void read(unsigned bits, float& low, float& high) {
+    low = read((Bits)bits);
+    high = read((Bits)(bits >> 16));
+  }
   static __device__ Bits write(float value) {
     Bits bits;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
@@ -25,6 +29,10 @@ struct BFloat16 {
   using Bits = unsigned short;
   static __device__ float read(Bits bits) {
     return __uint_as_float((unsigned)bits << 16);
+  }
+  static __device__ void read(unsigned bits, float& low, float& high) {
+    low = __uint_as_float(bits << 16);
+    high = __uint_as_float(bits & 0xffff0000);
   }
   static __device__ Bits write(float value) {
     Bits bits;
@@ -52,16 +60,25 @@ struct Float {
 template <class Type, int kWidth>
 struct alignas(sizeof(typename Type::Bits) * kWidth < 16 ? sizeof(typename Type::Bits) * kWidth
                                                          : 16) Piece {
+  // Two at once are as fast as one.
+  static constexpr bool kIsPaired = sizeof(typename Type::Bits) == 2 && kWidth > 1;
+
   typename Type::Bits bits[kWidth];
 
   __device__ void read(float (&values)[kWidth]) const {
+    if constexpr (kIsPaired) {
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) values[k] = Type::read(bits[k]);
+      for (int k = 0; k < kWidth; k += 2) {
+        Type::read(((const unsigned*)bits)[k / 2], values[k], values[k + 1]);
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) values[k] = Type::read(bits[k]);
+    }
   }
   static __device__ Piece of(const float (&values)[kWidth]) {
     Piece piece;
-    if constexpr (sizeof(typename Type::Bits) == 2 && kWidth > 1) {
-      // Two at once are as fast as one.
+    if constexpr (kIsPaired) {
       union {
         unsigned words[kWidth / 2];
         Piece piece;

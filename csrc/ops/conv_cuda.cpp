@@ -1,6 +1,7 @@
 // Convolutions with their epilogue on CUDA.
 
 #include "conv_problem.h"
+#include "or_none_cuda.h"
 
 #include "../graph/call_pointers.h"
 #include "../kernels/conv_epilogue.h"
@@ -22,10 +23,6 @@ constexpr const char* kAdvice = "torch.nn.functional has convolutions for the re
 at::Tensor empty(c10::IntArrayRef sizes, const at::Tensor& like,
                  std::optional<at::MemoryFormat> format) {
   return at::detail::empty_cuda(sizes, like.scalar_type(), like.device(), format);
-}
-
-at::Tensor none(const at::Tensor& like) {
-  return empty({0}, like, std::nullopt);
 }
 
 at::Tensor with_channels_last(const at::Tensor& tensor) {
@@ -135,7 +132,7 @@ ConvResults conv_cuda(const at::Tensor& input, const at::Tensor& weight, const O
     const auto sizes = conv_params(args, ConvFusion::kNone, false).out.sizes;
     const at::Tensor out =
         empty({sizes.data(), static_cast<size_t>(input.dim())}, input, channels_last(input));
-    return {out, with_before ? out.clone() : none(input)};
+    return {out, or_none(with_before ? out.clone() : at::Tensor(), input, input.scalar_type())};
   }
   Convolved convolved = convolve(args, with_before);
   if (convolved.fusion != ConvFusion::kAll) {
@@ -143,7 +140,8 @@ ConvResults conv_cuda(const at::Tensor& input, const at::Tensor& weight, const O
     convolved.before = convolved.out;
     convolved.out = activate(convolved.before, kind);
   }
-  return {convolved.out, with_before ? convolved.before : none(input)};
+  return {convolved.out,
+          or_none(with_before ? convolved.before : at::Tensor(), input, input.scalar_type())};
 }
 
 // The gradient of the input or that of the weight, from that of the convolution's result.
@@ -177,11 +175,10 @@ ConvGradients conv_backward_cuda(const at::Tensor& grad_out, const at::Tensor& i
   const at::Tensor of_out = grad_out.contiguous(format);
   const bool is_linear = kind == ConvActivation::kNone;
   const at::Tensor grad = is_linear ? of_out : empty(of_out.sizes(), of_out, format);
-  ConvGradients results{none(input), none(input), none(input), none(input)};
-  auto& [of_input, of_weight, of_bias, of_residual] = results;
+  at::Tensor of_input, of_weight, of_bias, of_residual;
   if (output_mask[2]) of_bias = empty({weight.size(0)}, input, std::nullopt);
   if (grad.numel() == 0) {
-    of_bias.zero_();
+    if (of_bias.defined()) of_bias.zero_();
   } else if (output_mask[2] || !is_linear) {
     conv_epilogue_backward(of_out, saved, kind, is_linear ? at::Tensor() : grad,
                            output_mask[2] ? of_bias : at::Tensor());
@@ -189,7 +186,9 @@ ConvGradients conv_backward_cuda(const at::Tensor& grad_out, const at::Tensor& i
   if (output_mask[0]) of_input = gradient(args, grad, /*is_of_weight=*/false);
   if (output_mask[1]) of_weight = gradient(args, grad, /*is_of_weight=*/true);
   if (output_mask[3]) of_residual = is_linear ? grad.clone() : grad;
-  return results;
+  const auto dtype = input.scalar_type();
+  return {or_none(of_input, input, dtype), or_none(of_weight, input, dtype),
+          or_none(of_bias, input, dtype), or_none(of_residual, input, dtype)};
 }
 
 }  // namespace

@@ -2,7 +2,6 @@
 
 #include "../graph/cudnn_library.h"
 
-#include <algorithm>
 #include <cmath>
 #include <iterator>
 #include <limits>

@@ -2,6 +2,7 @@
 
 #include "norm_choice.h"
 #include "norm_problem.h"
+#include "or_none_cuda.h"
 
 #include "../graph/call_pointers.h"
 #include "../graph/plan_policy.h"
@@ -28,17 +29,6 @@ graph::Call call_of(const graph::CallPointers& pointers, bool is_layer) {
                                 : "torch.nn.functional.rms_norm has kernels for the rest";
   return {is_layer ? "cudnn_ops.layer_norm" : "cudnn_ops.rms_norm", advice, pointers.all,
           pointers.written};
-}
-
-// What an operator returns for a tensor that nobody asked for: [0], made without asking the
-// allocator, for a call has several.
-at::Tensor or_none(const at::Tensor& tensor, const at::Tensor& input,
-                   at::ScalarType dtype = at::kFloat) {
-  if (tensor.defined()) return tensor;
-  return at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, input.device()),
-                   /*allocator=*/nullptr, /*resizable=*/false),
-      c10::DispatchKeySet(c10::DispatchKey::CUDA), at::scalarTypeToTypeMeta(dtype));
 }
 
 void check_cuda_dtype(const Norm& args) {
@@ -167,8 +157,8 @@ NormResults norm_cuda(const at::Tensor& input, const OptionalTensor& residual,
              !run_forward(args, out, mean, rstd, /*is_must=*/false)) {
     norm_rows(args, out, sum, mean, rstd);
   }
-  return {out, or_none(sum, input, input.scalar_type()), or_none(mean, input),
-          or_none(rstd, input)};
+  return {out, or_none(sum, input, input.scalar_type()), or_none(mean, input, at::kFloat),
+          or_none(rstd, input, at::kFloat)};
 }
 
 NormGradients norm_backward_cuda(const at::Tensor& grad_out, const OptionalTensor& grad_sum,
@@ -197,7 +187,8 @@ NormGradients norm_backward_cuda(const at::Tensor& grad_out, const OptionalTenso
     norm_rows_backward(args, grad_out, grad_sum ? *grad_sum : at::Tensor(), mean, rstd, grad_input,
                        grad_weight, grad_bias);
   }
-  return {or_none(grad_input, input), or_none(grad_weight, input), or_none(grad_bias, input)};
+  return {or_none(grad_input, input, at::kFloat), or_none(grad_weight, input, at::kFloat),
+          or_none(grad_bias, input, at::kFloat)};
 }
 
 }  // namespace

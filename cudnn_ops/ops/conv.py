@@ -59,9 +59,9 @@ def conv2d(
         NotImplementedError: cuDNN has no kernel for the convolution on this GPU; the message has
             its reason.
     """
-    numbers = _numbers(stride), _padding(padding), _numbers(dilation)
     op = _ops.conv2d.padding if isinstance(padding, str) else _ops.conv2d.default
-    return op(input, weight, bias, *numbers, groups, activation=activation, residual=residual)
+    numbers = _numbers(stride), _padding(padding), _numbers(dilation), groups
+    return op(input, weight, bias, *numbers, **_epilogue(activation, residual))
 
 
 def conv1d(
@@ -95,9 +95,9 @@ def conv1d(
     Raises:
         ValueError: as :func:`conv2d`, and so are TypeError and NotImplementedError.
     """
-    numbers = _numbers(stride), _padding(padding), _numbers(dilation)
     op = _ops.conv1d.padding if isinstance(padding, str) else _ops.conv1d.default
-    return op(input, weight, bias, *numbers, groups, activation=activation, residual=residual)
+    numbers = _numbers(stride), _padding(padding), _numbers(dilation), groups
+    return op(input, weight, bias, *numbers, **_epilogue(activation, residual))
 
 
 def conv3d(
@@ -131,17 +131,28 @@ def conv3d(
     Raises:
         ValueError: as :func:`conv2d`, and so are TypeError and NotImplementedError.
     """
-    numbers = _numbers(stride), _padding(padding), _numbers(dilation)
     op = _ops.conv3d.padding if isinstance(padding, str) else _ops.conv3d.default
-    return op(input, weight, bias, *numbers, groups, activation=activation, residual=residual)
+    numbers = _numbers(stride), _padding(padding), _numbers(dilation), groups
+    return op(input, weight, bias, *numbers, **_epilogue(activation, residual))
 
 
 def _numbers(numbers: int | Sequence[int]) -> Sequence[int]:
-    return numbers if isinstance(numbers, Sequence) else [numbers]
+    # An abstract class such as Sequence would take a microsecond.
+    return [numbers] if isinstance(numbers, (int, torch.SymInt)) else numbers
 
 
 def _padding(padding: Padding) -> Sequence[int] | str:
     return padding if isinstance(padding, str) else _numbers(padding)
+
+
+def _epilogue(activation: Activation, residual: Tensor | None) -> dict[str, object]:
+    """The keywords of a call, each of which takes half a microsecond: only those that say more."""
+    epilogue: dict[str, object] = {}
+    if activation != "none":
+        epilogue["activation"] = activation
+    if residual is not None:
+        epilogue["residual"] = residual
+    return epilogue
 
 
 def _format(tensor: Tensor) -> torch.memory_format:

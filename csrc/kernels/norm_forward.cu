@@ -1,0 +1,213 @@
+// Layer norm and RMS norm of rows. Compiled when the package is built
+// (cmake/compile_kernels.py), once for each type of the rows; norm_rows_cuda.cpp launches it.
+//
+// A row stays in the registers of the threads that share it, and threads have no second one: of
+// blocks that come and go as many are on a multiprocessor as it takes to keep memory busy. Blocks
+// that stay, with the next row on its way, were measured slower in every form.
+
+#include "norm_rows.cuh"
+
+namespace {
+
+// Calls `visit` with the index of each of a thread's pieces, and where in the row it is; kIsFull:
+// every thread has kVectors of them.
+template <int kVectors, bool kIsFull, class Visit>
+__device__ void each(unsigned group, unsigned vectors, const Visit& visit) {
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const unsigned at = threadIdx.x % group + v * group;
+    if (kIsFull || at < vectors) visit(v, at);
+  }
+}
+
+// Numbers unpacked before this are unpacked again behind it: kept, they would take twice the
+// registers, which decide how many blocks a multiprocessor has.
+template <int kVectors, int kWidth>
+__device__ void stay_packed(Piece<Type, kWidth> (&pieces)[kVectors]) {
+  if constexpr (sizeof(Bits) * kWidth >= 4 && sizeof(Bits) < 4) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int k = 0; k < kWidth / 2; ++k) asm volatile("" : "+r"(((unsigned*)pieces[v].bits)[k]));
+    }
+  }
+}
+
+// The norm of a thread's pieces. A weight and bias are of one type, Parameters.
+template <class Parameters, bool kIsLayer, bool kIsFull, int kVectors, int kWidth>
+__device__ void write(const NormCall& call, const Piece<Type, kWidth> (&pieces)[kVectors],
+                      unsigned row, unsigned vectors, float mean, float rstd) {
+  constexpr int kPart = sizeof(typename Parameters::Bits) * kWidth <= 16 ? kWidth : kWidth / 2;
+  using Part = Piece<Parameters, kPart>;
+  const auto *weight = (const Part*)call.weight, *bias = (const Part*)call.bias;
+  auto* out = (Piece<Type, kWidth>*)call.out + (long long)row * vectors;
+  each<kVectors, kIsFull>(call.group, vectors, [&](int v, unsigned at) {
+    float values[kWidth];
+    pieces[v].read(values);
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) values[k] = (values[k] - mean) * rstd;
+#pragma unroll
+    for (int first = 0; first < kWidth; first += kPart) {
+      const unsigned part = at * (kWidth / kPart) + first / kPart;
+      if (weight != nullptr) {
+        float factors[kPart];
+        weight[part].read(factors);
+        if (call.zero_centered) {
+#pragma unroll
+          for (int k = 0; k < kPart; ++k) factors[k] += 1;
+        }
+#pragma unroll
+        for (int k = 0; k < kPart; ++k) values[first + k] *= factors[k];
+      }
+      if (kIsLayer && bias != nullptr) {
+        float shifts[kPart];
+        bias[part].read(shifts);
+#pragma unroll
+        for (int k = 0; k < kPart; ++k) values[first + k] += shifts[k];
+      }
+    }
+    out[at] = Piece<Type, kWidth>::of(values);
+  });
+}
+
+template <int kBytes, int kVectors, bool kIsLayer, bool kIsFull>
+__device__ void forward_rows(const NormCall& call) {
+  constexpr int kWidth = kBytes / sizeof(Bits);
+  using Vector = Piece<Type, kWidth>;
+  __shared__ float scratch[2][32];
+  const unsigned group = call.group;
+  const unsigned row = blockIdx.x * (blockDim.x / group) + threadIdx.x / group;
+  const unsigned vectors = kIsFull || row < call.rows ? call.columns / kWidth : 0;
+  const float per_column = 1.0f / call.columns;
+  Vector pieces[kVectors];
+  const auto* input = (const Vector*)row_of(call.input, row);
+  each<kVectors, kIsFull>(group, vectors, [&](int v, unsigned at) { pieces[v] = input[at]; });
+  if (call.residual.data != nullptr) {
+    const auto* residual = (const Vector*)row_of(call.residual, row);
+    auto* sum = (Vector*)call.sum + (long long)row * vectors;
+    each<kVectors, kIsFull>(group, vectors, [&](int v, unsigned at) {
+      float values[kWidth], other[kWidth];
+      pieces[v].read(values);
+      residual[at].read(other);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) values[k] += other[k];
+      sum[at] = pieces[v] = Vector::of(values);  // the norm is of what is written
+    });
+  }
+  float sums[1] = {0};
+  float mean = 0;
+  if constexpr (kIsLayer) {
+    each<kVectors, kIsFull>(group, vectors, [&](int v, unsigned) {
+      float values[kWidth];
+      pieces[v].read(values);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) sums[0] += values[k];
+    });
+    sum_up(sums, group, scratch);
+    stay_packed(pieces);
+    mean = sums[0] * per_column;
+    sums[0] = 0;
+  }
+  each<kVectors, kIsFull>(group, vectors, [&](int v, unsigned) {
+    float values[kWidth];
+    pieces[v].read(values);
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) sums[0] += (values[k] - mean) * (values[k] - mean);
+  });
+  sum_up(sums, group, scratch + 1);
+  stay_packed(pieces);
+  if (!kIsFull && row >= call.rows) return;
+  const float rstd = rsqrtf(sums[0] * per_column + call.eps);
+  if (threadIdx.x % group == 0) {
+    if (call.rstd != nullptr) call.rstd[row] = rstd;
+    if (kIsLayer && call.mean != nullptr) call.mean[row] = mean;
+  }
+  if (call.is_weight_float) {
+    write<Float, kIsLayer, kIsFull>(call, pieces, row, vectors, mean, rstd);
+  } else {
+    write<Type, kIsLayer, kIsFull>(call, pieces, row, vectors, mean, rstd);
+  }
+}
+
+// kVectors pieces of kBytes a thread.
+template <int kBytes, int kVectors, bool kIsLayer>
+__device__ void forward(const NormCall& call) {
+  wait_for_inputs();
+  let_next_start();
+  // Looking whether a piece is there takes a tenth of the instructions, which are what limits this.
+  const bool is_full = call.columns == kVectors * call.group * (kBytes / sizeof(Bits)) &&
+                       call.rows == gridDim.x * (blockDim.x / call.group);
+  if (is_full) {
+    forward_rows<kBytes, kVectors, kIsLayer, true>(call);
+  } else {
+    forward_rows<kBytes, kVectors, kIsLayer, false>(call);
+  }
+}
+
+// Rows of any size, a block each, read twice or three times. Each thread reads only pieces that it
+// has written or that are the input's.
+template <int kBytes>
+__device__ void forward_any(const NormCall& call) {
+  using Row = AnyRow<kBytes>;
+  using Vector = typename Row::Vector;
+  constexpr int kWidth = Row::kWidth;
+  __shared__ float scratch[2][32];
+  const unsigned row = blockIdx.x, vectors = call.columns / kWidth;
+  wait_for_inputs();
+  const auto* input = (const Vector*)row_of(call.input, row);
+  if (call.residual.data != nullptr) {
+    const auto* residual = (const Vector*)row_of(call.residual, row);
+    auto* sum = (Vector*)call.sum + (long long)row * vectors;
+    Row::each(input, vectors, [&](float (&values)[kWidth], unsigned at) {
+      float other[kWidth];
+      residual[at].read(other);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) values[k] += other[k];
+      sum[at] = Vector::of(values);
+    });
+    input = sum;
+  }
+  float sums[1] = {0};
+  float mean = 0;
+  if (call.is_layer) {
+    Row::each(input, vectors, [&](const float (&values)[kWidth], unsigned) {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) sums[0] += values[k];
+    });
+    sum_up(sums, blockDim.x, scratch);
+    mean = sums[0] / call.columns;
+    sums[0] = 0;
+  }
+  Row::each(input, vectors, [&](const float (&values)[kWidth], unsigned) {
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) sums[0] += (values[k] - mean) * (values[k] - mean);
+  });
+  sum_up(sums, blockDim.x, scratch + 1);
+  const float rstd = rsqrtf(sums[0] / call.columns + call.eps);
+  if (threadIdx.x == 0 && call.rstd != nullptr) call.rstd[row] = rstd;
+  if (threadIdx.x == 0 && call.mean != nullptr) call.mean[row] = mean;
+  const Parameter factor = factor_of(call), bias = bias_of(call);
+  auto* out = (Vector*)call.out + (long long)row * vectors;
+  Row::each(input, vectors, [&](const float (&values)[kWidth], unsigned at) {
+    float weights[kWidth], shifts[kWidth], result[kWidth];
+    factor.read(at, weights);
+    bias.read(at, shifts);
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      result[k] = (values[k] - mean) * rstd * weights[k] + shifts[k];
+    }
+    out[at] = Vector::of(result);
+  });
+}
+
+}  // namespace
+
+NORM(forward, 16, 2, 1024, 2)
+NORM(forward, 16, 4, 512, 3)
+NORM(forward, 16, 8, 512, 2)
+NORM(forward, 8, 1, 256, 8)
+NORM(forward, 8, 4, 1024, 1)
+NORM(forward, n, 2, 256, 8)
+NORM(forward, n, 8, 1024, 1)
+NORM_ANY(forward_any_16, 1024, forward_any<16>)
+NORM_ANY(forward_any_n, 1024, forward_any<n>)
