@@ -14,6 +14,7 @@ import torch
 from tqdm.auto import tqdm
 
 from cudnn_ops import _C, support
+from cudnn_ops.ops.conv import needs_before
 from cudnn_ops.policy import plan_policy
 
 
@@ -128,8 +129,7 @@ def _conv_requests(
     training: bool,
     options: dict[str, Any],
 ) -> list[PlanRequest]:
-    # The slope of these is that of what they are of.
-    with_before = training and options.get("activation", "none") not in ("none", "relu")
+    with_before = training and needs_before(options.get("activation", "none"))
     keys = support.conv_plan_keys(op, input, weight, with_before=with_before, **options)[:1]
     if training:
         keys += support.conv_plan_keys(f"{op}_backward", input, weight, **options)

@@ -12,6 +12,7 @@ import cudnn_ops
 from cudnn_ops import _C, plan_requests, warmup
 from tests.cases import conv as cases
 from tests.cases.conv import ConvCase
+from tests.cases.drawn import check_all
 from tests.conftest import DEVICES
 
 pytestmark = pytest.mark.usefixtures("without_tf32")
@@ -23,16 +24,8 @@ FULL = ConvCase(2, 8, 16, (9, 7), (3, 2), (2, 1), (1, 2), (1, 2), 2, "silu", res
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("block", range(10))
 def test_any_geometry(block, device, poisoned):
-    rng = random.Random(6000 + block)
-    wrong = []
-    for seed in range(50 if device == "cuda" else 12):
-        case = cases.draw(rng)
-        dtype = rng.choice([torch.float16, torch.bfloat16, torch.float32])
-        try:
-            cases.check(case, cases.make(case, dtype, device, seed))
-        except AssertionError as error:
-            wrong.append(f"{dtype} {error}")
-    assert not wrong, "\n".join(wrong)
+    count = 50 if device == "cuda" else 12
+    check_all(cases, count, device, random.Random(6000 + block))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import cudnn_ops
 from tests.cases import norm as cases
 from tests.cases import sdpa
+from tests.cases.drawn import check_all
 from tests.cases.norm import NormCase
 from tests.conftest import DEVICES
 
@@ -22,16 +23,7 @@ LAYER = NormCase((6, 100), (100,), is_layer=True, bias="same")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("block", range(4))
 def test_any_combination(block, device, poisoned):
-    rng = random.Random(4000 + block)
-    wrong = []
-    for seed in range(60):
-        case = cases.draw(rng)
-        dtype = rng.choice([torch.float16, torch.bfloat16, torch.float32])
-        try:
-            cases.check(case, cases.make(case, dtype, device, seed))
-        except AssertionError as error:
-            wrong.append(f"{dtype} {error}")
-    assert not wrong, "\n".join(wrong)
+    check_all(cases, 60, device, random.Random(4000 + block))
 
 
 @pytest.mark.parametrize("device", DEVICES)

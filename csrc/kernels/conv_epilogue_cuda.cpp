@@ -38,7 +38,7 @@ struct Kernels {
 const Kernels& kernels_of(at::ScalarType dtype) {
   static const Kernels all[3] = {CUDNN_OPS_KERNELS("half", "8"), CUDNN_OPS_KERNELS("bfloat16", "8"),
                                  CUDNN_OPS_KERNELS("float", "4")};
-  return all[dtype == at::kHalf ? 0 : dtype == at::kBFloat16 ? 1 : 2];
+  return all[type_index(dtype)];
 }
 
 bool is_aligned(const void* address) {

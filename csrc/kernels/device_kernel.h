@@ -2,6 +2,8 @@
 // none for the GPU at hand, which the driver compiles at the first call and keeps in its own cache.
 #pragma once
 
+#include <c10/core/ScalarType.h>
+
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -14,6 +16,11 @@ struct KernelImage {
   int major;
   const char* data;
 };
+
+// Where a table of kernels has those for a type: half, bfloat16, then float.
+inline int type_index(c10::ScalarType dtype) {
+  return dtype == c10::ScalarType::Half ? 0 : dtype == c10::ScalarType::BFloat16 ? 1 : 2;
+}
 
 class DeviceKernel {
  public:

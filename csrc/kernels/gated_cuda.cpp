@@ -55,8 +55,7 @@ const DeviceKernel& kernel_of(Activation activation, at::ScalarType dtype, bool 
                                               CUDNN_OPS_GATED_TYPES("gelu_tanh")};
 #undef CUDNN_OPS_GATED_TYPES
 #undef CUDNN_OPS_GATED
-  const int type = dtype == at::kHalf ? 0 : dtype == at::kBFloat16 ? 1 : 2;
-  return kernels[6 * static_cast<int>(activation) + 2 * type + is_wide][is_backward];
+  return kernels[6 * static_cast<int>(activation) + 2 * type_index(dtype) + is_wide][is_backward];
 }
 
 bool is_aligned(const at::Tensor& rows) {

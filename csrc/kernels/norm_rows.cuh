@@ -39,11 +39,6 @@ struct Parameter {
   bool is_float;
   float otherwise, shift;  // the value where there is none; what is added where there is one
 
-  __device__ float at(unsigned column) const {
-    if (data == nullptr) return otherwise;
-    return (is_float ? ((const float*)data)[column] : Type::read(((const Bits*)data)[column])) +
-           shift;
-  }
   template <int kWidth>
   __device__ void read(unsigned vector, float (&values)[kWidth]) const {
     if (data == nullptr) {

@@ -97,11 +97,6 @@ at::Tensor dense(const OptionalTensor& parameter) {
   return parameter ? parameter->contiguous() : at::Tensor();
 }
 
-int type_index(const at::Tensor& tensor) {
-  const auto dtype = tensor.scalar_type();
-  return dtype == at::kHalf ? 0 : dtype == at::kBFloat16 ? 1 : 2;
-}
-
 // Of a row that is copied whole, with what lies beside it in the same 16 bytes.
 unsigned whole_row_bytes(const NormCall& call, unsigned number_bytes) {
   constexpr unsigned kCopied = 16;
@@ -124,7 +119,6 @@ NormCall call_of(const Norm& args, const Rows& input, const at::Tensor& weight) 
   call.is_layer = args.is_layer;
   call.zero_centered = args.zero_centered;
   call.is_weight_float = weight.defined() && weight.scalar_type() == at::kFloat;
-  call.is_bias_float = args.bias && args.bias->scalar_type() == at::kFloat;
   return call;
 }
 
@@ -343,7 +337,8 @@ void norm_rows(const Norm& args, const at::Tensor& out, const at::Tensor& sum,
   call.sum = data_of(sum);
   call.mean = data_of<float>(mean);
   call.rstd = data_of<float>(rstd);
-  launch_forward(call, type_index(args.input), static_cast<unsigned>(args.input.element_size()),
+  launch_forward(call, type_index(args.input.scalar_type()),
+                 static_cast<unsigned>(args.input.element_size()),
                  input.address_bits() | residual.address_bits());
 }
 
@@ -363,9 +358,9 @@ void norm_rows_backward(const Norm& args, const at::Tensor& grad_out, const at::
   call.grad_weight = data_of(grad_weight);
   call.grad_bias = data_of(grad_bias);
   call.is_bias_float = grad_bias.defined() && grad_bias.scalar_type() == at::kFloat;
-  launch_backward(call, type_index(args.input), static_cast<unsigned>(args.input.element_size()),
-                  input.address_bits() | grads.address_bits() | more.address_bits(),
-                  args.input.device());
+  launch_backward(
+      call, type_index(args.input.scalar_type()), static_cast<unsigned>(args.input.element_size()),
+      input.address_bits() | grads.address_bits() | more.address_bits(), args.input.device());
 }
 
 }  // namespace cudnn_ops

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Callable
 from typing import Self
 
@@ -11,9 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
-from cudnn_ops.ops.conv import Activation, conv1d, conv2d, conv3d
-
-ACTIVATIONS: tuple[Activation, ...] = typing.get_args(Activation)
+from cudnn_ops.ops.conv import ACTIVATIONS, Activation, conv1d, conv2d, conv3d
 
 
 class _ConvAct(_ConvNd):

@@ -6,7 +6,7 @@ The CUDA kernels, the derivative and the autocast rule are in ``csrc/ops/conv*.c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ _ops = torch.ops.cudnn_ops
 Activation = Literal["none", "relu", "silu", "gelu", "gelu_tanh"]
 Padding = int | Sequence[int] | Literal["same", "valid"]
 #: In the order in which C++ counts them.
-ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 
 def conv2d(
@@ -59,9 +59,10 @@ def conv2d(
         NotImplementedError: cuDNN has no kernel for the convolution on this GPU; the message has
             its reason.
     """
-    op = _ops.conv2d.padding if isinstance(padding, str) else _ops.conv2d.default
-    numbers = _numbers(stride), _padding(padding), _numbers(dilation), groups
-    return op(input, weight, bias, *numbers, **_epilogue(activation, residual))
+    op = _ops.conv2d
+    return _convolve(
+        op, input, weight, bias, stride, padding, dilation, groups, activation, residual
+    )
 
 
 def conv1d(
@@ -95,9 +96,10 @@ def conv1d(
     Raises:
         ValueError: as :func:`conv2d`, and so are TypeError and NotImplementedError.
     """
-    op = _ops.conv1d.padding if isinstance(padding, str) else _ops.conv1d.default
-    numbers = _numbers(stride), _padding(padding), _numbers(dilation), groups
-    return op(input, weight, bias, *numbers, **_epilogue(activation, residual))
+    op = _ops.conv1d
+    return _convolve(
+        op, input, weight, bias, stride, padding, dilation, groups, activation, residual
+    )
 
 
 def conv3d(
@@ -131,28 +133,43 @@ def conv3d(
     Raises:
         ValueError: as :func:`conv2d`, and so are TypeError and NotImplementedError.
     """
-    op = _ops.conv3d.padding if isinstance(padding, str) else _ops.conv3d.default
-    numbers = _numbers(stride), _padding(padding), _numbers(dilation), groups
-    return op(input, weight, bias, *numbers, **_epilogue(activation, residual))
+    op = _ops.conv3d
+    return _convolve(
+        op, input, weight, bias, stride, padding, dilation, groups, activation, residual
+    )
 
 
-def _numbers(numbers: int | Sequence[int]) -> Sequence[int]:
-    # An abstract class such as Sequence would take a microsecond.
-    return [numbers] if isinstance(numbers, (int, torch.SymInt)) else numbers
-
-
-def _padding(padding: Padding) -> Sequence[int] | str:
-    return padding if isinstance(padding, str) else _numbers(padding)
-
-
-def _epilogue(activation: Activation, residual: Tensor | None) -> dict[str, object]:
-    """The keywords of a call, each of which takes half a microsecond: only those that say more."""
+def _convolve(
+    op: torch._ops.OpOverloadPacket,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: int | Sequence[int],
+    padding: Padding,
+    dilation: int | Sequence[int],
+    groups: int,
+    activation: Activation,
+    residual: Tensor | None,
+) -> Tensor:
+    geometry = _numbers(stride), _numbers(padding), _numbers(dilation), groups
+    # A keyword takes half a microsecond: only those that say more.
     epilogue: dict[str, object] = {}
     if activation != "none":
         epilogue["activation"] = activation
     if residual is not None:
         epilogue["residual"] = residual
-    return epilogue
+    by_padding = op.padding if isinstance(padding, str) else op.default
+    return by_padding(input, weight, bias, *geometry, **epilogue)
+
+
+def _numbers(numbers: Padding) -> Sequence[int] | str:
+    # An abstract class such as Sequence would take a microsecond.
+    return [numbers] if isinstance(numbers, (int, torch.SymInt)) else numbers
+
+
+def needs_before(activation: str) -> bool:
+    """Whether an activation's slope is computed from what it is of, and not from its result."""
+    return activation not in ("none", "relu")
 
 
 def _format(tensor: Tensor) -> torch.memory_format:
@@ -172,7 +189,7 @@ def _conv_fake(
     with_before: bool,
 ) -> tuple[Tensor, Tensor]:
     size = _ops._conv_size.default(input, weight, bias, residual, stride, padding, dilation, groups)
-    with_before = with_before and ACTIVATIONS[activation] not in ("none", "relu")
+    with_before = with_before and needs_before(ACTIVATIONS[activation])
 
     def result() -> Tensor:
         return torch.empty(
