@@ -37,8 +37,8 @@ def table():
     norm_tuning.load_tables()
 
 
-def both_ways(is_layer: bool, rows: int, **options) -> None:
-    case = NormCase((rows, SIZE), (SIZE,), is_layer, bias="same" if is_layer else "", **options)
+def both_ways(is_layer: bool, rows: int, size: int = SIZE, **options) -> None:
+    case = NormCase((rows, size), (size,), is_layer, bias="same" if is_layer else "", **options)
     cases.check(case, cases.make(case, torch.bfloat16, "cuda", seed=rows))
 
 
@@ -71,6 +71,8 @@ def test_a_size_that_is_called_often_gets_cudnn_s_plan(is_layer, table):
         for _ in range(4):
             # Where our kernels are faster at one of the sizes around it, and nearer to the other.
             both_ways(is_layer, FAST + 24)
+            # Wider than any size that was measured.
+            both_ways(is_layer, FAST, 2 * SIZE)
         assert built() == before + 2
 
 

@@ -71,10 +71,11 @@ bool is_cudnn_faster(int sm_version, NormPlan plan, bool is_layer, int64_t row_b
                      int64_t rows) {
   const std::lock_guard<std::mutex> lock(mutex);
   const ByRowBytes* sizes = find_sizes(sm_version, plan, is_layer);
-  return sizes != nullptr && holds_around(*sizes, row_bytes, [&](const ByRows& by_rows) {
-           return holds_around(by_rows, rows,
-                               [](const Measured& measured) { return measured.is_faster; });
-         });
+  // The ways to run rows wider than any that were measured are other ones.
+  if (sizes == nullptr || row_bytes > sizes->rbegin()->first) return false;
+  return holds_around(*sizes, row_bytes, [&](const ByRows& by_rows) {
+    return holds_around(by_rows, rows, [](const Measured& measured) { return measured.is_faster; });
+  });
 }
 
 std::string nearest_engine(int sm_version, NormPlan plan, bool is_layer, int64_t row_bytes,

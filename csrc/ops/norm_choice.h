@@ -24,7 +24,8 @@ struct NormChoice {
 void set_norm_table(int sm_version, size_t cudnn_version, std::vector<NormChoice> choices);
 
 // Whether cuDNN was measured to be faster at all sizes that surround this one: the row bytes
-// measured next to these on either side, and for each the numbers of rows next to this one.
+// measured next to these on either side, and for each the numbers of rows next to this one. Never
+// of rows wider than any measured.
 bool is_cudnn_faster(int sm_version, NormPlan plan, bool is_layer, int64_t row_bytes, int64_t rows);
 
 // The fastest of cuDNN's engines at the nearest size, by the ratios of row bytes and rows; empty
