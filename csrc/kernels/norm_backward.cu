@@ -30,9 +30,10 @@ __device__ void copy_async(void* shared, const void* global, unsigned bytes) {
 template <int kBytes, int kVectors, int kStages>
 struct Pipeline {
   using Vector = Piece<Type, kBytes / sizeof(Bits)>;
+  static constexpr unsigned kTensors = 2;  // the input and the gradient of the output
   static constexpr bool kIsWhole = kBytes < 4;
 
-  unsigned tensors, group, row_bytes;  // NormCall's
+  unsigned group, row_bytes;  // NormCall's
 
   __device__ void load(unsigned stage, unsigned tensor, const Bits* row, unsigned vectors) const {
     const unsigned thread = threadIdx.x % group;
@@ -92,11 +93,11 @@ struct Pipeline {
   }
   __device__ unsigned char* slot(unsigned stage, unsigned tensor, int v) const {
     return shared() +
-           (((stage * tensors + tensor) * kVectors + v) * blockDim.x + threadIdx.x) * kBytes;
+           (((stage * kTensors + tensor) * kVectors + v) * blockDim.x + threadIdx.x) * kBytes;
   }
   __device__ unsigned char* whole(unsigned stage, unsigned tensor) const {
     const unsigned groups = blockDim.x / group;
-    return shared() + ((stage * tensors + tensor) * groups + threadIdx.x / group) * row_bytes;
+    return shared() + ((stage * kTensors + tensor) * groups + threadIdx.x / group) * row_bytes;
   }
 };
 
@@ -173,7 +174,7 @@ __device__ void backward(const NormCall& call) {
   __shared__ float scratch[2][2][32];
   const unsigned group = call.group, thread = threadIdx.x % group;
   const unsigned groups = blockDim.x / group, vectors = call.columns / kWidth;
-  const Pipe pipe{2, group, call.row_bytes};
+  const Pipe pipe{group, call.row_bytes};
   const auto load = [&](unsigned first, unsigned stage) {
     const unsigned row = first + threadIdx.x / group;
     if (row < call.rows) {

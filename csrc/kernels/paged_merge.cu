@@ -2,6 +2,8 @@
 // over the sink. Compiled when the package is built (cmake/compile_kernels.py);
 // paged_merge_cuda.cpp launches it, with a struct alike.
 
+#include "number.cuh"
+
 struct Merge {
   const void *query, *key_cache, *value_cache;
   const int *page_table, *seq_lens_kv;
@@ -25,32 +27,10 @@ struct Pair {
   float first, second;
 };
 
-struct Half {
-  static __device__ Pair read(const void* from, long long i) {
-    const unsigned bits = *(const unsigned*)((const unsigned short*)from + i);
-    Pair pair;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(pair.first) : "h"((unsigned short)bits));
-    asm("cvt.f32.f16 %0, %1;" : "=f"(pair.second) : "h"((unsigned short)(bits >> 16)));
-    return pair;
-  }
-  static __device__ void write(void* to, long long i, Pair pair) {
-    unsigned bits;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(pair.second), "f"(pair.first));
-    *(unsigned*)((unsigned short*)to + i) = bits;
-  }
-};
-
-struct BFloat16 {
-  static __device__ Pair read(const void* from, long long i) {
-    const unsigned bits = *(const unsigned*)((const unsigned short*)from + i);
-    return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
-  }
-  static __device__ void write(void* to, long long i, Pair pair) {
-    unsigned bits;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(pair.second), "f"(pair.first));
-    *(unsigned*)((unsigned short*)to + i) = bits;
-  }
-};
+template <class Type>
+__device__ unsigned* pair_at(const void* memory, long long i) {
+  return (unsigned*)((typename Type::Bits*)memory + i);
+}
 
 // The partial results are [batch, heads_kv, queries, group], the result [batch, queries, heads]
 // and, of the log-sum-exp, [batch, heads, queries]. A warp has one query of one head.
@@ -69,7 +49,10 @@ __device__ void merge(const Merge& m) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       const int at = 2 * (i * kLanes + lane);
-      pairs[i] = at < size ? Type::read(memory, start + at) : Pair{0, 0};
+      pairs[i] = {0, 0};
+      if (at < size) {
+        Type::read(*pair_at<Type>(memory, start + at), pairs[i].first, pairs[i].second);
+      }
     }
   };
 
@@ -132,7 +115,8 @@ __device__ void merge(const Merge& m) {
     const int at = 2 * (i * kLanes + lane);
     const float share = sum > 0 ? 1 / sum : 0.f;
     if (at < m.value_size) {
-      Type::write(m.out, to * m.value_size + at, {sums[i].first * share, sums[i].second * share});
+      *pair_at<Type>(m.out, to * m.value_size + at) =
+          Type::write(sums[i].first * share, sums[i].second * share);
     }
   }
   if (m.lse && lane == 0) {
