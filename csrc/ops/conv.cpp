@@ -29,13 +29,12 @@ ConvActivation activation_of(std::string_view name, const char* op) {
   return static_cast<ConvActivation>(found - kNames.begin());
 }
 
-using SymInts = std::vector<c10::SymInt>;
-
 // One number for every dimension, or one for all.
 SymInts expand(c10::SymIntArrayRef numbers, int64_t dims, const char* name, const char* op) {
   TORCH_CHECK_VALUE(numbers.size() == 1 || static_cast<int64_t>(numbers.size()) == dims, op, ": ",
                     name, " must have 1 or ", dims, " numbers, got ", numbers);
-  return numbers.size() == 1 ? SymInts(static_cast<size_t>(dims), numbers[0]) : numbers.vec();
+  return numbers.size() == 1 ? SymInts(static_cast<size_t>(dims), numbers[0])
+                             : SymInts(numbers.begin(), numbers.end());
 }
 
 // Before each dimension, then behind each: "same" may need one more behind.
@@ -95,7 +94,7 @@ at::Tensor conv_of_patches(const Conv& args) {
   }
   order.insert(order.end(), within.begin(), within.end());
   SymInts rows{sizes[0]};
-  rows.insert(rows.end(), sizes.begin() + kChannelDims, sizes.end());
+  rows.append(sizes.begin() + kChannelDims, sizes.end());
   rows.push_back(-1);
   const at::Tensor patches = x.reshape_symint(split).permute(order).reshape_symint(rows);
   at::Tensor out = at::linear(patches, args.weight.flatten(1), args.bias).permute(back);
@@ -171,13 +170,15 @@ at::Tensor public_conv(const at::Tensor& input, const at::Tensor& weight,
 }
 
 // The sizes of the result, checked.
-SymInts conv_size(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
-                  const OptionalTensor& residual, c10::SymIntArrayRef stride,
-                  c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, c10::SymInt groups) {
+std::vector<c10::SymInt> conv_size(const at::Tensor& input, const at::Tensor& weight,
+                                   const OptionalTensor& bias, const OptionalTensor& residual,
+                                   c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
+                                   c10::SymIntArrayRef dilation, c10::SymInt groups) {
   const Conv args{
       input, weight, bias, residual, stride, padding, dilation, groups, ConvActivation::kNone};
   check_conv(args);
-  return conv_output_sizes(args);
+  const SymInts sizes = conv_output_sizes(args);
+  return {sizes.begin(), sizes.end()};
 }
 
 template <class Function>
@@ -185,7 +186,7 @@ void define(torch::Library& m, const std::string& name, const std::string& sizes
             const std::string& padding, Function function) {
   const std::string schema = name + "(Tensor input, Tensor weight, Tensor? bias=None, " + sizes +
                              " stride=1, " + padding + ", " + sizes +
-                             " dilation=1, SymInt groups=1, *, str activation=\"none\", "
+                             " dilation=1, SymInt groups=1, str activation=\"none\", "
                              "Tensor? residual=None) -> Tensor";
   m.def(schema.c_str(), function, {at::Tag::pt2_compliant_tag});
 }
@@ -213,7 +214,7 @@ at::MemoryFormat channels_last(const at::Tensor& tensor) {
   return tensor.dim() == 5 ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::ChannelsLast;
 }
 
-std::vector<c10::SymInt> conv_output_sizes(const Conv& args) {
+SymInts conv_output_sizes(const Conv& args) {
   const size_t dims = args.stride.size();
   SymInts sizes{args.input.sym_size(0), args.weight.sym_size(0)};
   for (size_t dim = 0; dim < dims; ++dim) {

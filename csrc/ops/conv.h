@@ -5,6 +5,7 @@
 #include "sdpa.h"
 
 #include <c10/core/SymInt.h>
+#include <c10/util/SmallVector.h>
 
 #include <array>
 #include <string_view>
@@ -34,9 +35,12 @@ inline bool needs_before(ConvActivation activation) {
   return activation != ConvActivation::kNone && activation != ConvActivation::kRelu;
 }
 
+// One number a dimension, or two, without memory of their own.
+using SymInts = c10::SmallVector<c10::SymInt, 6>;
+
 at::Tensor activate(const at::Tensor& before, ConvActivation activation);
 void check_conv(const Conv& args);
-std::vector<c10::SymInt> conv_output_sizes(const Conv& args);
+SymInts conv_output_sizes(const Conv& args);
 at::MemoryFormat channels_last(const at::Tensor& tensor);
 
 using ConvOp = ConvResults(const at::Tensor& input, const at::Tensor& weight,

@@ -19,7 +19,7 @@ using torch::autograd::variable_list;
 struct ConvBackwardNode : public torch::autograd::Node {
   SavedVariable input, weight, out;
   at::Tensor before;  // never differentiated
-  std::vector<c10::SymInt> stride, padding, dilation;
+  SymInts stride, padding, dilation;
   c10::SymInt groups;
   ConvActivation activation = ConvActivation::kNone;
 
@@ -81,9 +81,9 @@ ConvResults conv_autograd(c10::DispatchKeySet keys, const at::Tensor& input,
   node->input = SavedVariable(input, /*is_output=*/false);
   node->weight = SavedVariable(weight, /*is_output=*/false);
   node->before = before;
-  node->stride = stride.vec();
-  node->padding = padding.vec();
-  node->dilation = dilation.vec();
+  node->stride = SymInts(stride.begin(), stride.end());
+  node->padding = SymInts(padding.begin(), padding.end());
+  node->dilation = SymInts(dilation.begin(), dilation.end());
   node->groups = groups;
   node->activation = kind;
   torch::autograd::set_history(out, node);

@@ -3,8 +3,10 @@
 #include "../graph/plan_key.h"
 
 #include <ATen/Context.h>
-#include <c10/core/MemoryFormat.h>
+#include <ATen/core/DimVector.h>
 #include <torch/library.h>
+
+#include <algorithm>
 
 namespace cudnn_ops {
 namespace {
@@ -13,10 +15,17 @@ using graph::TensorDesc;
 
 // cuDNN tells the layout by all strides, those of dimensions of size 1 too.
 TensorDesc channels_last_desc(c10::ScalarType dtype, c10::IntArrayRef sizes) {
-  const auto strides = sizes.size() == 5 ? c10::get_channels_last_strides_3d(sizes)
-                                         : c10::get_channels_last_strides_2d(sizes);
-  TensorDesc desc(dtype, sizes, strides);
-  std::copy(strides.begin(), strides.end(), desc.strides.begin());
+  TensorDesc desc;
+  desc.dtype = dtype;
+  desc.rank = static_cast<int>(sizes.size());
+  std::copy(sizes.begin(), sizes.end(), desc.sizes.begin());
+  desc.strides[1] = 1;
+  int64_t stride = sizes[1];
+  for (size_t dim = sizes.size() - 1; dim > 1; --dim) {
+    desc.strides[dim] = stride;
+    stride *= sizes[dim];
+  }
+  desc.strides[0] = stride;
   return desc;
 }
 
@@ -24,8 +33,8 @@ TensorDesc desc_of(const at::Tensor& tensor) {
   return channels_last_desc(tensor.scalar_type(), C10_AS_INTARRAYREF_SLOW(tensor.sym_sizes()));
 }
 
-std::vector<int64_t> whole(const std::vector<c10::SymInt>& numbers) {
-  std::vector<int64_t> result;
+at::DimVector whole(const SymInts& numbers) {
+  at::DimVector result;
   for (const auto& number : numbers) result.push_back(number.expect_int());
   return result;
 }
@@ -88,7 +97,7 @@ ConvParams conv_params(const Conv& args, ConvFusion fusion, bool with_before) {
   params.deterministic = is_deterministic();
   if (fusion == ConvFusion::kNone) return params;
   if (args.bias) {
-    std::vector<int64_t> one(sizes.size(), 1);
+    at::DimVector one(sizes.size(), 1);
     one[1] = sizes[1];
     params.bias = channels_last_desc(args.input.scalar_type(), one);
   }
