@@ -16,6 +16,8 @@ struct PlanKind {
   const char* name;
   // Both throw std::invalid_argument for words that are no such parameters.
   std::shared_ptr<FrontendGraph> (*make_graph)(const PlanKey& key, const Target& target);
+  // The same with its operations in another order, where cuDNN has other engines for that; or null.
+  std::shared_ptr<FrontendGraph> (*make_other_graph)(const PlanKey& key, const Target& target);
   // The engine that was measured to beat the heuristics' first; empty where they know best.
   std::string (*engine)(const PlanKey& key, const Target& target);
   std::string (*describe)(const PlanKey& key);
@@ -34,13 +36,23 @@ std::string heuristics_engine(const Params& /*params*/, const Target& /*target*/
   return {};
 }
 
+template <class Params>
+std::shared_ptr<FrontendGraph> no_other_graph(const Params& /*params*/, const Target& /*target*/) {
+  return nullptr;
+}
+
 template <class Params, std::shared_ptr<FrontendGraph> (*make)(const Params&, const Target&),
-          std::string (*engine)(const Params&, const Target&) = heuristics_engine<Params>>
+          std::string (*engine)(const Params&, const Target&) = heuristics_engine<Params>,
+          std::shared_ptr<FrontendGraph> (*make_other)(const Params&, const Target&) =
+              no_other_graph<Params>>
 struct RegisterPlanKind {
   RegisterPlanKind() {
     add_plan_kind({Params::kName,
                    [](const PlanKey& key, const Target& target) {
                      return make(KeyReader::read<Params>(key), target);
+                   },
+                   [](const PlanKey& key, const Target& target) {
+                     return make_other(KeyReader::read<Params>(key), target);
                    },
                    [](const PlanKey& key, const Target& target) {
                      return engine(KeyReader::read<Params>(key), target);

@@ -10,7 +10,10 @@
 #include <algorithm>
 #include <cmath>
 #include <deque>
+#include <exception>
+#include <iterator>
 #include <mutex>
+#include <utility>
 
 namespace cudnn_ops::graph {
 namespace {
@@ -39,6 +42,35 @@ void save(const PlanKey& key, const Target& target, const Plan& plan, EngineChoi
   PlanStore::global().save(key, target.gpu(), plan.serialize(choice));
 }
 
+std::shared_ptr<const Plan> build(const PlanKind& kind, const PlanKey& key, const Target& target,
+                                  const std::string& engine) {
+  try {
+    return Plan::build(kind.make_graph(key, target), target, engine);
+  } catch (const NotSupported&) {
+    auto other = kind.make_other_graph(key, target);
+    if (other == nullptr) throw;
+    return Plan::build(std::move(other), target, engine);
+  }
+}
+
+std::vector<std::shared_ptr<const Plan>> build_all(const PlanKind& kind, const PlanKey& key,
+                                                   const Target& target) {
+  std::vector<std::shared_ptr<const Plan>> plans;
+  std::exception_ptr refusal;
+  for (const auto make : {kind.make_graph, kind.make_other_graph}) {
+    if (make(key, target) == nullptr) continue;
+    try {
+      auto more = Plan::build_all([&] { return make(key, target); }, target);
+      plans.insert(plans.end(), std::make_move_iterator(more.begin()),
+                   std::make_move_iterator(more.end()));
+    } catch (const NotSupported&) {
+      if (refusal == nullptr) refusal = std::current_exception();
+    }
+  }
+  if (plans.empty()) std::rethrow_exception(refusal);
+  return plans;
+}
+
 void refuse_known_bad(const PlanKey& key, const Target& target) {
   const auto version = static_cast<int64_t>(cudnn().version);
   const std::string reason = known_bad(key, target.sm_version(), version);
@@ -53,7 +85,7 @@ std::shared_ptr<const Plan> make_plan(const PlanKey& key, const Target& target) 
   if (auto plan = load(key, target, /*only_measured=*/false)) return plan;
   std::string engine = tuned_engine(key, target.sm_version());
   if (engine.empty()) engine = kind.engine(key, target);
-  auto plan = Plan::build(kind.make_graph(key, target), target, engine);
+  auto plan = build(kind, key, target, engine);
   save(key, target, *plan,
        !engine.empty() && plan->engine() == engine ? EngineChoice::kTable
                                                    : EngineChoice::kHeuristic);
@@ -67,7 +99,7 @@ std::shared_ptr<const Plan> make_measured_plan(const PlanKey& key, const Target&
   if (!again) {
     if (auto plan = load(key, target, /*only_measured=*/true)) return plan;
   }
-  const auto plans = Plan::build_all([&] { return kind.make_graph(key, target); }, target);
+  const auto plans = build_all(kind, key, target);
   const std::vector<double> ms = time(plans);
   const auto best = static_cast<size_t>(std::min_element(ms.begin(), ms.end()) - ms.begin());
   if (!std::isfinite(ms[best])) throw NotSupported("none of cuDNN's engines for this runs");

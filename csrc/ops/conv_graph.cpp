@@ -48,8 +48,9 @@ std::shared_ptr<graph::FrontendGraph> new_conv_graph(const Params& params,
   return graph;
 }
 
-std::shared_ptr<graph::FrontendGraph> make_forward(const ConvParams& params,
-                                                   const graph::Target& target) {
+std::shared_ptr<graph::FrontendGraph> make_ordered(const ConvParams& params,
+                                                   const graph::Target& target,
+                                                   bool residual_first) {
   const auto graph = new_conv_graph(params, target);
   const auto pointwise = [&](const Tensor& a, const Tensor& b, fe::PointwiseMode_t mode,
                              const char* name) {
@@ -60,20 +61,38 @@ std::shared_ptr<graph::FrontendGraph> make_forward(const ConvParams& params,
       graph->conv_fprop(graph::input(*graph, "input", kInput, params.input),
                         graph::input(*graph, "weight", kWeight, params.weight),
                         attributes_of<fe::graph::Conv_fprop_attributes>(params.geometry, "conv"));
-  if (params.bias.rank > 0) {
+  const auto add_bias = [&] {
+    if (params.bias.rank == 0) return;
     const auto bias = graph::input(*graph, "bias", kBias, params.bias);
     out = pointwise(out, bias, fe::PointwiseMode_t::ADD, "add_bias");
-  }
+  };
+  if (!residual_first) add_bias();
   if (params.residual.rank > 0) {
     const auto residual = graph::input(*graph, "residual", kResidual, params.residual);
     out = pointwise(out, residual, fe::PointwiseMode_t::ADD, "add_residual");
   }
+  if (residual_first) add_bias();
   if (params.before.rank > 0) graph::output(out, kBefore, params.before);
   if (params.activation != ConvActivation::kNone) {
     out = pointwise(out, nullptr, mode_of(params.activation), "activation");
   }
   graph::output(out, kOut, params.out);
   return graph;
+}
+
+std::shared_ptr<graph::FrontendGraph> make_forward(const ConvParams& params,
+                                                   const graph::Target& target) {
+  return make_ordered(params, target, /*residual_first=*/false);
+}
+
+// In this order and with no activation but ReLU cuDNN has kernels at hand, which are faster for
+// large tensors; in the other it compiles some, which are faster for small ones.
+std::shared_ptr<graph::FrontendGraph> make_residual_first(const ConvParams& params,
+                                                          const graph::Target& target) {
+  const bool is_other =
+      params.bias.rank > 0 && params.residual.rank > 0 && params.before.rank == 0 &&
+      (params.activation == ConvActivation::kNone || params.activation == ConvActivation::kRelu);
+  return is_other ? make_ordered(params, target, /*residual_first=*/true) : nullptr;
 }
 
 std::shared_ptr<graph::FrontendGraph> make_backward(const ConvBackwardParams& params,
@@ -94,7 +113,9 @@ std::shared_ptr<graph::FrontendGraph> make_backward(const ConvBackwardParams& pa
   return graph;
 }
 
-const graph::RegisterPlanKind<ConvParams, make_forward> forward_kind;
+const graph::RegisterPlanKind<ConvParams, make_forward, graph::heuristics_engine<ConvParams>,
+                              make_residual_first>
+    forward_kind;
 const graph::RegisterPlanKind<ConvBackwardParams, make_backward> backward_kind;
 
 }  // namespace
