@@ -153,9 +153,13 @@ def train_step_profile(rows: Sequence[Row]) -> Lines:
 
 
 def conv(rows: Sequence[Row]) -> Lines:
-    """A line a shape and epilogue: ours, over the bare convolution, and each peer's over ours."""
+    """A line a shape and epilogue: ours, over the bare convolution, and each peer's over ours.
+
+    The last line has the geometric means of those over ours, patches left out.
+    """
     times = pivot(rows, "gpu_ms")
     peers = ("eager", "compile")
+    gains: list[list[float]] = []
     lines = [
         [
             "N, C, HW, K, R, stride, pad",
@@ -168,9 +172,13 @@ def conv(rows: Sequence[Row]) -> Lines:
     for case in unique(case.rpartition(" ")[0] for case in times):
         fwd, bwd = times[f"{case} fwd"], times[f"{case} bwd"]
         ours = fwd[OURS]
+        gain = [*(fwd[peer] / ours for peer in peers), bwd["eager"] / bwd[OURS]]
         lines.append([_spaced(case), short(ours), f"{ours / fwd['conv alone']:.2f}"])
-        lines[-1] += [f"{fwd[peer] / ours:.2f}x" for peer in peers]
-        lines[-1].append(f"{bwd['eager'] / bwd[OURS]:.2f}x")
+        lines[-1] += [f"{gained:.2f}x" for gained in gain]
+        if not case.endswith("patches"):
+            gains.append(gain)
+    means = [f"{statistics.geometric_mean(column):.2f}x" for column in zip(*gains, strict=True)]
+    lines.append(["geometric mean without patches", "", "", *means])
     return lines
 
 
@@ -290,7 +298,7 @@ TABLES = {
         resnet,
         "Milliseconds with the host's time, bf16, channels last, 224 x 224.",
         "resnet",
-        samples=0.5,
+        samples=2,
     ),
     "new_lengths": Table(
         new_lengths,

@@ -559,6 +559,7 @@ def test_bench_conv_rows_make_its_table(monkeypatch: pytest.MonkeyPatch) -> None
         ],
         *(["2, 4, 6, 8, 3, 1, 1 " + epilogue.name, *same] for epilogue in bench.EPILOGUES),
         ["2, 3, 8, 8, 4, 4, 0 patches", *same],
+        ["geometric mean without patches", "", "", *same[2:]],
     ]
 
 
