@@ -270,44 +270,31 @@ def conv_plan_keys(
     """
     if weight is None:
         raise ValueError(f"{op} needs k, the weight")
+    ops = torch.ops.cudnn_ops
     dims = CONVS[op]
     x, w = _meta_tensor(input, "q"), _meta_tensor(weight, "k")
-    steps, reach = _numbers(stride, dims), _numbers(dilation, dims)
-    pads = _conv_padding(padding, w, reach)
-    if dims == 1:  # as one row of an image
-        x, w, steps, reach = x.unsqueeze(2), w.unsqueeze(2), [1, *steps], [1, *reach]
-        pads = [0, pads[0], 0, pads[1]]
-    geometry = (steps, pads, reach, groups)
+    spread = ops._conv_geometry
+    geometry = (spread.padding if isinstance(padding, str) else spread.default)(
+        dims, w, _numbers(stride), _numbers(padding), _numbers(dilation), groups
+    )
+    if dims == 1:  # an image of one row
+        x, w = x.unsqueeze(2), w.unsqueeze(2)
     if op.endswith("_backward"):
-        key = torch.ops.cudnn_ops._conv_backward_plan_key
-        return [key(x, w, *geometry, is_of_weight) for is_of_weight in (False, True)]
-    size = torch.ops.cudnn_ops._conv_size(x, w, None, None, *geometry)
+        key = ops._conv_backward_plan_key
+        return [key(x, w, geometry, is_of_weight) for is_of_weight in (False, True)]
+    size = ops._conv_size(x, w, None, None, geometry)
     added = (
         x.new_empty(w.shape[:1]) if bias else None,
         x.new_empty(size) if residual else None,
     )
     number = ACTIVATIONS.index(activation)
-    key = torch.ops.cudnn_ops._conv_plan_key
+    key = ops._conv_plan_key
     fusions = range(len(_FUSIONS))
-    return [key(x, w, *added, *geometry, number, fusion, with_before) for fusion in fusions]
+    return [key(x, w, *added, geometry, number, fusion, with_before) for fusion in fusions]
 
 
-def _numbers(numbers: int | Sequence[int], dims: int) -> list[int]:
-    return [numbers] * dims if isinstance(numbers, int) else list(numbers)
-
-
-def _conv_padding(
-    padding: int | Sequence[int] | str, weight: Tensor, dilation: Sequence[int]
-) -> list[int]:
-    """Before each dimension, then behind each."""
-    if not isinstance(padding, str):
-        return _numbers(padding, len(dilation)) * 2
-    if padding not in ("same", "valid"):
-        raise ValueError(f'padding is whole numbers, "same" or "valid", got {padding!r}')
-    if padding == "valid":
-        return [0] * 2 * len(dilation)
-    total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-    return [n // 2 for n in total] + [n - n // 2 for n in total]
+def _numbers(numbers: int | Sequence[int] | str) -> Sequence[int] | str:
+    return [numbers] if isinstance(numbers, int) else numbers
 
 
 def norm_plan_key(

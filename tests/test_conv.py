@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def test_patches(size, device, poisoned):
     for dtype, activation in ((torch.bfloat16, "none"), (torch.float32, "gelu")):
         case = ConvCase(2, 3, 24, size, (8, 8), (8, 8), (0, 0), (1, 1), 1, activation)
         for channels_last in (False, True):
-            case = ConvCase(**{**vars(case), "channels_last": channels_last})
+            case = replace(case, channels_last=channels_last)
             cases.check(case, cases.make(case, dtype, device, seed=2))
 
 
@@ -58,6 +59,23 @@ def test_channels_come_last(device):
         assert out.is_contiguous(memory_format=torch.channels_last)
         (grad,) = torch.autograd.grad(out, x, t.grad_out)
         assert grad.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_the_operators_are_the_functions(dims, device):
+    size, kernel, ones = (9, 7, 5)[:dims], (3, 2, 1)[:dims], (1,) * dims
+    case = ConvCase(2, 8, 16, size, kernel, (2,) * dims, ones, ones, 2, "relu", residual=True)
+    t = cases.make(case, torch.float32, device, seed=9)
+    assert torch.equal(cases.run(case, t), cases.run(case, t, _ops))
+    function = getattr(cudnn_ops, f"conv{dims}d")
+    for x in (t.input, t.input[0]):
+        by_one_number = function(x, t.weight, t.bias, 2, 1, (1,), 2)
+        assert torch.equal(by_one_number, function(x, t.weight, t.bias, [2] * dims, ones, ones, 2))
+    packed = getattr(_ops, f"_conv{dims}d")
+    for numbers in ([], [1], [1, 1, 1, 1, 1, 1], [-1, 1, 1, 1, 1, 1, 1], [9, 1, 1, 1, 1, 1, 1]):
+        with pytest.raises(ValueError, match=r"a count is negative|not the numbers of a convol"):
+            packed(t.input, t.weight, t.bias, numbers)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -83,20 +101,20 @@ def test_an_empty_batch(device):
 def test_opcheck(case, device):
     t = cases.make(case, torch.float32, device, seed=5)
     activation = cases.ACTIVATIONS.index(case.activation)
-    geometry = (case.stride, (*case.padding, *case.padding), case.dilation, case.groups)
-    arguments = (t.input, t.weight, t.bias, t.residual, *geometry, activation)
+    geometry = (*case.stride, *case.padding, *case.padding, *case.dilation, case.groups)
+    arguments = (t.input, t.weight, t.bias, t.residual, geometry, activation)
     for with_before in (False, True):
         torch.library.opcheck(_ops._conv.default, (*arguments, with_before))
     _, before = _ops._conv(*arguments, True)
     saved = before.detach() if activation else None
     detached = (t.grad_out, t.input.detach(), t.weight.detach(), saved)
     mask = (True, True, True, activation > 0)
-    torch.library.opcheck(_ops._conv_backward.default, (*detached, *geometry, activation, mask))
-    torch.library.opcheck(
-        _ops.conv2d.default,
-        (t.input, t.weight, t.bias, case.stride, case.padding, case.dilation, case.groups),
-        {"activation": case.activation, "residual": t.residual},
-    )
+    torch.library.opcheck(_ops._conv_backward.default, (*detached, geometry, activation, mask))
+    epilogue = {"activation": case.activation, "residual": t.residual}
+    separate = (case.stride, case.padding, case.dilation, case.groups)
+    torch.library.opcheck(_ops.conv2d.default, (t.input, t.weight, t.bias, *separate), epilogue)
+    packed = (2, 2, 2, *case.stride, *case.padding, *case.dilation, case.groups)
+    torch.library.opcheck(_ops._conv2d.default, (t.input, t.weight, t.bias, packed), epilogue)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -108,7 +126,7 @@ def test_compiled_without_a_break_for_any_batch(device):
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True)
     for batch in (2, 3):
-        t = cases.make(ConvCase(**{**vars(PLAIN), "batch": batch}), torch.float32, device, 6)
+        t = cases.make(replace(PLAIN, batch=batch), torch.float32, device, 6)
         for function in (compiled, step):
             out = function(t.input, t.weight, t.bias)
             grads = torch.autograd.grad(out, list(t.differentiable.values()), t.grad_out)
@@ -118,13 +136,26 @@ def test_compiled_without_a_break_for_any_batch(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_stride_may_come_into_the_compiled_function(device):
+    torch._dynamo.reset()
+    t = cases.make(PLAIN, torch.float32, device, seed=10)
+    compiled = torch.compile(cudnn_ops.conv2d, fullgraph=True, dynamic=True)
+    for stride in (1, 2, 3):
+        found = compiled(t.input, t.weight, t.bias, stride)
+        expected = cudnn_ops.conv2d(t.input, t.weight, t.bias, stride)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_autocast_is_that_of_torch(device):
     t = cases.make(PLAIN, torch.float32, device, seed=7)
     with torch.autocast(device, torch.bfloat16):
-        mine = cudnn_ops.conv2d(t.input, t.weight, t.bias, padding="same")
         other = F.conv2d(t.input, t.weight, t.bias, padding="same")
-    assert mine.dtype == other.dtype == torch.bfloat16
-    torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-2)
+        for function in (cudnn_ops.conv2d, _ops.conv2d):
+            for padding in ("same", 1):
+                mine = function(t.input, t.weight, t.bias, padding=padding)
+                assert mine.dtype == other.dtype == torch.bfloat16
+                torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -139,6 +170,8 @@ def test_autocast_is_that_of_torch(device):
         ({"bias": torch.ones(3)}, ValueError, r"bias must be \[16\]"),
         ({"residual": torch.ones(2, 16, 9, 9)}, ValueError, "residual must be like the output"),
         ({"input": torch.ones(2, 8, 2, 2)}, ValueError, "larger than the padded input"),
+        # One short of fitting, which a division that rounds towards zero would not see.
+        ({"input": torch.ones(2, 8, 2, 9), "stride": 2}, ValueError, "larger than the padded"),
         ({"input": torch.ones(8)}, ValueError, "input must have 4 dimensions"),
         ({"weight": torch.ones(16, 8, 3, 3).half()}, TypeError, "must be of one dtype"),
     ],
@@ -184,16 +217,35 @@ def test_warmed_up_a_call_builds_nothing(fresh_cache):
 
 
 @pytest.mark.gpu
-def test_torch_s_benchmark_flag_measures_engines(fresh_cache):
+def test_torch_s_benchmark_flag_measures_engines(fresh_cache, monkeypatch):
     t = cases.make(PLAIN, torch.bfloat16, "cuda", seed=10)
     _C.take_measurements()
-    torch.backends.cudnn.benchmark = True
-    try:
-        cases.check(PLAIN, t)
-    finally:
-        torch.backends.cudnn.benchmark = False
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    cases.check(PLAIN, t)
     # The forward and both gradients.
     assert len([words for words, engines in _C.take_measurements() if engines]) == 3
+
+
+@pytest.mark.gpu
+def test_bias_and_residual_are_measured_in_either_order(fresh_cache, monkeypatch):
+    """There are other engines for each, and those taken are right at any geometry."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+
+    def families(case: ConvCase) -> set[str]:
+        t = cases.make(case, torch.bfloat16, "cuda", seed=21)
+        _C.take_measurements()
+        with torch.no_grad():
+            cases.run(case, t)
+        ((_, engines),) = _C.take_measurements()
+        return {name.split("_")[0] for name, _ in engines}
+
+    case = ConvCase(2, 64, 64, (14, 14), (3, 3), (1, 1), (1, 1), (1, 1), residual=True)
+    assert families(replace(case, bias=False)) < families(replace(case, activation="relu"))
+    rng = random.Random(20)
+    for seed in range(20):
+        activation, dtype = rng.choice(["none", "relu"]), rng.choice([torch.half, torch.bfloat16])
+        case = replace(cases.draw(rng), bias=True, residual=True, activation=activation)
+        cases.check(case, cases.make(case, dtype, "cuda", seed))
 
 
 @pytest.mark.gpu

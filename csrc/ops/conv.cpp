@@ -29,30 +29,58 @@ ConvActivation activation_of(std::string_view name, const char* op) {
   return static_cast<ConvActivation>(found - kNames.begin());
 }
 
-// One number for every dimension, or one for all.
-SymInts expand(c10::SymIntArrayRef numbers, int64_t dims, const char* name, const char* op) {
-  TORCH_CHECK_VALUE(numbers.size() == 1 || static_cast<int64_t>(numbers.size()) == dims, op, ": ",
-                    name, " must have 1 or ", dims, " numbers, got ", numbers);
-  return numbers.size() == 1 ? SymInts(static_cast<size_t>(dims), numbers[0])
-                             : SymInts(numbers.begin(), numbers.end());
+using Numbers = c10::IntArrayRef;
+
+const char* name_of(int64_t dims) {
+  constexpr const char* kNames[3] = {"cudnn_ops.conv1d", "cudnn_ops.conv2d", "cudnn_ops.conv3d"};
+  return kNames[dims - 1];
 }
 
-// Before each dimension, then behind each: "same" may need one more behind.
-SymInts padding_of(std::string_view name, const at::Tensor& weight, const SymInts& stride,
-                   const SymInts& dilation, const char* op) {
-  TORCH_CHECK_VALUE(name == "same" || name == "valid", op,
-                    ": padding must be whole numbers, \"same\" or \"valid\", got \"", name, "\"");
-  const size_t dims = stride.size();
-  SymInts padding(2 * dims, 0);
-  if (name == "valid") return padding;
-  for (size_t dim = 0; dim < dims; ++dim) {
-    TORCH_CHECK_VALUE(stride[dim] == 1, op, ": padding \"same\" needs a stride of 1");
-    const c10::SymInt total =
-        dilation[dim] * (weight.sym_size(static_cast<int64_t>(dim) + kChannelDims) - 1);
-    padding[dim] = total / 2;
-    padding[dims + dim] = total - total / 2;
+// Spreads what the public operators take over all dimensions. That of one dimension is one of an
+// image of one row.
+template <class Padding>
+ConvNumbers geometry_of(int64_t dims, const at::Tensor& weight, Numbers stride, Padding padding,
+                        Numbers dilation, int64_t groups) {
+  const char* op = name_of(dims);
+  const auto check = [&](Numbers numbers, const char* name) {
+    TORCH_CHECK_VALUE(numbers.size() == 1 || static_cast<int64_t>(numbers.size()) == dims, op, ": ",
+                      name, " must have 1 or ", dims, " numbers, got ", numbers);
+  };
+  const auto of_dim = [](Numbers numbers, size_t dim) {
+    return numbers.size() == 1 ? numbers[0] : numbers[dim];
+  };
+  check(stride, "stride");
+  check(dilation, "dilation");
+  const size_t rows = dims == 1 ? 1 : 0, count = static_cast<size_t>(dims), all = rows + count;
+  ConvNumbers geometry(4 * all + 1, 0);
+  int64_t* const strides = geometry.data();
+  int64_t *const before = strides + all, *const behind = before + all;
+  int64_t* const dilations = behind + all;
+  if (rows > 0) strides[0] = dilations[0] = 1;
+  for (size_t dim = 0; dim < count; ++dim) {
+    strides[rows + dim] = of_dim(stride, dim);
+    dilations[rows + dim] = of_dim(dilation, dim);
   }
-  return padding;
+  geometry.back() = groups;
+  if constexpr (std::is_same_v<Padding, Numbers>) {
+    check(padding, "padding");
+    for (size_t dim = 0; dim < count; ++dim) {
+      before[rows + dim] = behind[rows + dim] = of_dim(padding, dim);
+    }
+  } else {
+    TORCH_CHECK_VALUE(padding == "same" || padding == "valid", op,
+                      ": padding must be whole numbers, \"same\" or \"valid\", got \"", padding,
+                      "\"");
+    for (size_t dim = 0; padding == "same" && dim < count; ++dim) {
+      TORCH_CHECK_VALUE(of_dim(stride, dim) == 1, op, ": padding \"same\" needs a stride of 1");
+      const int64_t size =
+          weight.sym_size(static_cast<int64_t>(dim) + kChannelDims).guard_int(__FILE__, __LINE__);
+      const int64_t total = of_dim(dilation, dim) * (size - 1);
+      before[rows + dim] = total / 2;
+      behind[rows + dim] = total - total / 2;
+    }
+  }
+  return geometry;
 }
 
 // Kernels that lie side by side on an image of few channels, as a vision transformer's: cuDNN has
@@ -60,13 +88,13 @@ SymInts padding_of(std::string_view name, const at::Tensor& weight, const SymInt
 bool is_of_patches(const Conv& args) {
   constexpr int64_t kMostChannels = 4;
   const auto channels = args.input.sym_size(1).maybe_as_int();
-  if (!args.input.is_cuda() || !channels || *channels > kMostChannels || args.groups != 1) {
+  if (!args.input.is_cuda() || !channels || *channels > kMostChannels || args.groups() != 1) {
     return false;
   }
-  for (size_t dim = 0; dim < args.stride.size(); ++dim) {
-    if (args.stride[dim] != args.weight.sym_size(static_cast<int64_t>(dim) + kChannelDims) ||
-        args.stride[dim] == 1 || args.dilation[dim] != 1 || args.padding[dim] != 0 ||
-        args.padding[args.stride.size() + dim] != 0) {
+  for (size_t dim = 0; dim < args.dims(); ++dim) {
+    if (args.stride(dim) == 1 || args.dilation(dim) != 1 || args.before(dim) != 0 ||
+        args.behind(dim) != 0 ||
+        args.weight.sym_size(static_cast<int64_t>(dim) + kChannelDims) != args.stride(dim)) {
       return false;
     }
   }
@@ -76,26 +104,26 @@ bool is_of_patches(const Conv& args) {
 // Of torch's operators, which know their derivatives.
 at::Tensor conv_of_patches(const Conv& args) {
   check_conv(args);
-  const auto dims = static_cast<int64_t>(args.stride.size());
+  const auto dims = static_cast<int64_t>(args.dims());
   const auto sizes = conv_output_sizes(args);
   at::Tensor x = args.input;
-  SymInts split{sizes[0], args.input.sym_size(1)};
+  std::vector<c10::SymInt> split{sizes[0], args.input.sym_size(1)};
   std::vector<int64_t> order{0}, within{1}, back{0, dims + 1};
   for (int64_t dim = 0; dim < dims; ++dim) {
     const int64_t index = dim + kChannelDims;
-    const auto &count = sizes[static_cast<size_t>(index)],
-               &size = args.stride[static_cast<size_t>(dim)];
+    const auto& count = sizes[static_cast<size_t>(index)];
+    const int64_t size = args.stride(static_cast<size_t>(dim));
     x = x.narrow_symint(index, 0, count * size);
     split.push_back(count);
-    split.push_back(size);
+    split.emplace_back(size);
     order.push_back(2 * dim + 2);
     within.push_back(2 * dim + 3);
     back.push_back(dim + 1);
   }
   order.insert(order.end(), within.begin(), within.end());
-  SymInts rows{sizes[0]};
-  rows.append(sizes.begin() + kChannelDims, sizes.end());
-  rows.push_back(-1);
+  std::vector<c10::SymInt> rows{sizes[0]};
+  rows.insert(rows.end(), sizes.begin() + kChannelDims, sizes.end());
+  rows.emplace_back(-1);
   const at::Tensor patches = x.reshape_symint(split).permute(order).reshape_symint(rows);
   at::Tensor out = at::linear(patches, args.weight.flatten(1), args.bias).permute(back);
   if (args.residual) out = at::add(out, *args.residual);
@@ -106,49 +134,25 @@ at::Tensor conv(const Conv& args) {
   if (is_of_patches(args)) return conv_of_patches(args);
   const bool needs_grad =
       torch::autograd::compute_requires_grad(args.input, args.weight, args.bias, args.residual);
-  return std::get<0>(conv_op().call(args.input, args.weight, args.bias, args.residual, args.stride,
-                                    args.padding, args.dilation, args.groups,
-                                    static_cast<int64_t>(args.activation),
+  return std::get<0>(conv_op().call(args.input, args.weight, args.bias, args.residual,
+                                    args.geometry, static_cast<int64_t>(args.activation),
                                     needs_grad && needs_before(args.activation)));
 }
-
-template <int64_t dims>
-struct Name;
-template <>
-struct Name<1> {
-  static constexpr const char* value = "cudnn_ops.conv1d";
-};
-template <>
-struct Name<2> {
-  static constexpr const char* value = "cudnn_ops.conv2d";
-};
-template <>
-struct Name<3> {
-  static constexpr const char* value = "cudnn_ops.conv3d";
-};
 
 // `padding` as numbers or as a name.
 template <int64_t dims, class Padding>
 at::Tensor public_conv(const at::Tensor& input, const at::Tensor& weight,
-                       const OptionalTensor& bias, c10::SymIntArrayRef stride, Padding padding,
-                       c10::SymIntArrayRef dilation, c10::SymInt groups,
-                       std::string_view activation, const OptionalTensor& residual) {
-  const char* op = Name<dims>::value;
+                       const OptionalTensor& bias, Numbers stride, Padding padding,
+                       Numbers dilation, int64_t groups, std::string_view activation,
+                       const OptionalTensor& residual) {
+  const char* op = name_of(dims);
   TORCH_CHECK_VALUE((input.dim() == dims + kChannelDims || input.dim() == dims + 1) &&
                         weight.dim() == dims + kChannelDims,
                     op, ": input must have ", dims + kChannelDims, " dimensions (", dims + 1,
                     " without a batch) and weight ", dims + kChannelDims, "; got ", input.dim(),
                     " and ", weight.dim());
+  const auto geometry = geometry_of(dims, weight, stride, padding, dilation, groups);
   const bool is_single = input.dim() == dims + 1;
-  SymInts strides = expand(stride, dims, "stride", op);
-  SymInts dilations = expand(dilation, dims, "dilation", op);
-  SymInts paddings;
-  if constexpr (std::is_same_v<Padding, std::string_view>) {
-    paddings = padding_of(padding, weight, strides, dilations, op);
-  } else {
-    paddings = expand(padding, dims, "padding", op);
-    for (int64_t dim = 0; dim < dims; ++dim) paddings.push_back(paddings[dim]);
-  }
   at::Tensor x = input, w = weight;
   OptionalTensor other = residual;
   if (is_single) {
@@ -156,46 +160,73 @@ at::Tensor public_conv(const at::Tensor& input, const at::Tensor& weight,
     if (other) other = other->unsqueeze(0);
   }
   if constexpr (dims == 1) {
-    // One row of an image.
     x = x.unsqueeze(2), w = w.unsqueeze(2);
     if (other) other = other->unsqueeze(2);
-    strides.insert(strides.begin(), 1);
-    dilations.insert(dilations.begin(), 1);
-    paddings = {0, paddings[0], 0, paddings[1]};
   }
-  at::Tensor out = conv(
-      {x, w, bias, other, strides, paddings, dilations, groups, activation_of(activation, op)});
+  at::Tensor out = conv({x, w, bias, other, geometry, activation_of(activation, op)});
   if constexpr (dims == 1) out = out.squeeze(2);
   return is_single ? out.squeeze(0) : out;
+}
+
+// `numbers`: how many strides, paddings and dilations there are, then these, then the groups.
+template <int64_t dims>
+at::Tensor packed_conv(const at::Tensor& input, const at::Tensor& weight,
+                       const OptionalTensor& bias, Numbers numbers, std::string_view activation,
+                       const OptionalTensor& residual) {
+  constexpr int64_t kCounts = 3;
+  int64_t expected = kCounts + 1;
+  for (int64_t i = 0; i < kCounts && i < static_cast<int64_t>(numbers.size()); ++i) {
+    TORCH_CHECK_VALUE(numbers[i] >= 0, name_of(dims), ": a count is negative in ", numbers);
+    expected += numbers[i];
+  }
+  TORCH_CHECK_VALUE(static_cast<int64_t>(numbers.size()) == expected, name_of(dims), ": ", numbers,
+                    " are not the numbers of a convolution");
+  const auto stride = numbers.slice(kCounts, numbers[0]);
+  const auto padding = numbers.slice(kCounts + numbers[0], numbers[1]);
+  const auto dilation = numbers.slice(kCounts + numbers[0] + numbers[1], numbers[2]);
+  return public_conv<dims, Numbers>(input, weight, bias, stride, padding, dilation, numbers.back(),
+                                    activation, residual);
+}
+
+template <class Padding>
+std::vector<int64_t> conv_geometry(int64_t dims, const at::Tensor& weight, Numbers stride,
+                                   Padding padding, Numbers dilation, int64_t groups) {
+  const auto geometry = geometry_of(dims, weight, stride, padding, dilation, groups);
+  return {geometry.begin(), geometry.end()};
 }
 
 // The sizes of the result, checked.
 std::vector<c10::SymInt> conv_size(const at::Tensor& input, const at::Tensor& weight,
                                    const OptionalTensor& bias, const OptionalTensor& residual,
-                                   c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
-                                   c10::SymIntArrayRef dilation, c10::SymInt groups) {
-  const Conv args{
-      input, weight, bias, residual, stride, padding, dilation, groups, ConvActivation::kNone};
+                                   Numbers geometry) {
+  const Conv args{input, weight, bias, residual, geometry, ConvActivation::kNone};
   check_conv(args);
-  const SymInts sizes = conv_output_sizes(args);
+  const auto sizes = conv_output_sizes(args);
   return {sizes.begin(), sizes.end()};
 }
 
-template <class Function>
-void define(torch::Library& m, const std::string& name, const std::string& sizes,
-            const std::string& padding, Function function) {
-  const std::string schema = name + "(Tensor input, Tensor weight, Tensor? bias=None, " + sizes +
-                             " stride=1, " + padding + ", " + sizes +
-                             " dilation=1, SymInt groups=1, str activation=\"none\", "
-                             "Tensor? residual=None) -> Tensor";
-  m.def(schema.c_str(), function, {at::Tag::pt2_compliant_tag});
+template <int64_t dims>
+void define_dims(torch::Library& m) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  const std::string name = "conv" + std::to_string(dims) + "d";
+  const std::string some = "int[" + std::to_string(dims) + "]";
+  const std::string tensors = "(Tensor input, Tensor weight, Tensor? bias";
+  const std::string epilogue = "str activation=\"none\", Tensor? residual=None) -> Tensor";
+  const auto schema = [&](const std::string& overload, const std::string& padding) {
+    return name + overload + tensors + "=None, " + some + " stride=1, " + padding + ", " + some +
+           " dilation=1, int groups=1, " + epilogue;
+  };
+  m.def(schema("", some + " padding=0").c_str(), public_conv<dims, Numbers>, tags);
+  m.def(schema(".padding", "str padding=\"valid\"").c_str(), public_conv<dims, std::string_view>,
+        tags);
+  m.def(("_" + name + tensors + ", int[] numbers, " + epilogue).c_str(), packed_conv<dims>, tags);
 }
 
-template <int64_t dims>
-void define_dims(torch::Library& m, const std::string& name) {
-  const std::string sizes = "SymInt[" + std::to_string(dims) + "]";
-  define(m, name, sizes, sizes + " padding=0", public_conv<dims, c10::SymIntArrayRef>);
-  define(m, name + ".padding", sizes, "str padding=\"valid\"", public_conv<dims, std::string_view>);
+// How far the kernel moves within the padded input; negative where it does not fit in.
+c10::SymInt room(const Conv& args, size_t dim) {
+  const auto index = static_cast<int64_t>(dim) + kChannelDims;
+  return args.input.sym_size(index) + args.before(dim) + args.behind(dim) -
+         ((args.weight.sym_size(index) - 1) * args.dilation(dim) + 1);
 }
 
 }  // namespace
@@ -214,15 +245,10 @@ at::MemoryFormat channels_last(const at::Tensor& tensor) {
   return tensor.dim() == 5 ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::ChannelsLast;
 }
 
-SymInts conv_output_sizes(const Conv& args) {
-  const size_t dims = args.stride.size();
-  SymInts sizes{args.input.sym_size(0), args.weight.sym_size(0)};
-  for (size_t dim = 0; dim < dims; ++dim) {
-    const auto index = static_cast<int64_t>(dim) + kChannelDims;
-    const c10::SymInt reach = args.dilation[dim] * (args.weight.sym_size(index) - 1) + 1;
-    const c10::SymInt room =
-        args.input.sym_size(index) + args.padding[dim] + args.padding[dims + dim] - reach;
-    sizes.push_back(room / args.stride[dim] + 1);
+at::SymDimVector conv_output_sizes(const Conv& args) {
+  at::SymDimVector sizes{args.input.sym_size(0), args.weight.sym_size(0)};
+  for (size_t dim = 0; dim < args.dims(); ++dim) {
+    sizes.push_back(room(args, dim) / args.stride(dim) + 1);
   }
   return sizes;
 }
@@ -236,19 +262,21 @@ void check_conv(const Conv& args) {
                    input.scalar_type(), " and ", weight.scalar_type());
   TORCH_CHECK_VALUE(weight.device() == input.device(), op, ": weight must be on ", input.device(),
                     ", got ", weight.device());
-  TORCH_CHECK_VALUE(args.groups > 0 && weight.sym_size(0) % args.groups == 0 &&
-                        input.sym_size(1) == weight.sym_size(1) * args.groups,
-                    op, ": weight ", weight.sym_sizes(), " with ", args.groups,
+  TORCH_CHECK_VALUE(args.geometry.size() == 4 * args.dims() + 1 &&
+                        static_cast<size_t>(input.dim() - kChannelDims) == args.dims() &&
+                        weight.dim() == input.dim() && (args.dims() == 2 || args.dims() == 3),
+                    op, ": an input ", input.sym_sizes(), ", a weight ", weight.sym_sizes(),
+                    " and a geometry ", args.geometry, " do not fit");
+  TORCH_CHECK_VALUE(args.groups() > 0 && weight.sym_size(0) % args.groups() == 0 &&
+                        input.sym_size(1) == weight.sym_size(1) * args.groups(),
+                    op, ": weight ", weight.sym_sizes(), " with ", args.groups(),
                     " groups does not fit an input of ", input.sym_size(1), " channels");
-  for (size_t dim = 0; dim < args.stride.size(); ++dim) {
-    TORCH_CHECK_VALUE(args.stride[dim] > 0 && args.dilation[dim] > 0, op,
+  for (size_t dim = 0; dim < args.dims(); ++dim) {
+    TORCH_CHECK_VALUE(args.stride(dim) > 0 && args.dilation(dim) > 0, op,
                       ": stride and dilation must be positive");
-    TORCH_CHECK_VALUE(args.padding[dim] >= 0 && args.padding[args.stride.size() + dim] >= 0, op,
+    TORCH_CHECK_VALUE(args.before(dim) >= 0 && args.behind(dim) >= 0, op,
                       ": padding must not be negative");
-  }
-  const auto sizes = conv_output_sizes(args);
-  for (size_t dim = kChannelDims; dim < sizes.size(); ++dim) {
-    TORCH_CHECK_VALUE(sizes[dim] > 0, op, ": a kernel ", weight.sym_sizes(),
+    TORCH_CHECK_VALUE(room(args, dim) >= 0, op, ": a kernel ", weight.sym_sizes(),
                       " is larger than the padded input ", input.sym_sizes());
   }
   if (args.bias) {
@@ -260,6 +288,7 @@ void check_conv(const Conv& args) {
                       args.bias->scalar_type(), " on ", args.bias->device());
   }
   if (args.residual) {
+    const auto sizes = conv_output_sizes(args);
     TORCH_CHECK_VALUE(args.residual->sym_sizes() == c10::SymIntArrayRef(sizes) &&
                           args.residual->scalar_type() == input.scalar_type() &&
                           args.residual->device() == input.device(),
@@ -288,19 +317,26 @@ const c10::TypedOperatorHandle<ConvBackwardOp>& conv_backward_op() {
 TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   using namespace cudnn_ops;
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
-  define_dims<1>(m, "conv1d");
-  define_dims<2>(m, "conv2d");
-  define_dims<3>(m, "conv3d");
-  const std::string numbers = "SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups";
-  const std::string geometry = numbers + ", int activation";
-  const std::string tensors = "(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, ";
-  m.def(
-      ("_conv" + tensors + geometry + ", bool with_before) -> (Tensor out, Tensor before)").c_str(),
-      tags);
-  m.def(("_conv_backward(Tensor grad_out, Tensor input, Tensor weight, Tensor? saved, " + geometry +
-         ", bool[4] output_mask) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias, "
-         "Tensor grad_residual)")
+  define_dims<1>(m);
+  define_dims<2>(m);
+  define_dims<3>(m);
+  const std::string tensors =
+      "(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, int[] geometry";
+  m.def(("_conv" + tensors + ", int activation, bool with_before) -> (Tensor out, Tensor before)")
             .c_str(),
         tags);
-  m.def(("_conv_size" + tensors + numbers + ") -> SymInt[]").c_str(), conv_size, tags);
+  m.def(
+      "_conv_backward(Tensor grad_out, Tensor input, Tensor weight, Tensor? saved, int[] geometry, "
+      "int activation, bool[4] output_mask) -> (Tensor grad_input, Tensor grad_weight, "
+      "Tensor grad_bias, Tensor grad_residual)",
+      tags);
+  m.def(("_conv_size" + tensors + ") -> SymInt[]").c_str(), conv_size, tags);
+  m.def(
+      "_conv_geometry(int dims, Tensor weight, int[] stride, int[] padding, int[] dilation, "
+      "int groups) -> int[]",
+      conv_geometry<Numbers>, tags);
+  m.def(
+      "_conv_geometry.padding(int dims, Tensor weight, int[] stride, str padding, int[] dilation, "
+      "int groups) -> int[]",
+      conv_geometry<std::string_view>, tags);
 }

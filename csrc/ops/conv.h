@@ -4,6 +4,7 @@
 
 #include "sdpa.h"
 
+#include <ATen/core/DimVector.h>
 #include <c10/core/SymInt.h>
 #include <c10/util/SmallVector.h>
 
@@ -15,14 +16,36 @@ namespace cudnn_ops {
 enum class ConvActivation : int64_t { kNone, kRelu, kSilu, kGelu, kGeluTanh };
 
 // The arguments of a call, in the order of the schema of cudnn_ops::_conv; of two or three
-// dimensions. `padding` is that before each dimension, then that behind each.
+// dimensions.
 struct Conv {
   const at::Tensor &input, &weight;
   const OptionalTensor &bias, &residual;
-  c10::SymIntArrayRef stride, padding, dilation;
-  c10::SymInt groups;
+  // Of each dimension the stride, then of each the zeros before it, those behind it, the dilation;
+  // then the groups. One list, because Python takes half a microsecond to hand over each.
+  c10::IntArrayRef geometry;
   ConvActivation activation;
+
+  size_t dims() const {
+    return geometry.size() / 4;
+  }
+  int64_t stride(size_t dim) const {
+    return geometry[dim];
+  }
+  int64_t before(size_t dim) const {
+    return geometry[dims() + dim];
+  }
+  int64_t behind(size_t dim) const {
+    return geometry[2 * dims() + dim];
+  }
+  int64_t dilation(size_t dim) const {
+    return geometry[3 * dims() + dim];
+  }
+  int64_t groups() const {
+    return geometry.back();
+  }
 };
+// `geometry` of such a call.
+using ConvNumbers = c10::SmallVector<int64_t, 13>;
 
 // The output, and what the activation is of, [0] where nobody asked for it. Both have the channels
 // last in memory, as gradients of inputs have.
@@ -35,25 +58,19 @@ inline bool needs_before(ConvActivation activation) {
   return activation != ConvActivation::kNone && activation != ConvActivation::kRelu;
 }
 
-// One number a dimension, or two, without memory of their own.
-using SymInts = c10::SmallVector<c10::SymInt, 6>;
-
 at::Tensor activate(const at::Tensor& before, ConvActivation activation);
 void check_conv(const Conv& args);
-SymInts conv_output_sizes(const Conv& args);
+at::SymDimVector conv_output_sizes(const Conv& args);
 at::MemoryFormat channels_last(const at::Tensor& tensor);
 
 using ConvOp = ConvResults(const at::Tensor& input, const at::Tensor& weight,
                            const OptionalTensor& bias, const OptionalTensor& residual,
-                           c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
-                           c10::SymIntArrayRef dilation, c10::SymInt groups, int64_t activation,
-                           bool with_before);
+                           c10::IntArrayRef geometry, int64_t activation, bool with_before);
 // `saved` is what the activation is of, or the output: as needs_before() says.
 using ConvBackwardOp = ConvGradients(const at::Tensor& grad_out, const at::Tensor& input,
                                      const at::Tensor& weight, const OptionalTensor& saved,
-                                     c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
-                                     c10::SymIntArrayRef dilation, c10::SymInt groups,
-                                     int64_t activation, std::array<bool, 4> output_mask);
+                                     c10::IntArrayRef geometry, int64_t activation,
+                                     std::array<bool, 4> output_mask);
 const c10::TypedOperatorHandle<ConvOp>& conv_op();
 const c10::TypedOperatorHandle<ConvBackwardOp>& conv_backward_op();
 

@@ -19,8 +19,7 @@ using torch::autograd::variable_list;
 struct ConvBackwardNode : public torch::autograd::Node {
   SavedVariable input, weight, out;
   at::Tensor before;  // never differentiated
-  SymInts stride, padding, dilation;
-  c10::SymInt groups;
+  ConvNumbers geometry;
   ConvActivation activation = ConvActivation::kNone;
 
   std::string name() const override {
@@ -49,8 +48,8 @@ struct ConvBackwardNode : public torch::autograd::Node {
                                      task_should_compute_output(2),
                                      !passes_on && task_should_compute_output(3)};
     const auto [of_input, of_weight, of_bias, of_residual] =
-        conv_backward_op().call(grads[0], input.unpack(), weight.unpack(), saved, stride, padding,
-                                dilation, groups, static_cast<int64_t>(activation), wanted);
+        conv_backward_op().call(grads[0], input.unpack(), weight.unpack(), saved, geometry,
+                                static_cast<int64_t>(activation), wanted);
     if (wanted[0]) result[0] = of_input;
     if (wanted[1]) result[1] = of_weight;
     if (wanted[2]) result[2] = of_bias;
@@ -61,18 +60,17 @@ struct ConvBackwardNode : public torch::autograd::Node {
 
 ConvResults conv_autograd(c10::DispatchKeySet keys, const at::Tensor& input,
                           const at::Tensor& weight, const OptionalTensor& bias,
-                          const OptionalTensor& residual, c10::SymIntArrayRef stride,
-                          c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation,
-                          c10::SymInt groups, int64_t activation, bool with_before) {
+                          const OptionalTensor& residual, c10::IntArrayRef geometry,
+                          int64_t activation, bool with_before) {
   refuse_forward_mode("cudnn_ops.conv", {input, weight});
   const auto kind = static_cast<ConvActivation>(activation);
   const bool requires_grad = torch::autograd::compute_requires_grad(input, weight, bias, residual);
   ConvResults results;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    results = conv_op().redispatch(below_autograd(keys), input, weight, bias, residual, stride,
-                                   padding, dilation, groups, activation,
-                                   with_before || (requires_grad && needs_before(kind)));
+    results =
+        conv_op().redispatch(below_autograd(keys), input, weight, bias, residual, geometry,
+                             activation, with_before || (requires_grad && needs_before(kind)));
   }
   if (!requires_grad) return results;
   auto& [out, before] = results;
@@ -81,10 +79,7 @@ ConvResults conv_autograd(c10::DispatchKeySet keys, const at::Tensor& input,
   node->input = SavedVariable(input, /*is_output=*/false);
   node->weight = SavedVariable(weight, /*is_output=*/false);
   node->before = before;
-  node->stride = SymInts(stride.begin(), stride.end());
-  node->padding = SymInts(padding.begin(), padding.end());
-  node->dilation = SymInts(dilation.begin(), dilation.end());
-  node->groups = groups;
+  node->geometry = ConvNumbers(geometry.begin(), geometry.end());
   node->activation = kind;
   torch::autograd::set_history(out, node);
   if (kind == ConvActivation::kRelu) node->out = SavedVariable(out, /*is_output=*/true);
@@ -93,16 +88,13 @@ ConvResults conv_autograd(c10::DispatchKeySet keys, const at::Tensor& input,
 
 ConvGradients conv_backward_autograd(c10::DispatchKeySet keys, const at::Tensor& grad_out,
                                      const at::Tensor& input, const at::Tensor& weight,
-                                     const OptionalTensor& saved, c10::SymIntArrayRef stride,
-                                     c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation,
-                                     c10::SymInt groups, int64_t activation,
-                                     std::array<bool, 4> output_mask) {
+                                     const OptionalTensor& saved, c10::IntArrayRef geometry,
+                                     int64_t activation, std::array<bool, 4> output_mask) {
   ConvGradients grads;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    grads =
-        conv_backward_op().redispatch(below_autograd(keys), grad_out, input, weight, saved, stride,
-                                      padding, dilation, groups, activation, output_mask);
+    grads = conv_backward_op().redispatch(below_autograd(keys), grad_out, input, weight, saved,
+                                          geometry, activation, output_mask);
   }
   if (torch::autograd::compute_requires_grad(grad_out, input, weight)) {
     auto node = make_node<torch::autograd::Error>(

@@ -117,11 +117,10 @@ void add_rest(const Conv& args, const Convolved& convolved) {
 }
 
 ConvResults conv_cuda(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
-                      const OptionalTensor& residual, c10::SymIntArrayRef stride,
-                      c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, c10::SymInt groups,
-                      int64_t activation, bool with_before) {
+                      const OptionalTensor& residual, c10::IntArrayRef geometry, int64_t activation,
+                      bool with_before) {
   const auto kind = static_cast<ConvActivation>(activation);
-  const Conv args{input, weight, bias, residual, stride, padding, dilation, groups, kind};
+  const Conv args{input, weight, bias, residual, geometry, kind};
   check_conv(args);
   TORCH_CHECK_TYPE(input.scalar_type() != at::kDouble, kOp,
                    ": input must be float16, bfloat16 or float32 on a GPU; got float64");
@@ -164,13 +163,12 @@ at::Tensor gradient(const Conv& args, const at::Tensor& grad, bool is_of_weight)
 
 ConvGradients conv_backward_cuda(const at::Tensor& grad_out, const at::Tensor& input,
                                  const at::Tensor& weight, const OptionalTensor& saved,
-                                 c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
-                                 c10::SymIntArrayRef dilation, c10::SymInt groups,
-                                 int64_t activation, std::array<bool, 4> output_mask) {
+                                 c10::IntArrayRef geometry, int64_t activation,
+                                 std::array<bool, 4> output_mask) {
   const c10::cuda::CUDAGuard device_guard(input.device());
   const OptionalTensor nothing;
   const auto kind = static_cast<ConvActivation>(activation);
-  const Conv args{input, weight, nothing, nothing, stride, padding, dilation, groups, kind};
+  const Conv args{input, weight, nothing, nothing, geometry, kind};
   const auto format = channels_last(input);
   const at::Tensor of_out = grad_out.contiguous(format);
   const bool is_linear = kind == ConvActivation::kNone;

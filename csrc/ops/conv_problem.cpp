@@ -33,7 +33,7 @@ TensorDesc desc_of(const at::Tensor& tensor) {
   return channels_last_desc(tensor.scalar_type(), C10_AS_INTARRAYREF_SLOW(tensor.sym_sizes()));
 }
 
-at::DimVector whole(const SymInts& numbers) {
+at::DimVector whole(const at::SymDimVector& numbers) {
   at::DimVector result;
   for (const auto& number : numbers) result.push_back(number.expect_int());
   return result;
@@ -41,12 +41,12 @@ at::DimVector whole(const SymInts& numbers) {
 
 ConvGeometry geometry_of(const Conv& args) {
   ConvGeometry geometry;
-  geometry.dims = static_cast<int64_t>(args.stride.size());
-  for (size_t i = 0; i < args.stride.size(); ++i) {
-    geometry.stride[i] = args.stride[i].expect_int();
-    geometry.before[i] = args.padding[i].expect_int();
-    geometry.behind[i] = args.padding[args.stride.size() + i].expect_int();
-    geometry.dilation[i] = args.dilation[i].expect_int();
+  geometry.dims = static_cast<int64_t>(args.dims());
+  for (size_t dim = 0; dim < args.dims(); ++dim) {
+    geometry.stride[dim] = args.stride(dim);
+    geometry.before[dim] = args.before(dim);
+    geometry.behind[dim] = args.behind(dim);
+    geometry.dilation[dim] = args.dilation(dim);
   }
   return geometry;
 }
@@ -62,24 +62,19 @@ bool is_deterministic() {
 
 std::vector<int64_t> plan_key(const at::Tensor& input, const at::Tensor& weight,
                               const OptionalTensor& bias, const OptionalTensor& residual,
-                              c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
-                              c10::SymIntArrayRef dilation, c10::SymInt groups, int64_t activation,
-                              int64_t fusion, bool with_before) {
-  const Conv args{input,    weight, bias,
-                  residual, stride, padding,
-                  dilation, groups, static_cast<ConvActivation>(activation)};
+                              c10::IntArrayRef geometry, int64_t activation, int64_t fusion,
+                              bool with_before) {
+  const auto kind = static_cast<ConvActivation>(activation);
+  const Conv args{input, weight, bias, residual, geometry, kind};
   check_conv(args);
   const auto params = conv_params(args, static_cast<ConvFusion>(fusion), with_before);
   return graph::PlanKey::of(params, 0).words().vec();
 }
 
 std::vector<int64_t> backward_plan_key(const at::Tensor& input, const at::Tensor& weight,
-                                       c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
-                                       c10::SymIntArrayRef dilation, c10::SymInt groups,
-                                       bool is_of_weight) {
+                                       c10::IntArrayRef geometry, bool is_of_weight) {
   const OptionalTensor none;
-  const Conv args{
-      input, weight, none, none, stride, padding, dilation, groups, ConvActivation::kNone};
+  const Conv args{input, weight, none, none, geometry, ConvActivation::kNone};
   check_conv(args);
   return graph::PlanKey::of(conv_backward_params(args, is_of_weight), 0).words().vec();
 }
@@ -126,11 +121,10 @@ ConvBackwardParams conv_backward_params(const Conv& args, bool is_of_weight) {
 TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   m.def(
       "_conv_plan_key(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, "
-      "SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, int activation, "
-      "int fusion, bool with_before) -> int[]",
+      "int[] geometry, int activation, int fusion, bool with_before) -> int[]",
       cudnn_ops::plan_key);
   m.def(
-      "_conv_backward_plan_key(Tensor input, Tensor weight, SymInt[] stride, SymInt[] padding, "
-      "SymInt[] dilation, SymInt groups, bool is_of_weight) -> int[]",
+      "_conv_backward_plan_key(Tensor input, Tensor weight, int[] geometry, bool is_of_weight) "
+      "-> int[]",
       cudnn_ops::backward_plan_key);
 }

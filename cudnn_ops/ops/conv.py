@@ -59,9 +59,9 @@ def conv2d(
         NotImplementedError: cuDNN has no kernel for the convolution on this GPU; the message has
             its reason.
     """
-    op = _ops.conv2d
+    ops = _ops.conv2d, _ops._conv2d
     return _convolve(
-        op, input, weight, bias, stride, padding, dilation, groups, activation, residual
+        ops, input, weight, bias, stride, padding, dilation, groups, activation, residual
     )
 
 
@@ -96,9 +96,9 @@ def conv1d(
     Raises:
         ValueError: as :func:`conv2d`, and so are TypeError and NotImplementedError.
     """
-    op = _ops.conv1d
+    ops = _ops.conv1d, _ops._conv1d
     return _convolve(
-        op, input, weight, bias, stride, padding, dilation, groups, activation, residual
+        ops, input, weight, bias, stride, padding, dilation, groups, activation, residual
     )
 
 
@@ -133,14 +133,14 @@ def conv3d(
     Raises:
         ValueError: as :func:`conv2d`, and so are TypeError and NotImplementedError.
     """
-    op = _ops.conv3d
+    ops = _ops.conv3d, _ops._conv3d
     return _convolve(
-        op, input, weight, bias, stride, padding, dilation, groups, activation, residual
+        ops, input, weight, bias, stride, padding, dilation, groups, activation, residual
     )
 
 
 def _convolve(
-    op: torch._ops.OpOverloadPacket,
+    ops: tuple[torch._ops.OpOverloadPacket, torch._ops.OpOverloadPacket],
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -151,15 +151,19 @@ def _convolve(
     activation: Activation,
     residual: Tensor | None,
 ) -> Tensor:
-    by_padding = op.padding if isinstance(padding, str) else op.default
-    geometry = _numbers(stride), _numbers(padding), _numbers(dilation), groups
-    # By position: a keyword takes half a microsecond.
-    return by_padding(input, weight, bias, *geometry, activation, residual)
+    op, packed = ops
+    s, d = _numbers(stride), _numbers(dilation)
+    if isinstance(padding, str):
+        return op.padding(input, weight, bias, s, padding, d, groups, activation, residual)
+    # In one list: torch takes half a microsecond to take over each list, or a keyword.
+    p = _numbers(padding)
+    numbers = (len(s), len(p), len(d), *s, *p, *d, groups)
+    return packed.default(input, weight, bias, numbers, activation, residual)
 
 
-def _numbers(numbers: Padding) -> Sequence[int] | str:
+def _numbers(numbers: int | Sequence[int]) -> Sequence[int]:
     # An abstract class such as Sequence would take a microsecond.
-    return [numbers] if isinstance(numbers, (int, torch.SymInt)) else numbers
+    return (numbers,) if isinstance(numbers, (int, torch.SymInt)) else numbers
 
 
 def needs_before(activation: str) -> bool:
@@ -176,14 +180,11 @@ def _conv_fake(
     weight: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
+    geometry: Sequence[int],
     activation: int,
     with_before: bool,
 ) -> tuple[Tensor, Tensor]:
-    size = _ops._conv_size.default(input, weight, bias, residual, stride, padding, dilation, groups)
+    size = _ops._conv_size.default(input, weight, bias, residual, geometry)
     with_before = with_before and needs_before(ACTIVATIONS[activation])
 
     def result() -> Tensor:
@@ -199,10 +200,7 @@ def _conv_backward_fake(
     input: Tensor,
     weight: Tensor,
     saved: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
+    geometry: Sequence[int],
     activation: int,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -244,6 +242,14 @@ def _before_activation(grad: Tensor, saved: Tensor | None, activation: int) -> T
     return torch.ops.aten.gelu_backward(grad, saved, approximate=approximate)
 
 
+def _unpacked(
+    geometry: Sequence[int],
+) -> tuple[Sequence[int], Sequence[int], Sequence[int], int]:
+    """Stride, padding (before each dimension, then behind each), dilation and groups."""
+    dims = len(geometry) // 4
+    return geometry[:dims], geometry[dims : 3 * dims], geometry[3 * dims : -1], geometry[-1]
+
+
 def _pad(input: Tensor, padding: Sequence[int]) -> Tensor:
     dims = len(padding) // 2
     # F.pad begins with the last dimension.
@@ -260,17 +266,13 @@ def _conv_cpu(
     weight: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
+    geometry: Sequence[int],
     activation: int,
     with_before: bool,
 ) -> tuple[Tensor, Tensor]:
-    out, before = _conv_fake(
-        input, weight, bias, residual, stride, padding, dilation, groups, activation, with_before
-    )
+    out, before = _conv_fake(input, weight, bias, residual, geometry, activation, with_before)
     convolve = F.conv3d if input.dim() == 5 else F.conv2d
+    stride, padding, dilation, groups = _unpacked(geometry)
     x, w, b = _wide(_pad(input, padding)), _wide(weight), None if bias is None else _wide(bias)
     result = convolve(x, w, b, stride, 0, dilation, groups)
     if residual is not None:
@@ -286,16 +288,12 @@ def _conv_backward_cpu(
     input: Tensor,
     weight: Tensor,
     saved: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
+    geometry: Sequence[int],
     activation: int,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    results = _conv_backward_fake(
-        grad_out, input, weight, saved, stride, padding, dilation, groups, activation, output_mask
-    )
+    results = _conv_backward_fake(grad_out, input, weight, saved, geometry, activation, output_mask)
+    stride, padding, dilation, groups = _unpacked(geometry)
     grad = _before_activation(_wide(grad_out), None if saved is None else _wide(saved), activation)
     padded = _wide(_pad(input, padding))
     dims = len(stride)

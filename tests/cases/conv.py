@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import cudnn_ops
 from tests.cases import sdpa
 
 ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
@@ -102,8 +103,9 @@ def activate(before: Tensor, activation: str) -> Tensor:
     return {"none": lambda x: x, "relu": F.relu, "silu": F.silu}[activation](before)
 
 
-def run(case: ConvCase, t: Tensors) -> Tensor:
-    function = getattr(torch.ops.cudnn_ops, f"conv{case.dims}d")
+def run(case: ConvCase, t: Tensors, by: object = cudnn_ops) -> Tensor:
+    """By the package's functions, or by its operators of the same names."""
+    function = getattr(by, f"conv{case.dims}d")
     options = {"activation": case.activation, "residual": t.residual}
     return function(
         t.input, t.weight, t.bias, case.stride, case.padding, case.dilation, case.groups, **options
