@@ -1,0 +1,34 @@
+"""Convolutions at random geometries."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.cases import conv as cases
+from tests.cases.drawn import check_all
+from tests.conftest import DEVICES
+
+pytestmark = pytest.mark.usefixtures("without_tf32", "poisoned")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("block", range(10))
+def test_any_geometry(block, device):
+    count = 50 if device == "cuda" else 12
+    check_all(cases, count, device, random.Random(6000 + block))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", range(4))
+def test_measured_engines_for_bias_and_residual(block, monkeypatch):
+    """Those of either order, at any geometry."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    rng = random.Random(6100 + block)
+    for seed in range(8):
+        activation, dtype = rng.choice(["none", "relu"]), rng.choice([torch.half, torch.bfloat16])
+        case = replace(cases.draw(rng), bias=True, residual=True, activation=activation)
+        cases.check(case, cases.make(case, dtype, "cuda", seed))
