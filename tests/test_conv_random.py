@@ -22,13 +22,13 @@ def test_any_geometry(block, device):
     check_all(cases, count, device, random.Random(6000 + block))
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("block", range(4))
-def test_measured_engines_for_bias_and_residual(block, monkeypatch):
+def test_measured_engines_for_bias_and_residual(block, device, monkeypatch):
     """Those of either order, at any geometry."""
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     rng = random.Random(6100 + block)
     for seed in range(8):
         activation, dtype = rng.choice(["none", "relu"]), rng.choice([torch.half, torch.bfloat16])
         case = replace(cases.draw(rng), bias=True, residual=True, activation=activation)
-        cases.check(case, cases.make(case, dtype, "cuda", seed))
+        cases.check(case, cases.make(case, dtype, device, seed))
