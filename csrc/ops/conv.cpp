@@ -168,7 +168,8 @@ at::Tensor public_conv(const at::Tensor& input, const at::Tensor& weight,
   return is_single ? out.squeeze(0) : out;
 }
 
-// `numbers`: how many strides, paddings and dilations there are, then these, then the groups.
+// `numbers`: how many strides, paddings and dilations there are, then these, then the groups. The
+// schema's name for them is what torch says of one that is no whole number.
 template <int64_t dims>
 at::Tensor packed_conv(const at::Tensor& input, const at::Tensor& weight,
                        const OptionalTensor& bias, Numbers numbers, std::string_view activation,
@@ -219,7 +220,8 @@ void define_dims(torch::Library& m) {
   m.def(schema("", some + " padding=0").c_str(), public_conv<dims, Numbers>, tags);
   m.def(schema(".padding", "str padding=\"valid\"").c_str(), public_conv<dims, std::string_view>,
         tags);
-  m.def(("_" + name + tensors + ", int[] numbers, " + epilogue).c_str(), packed_conv<dims>, tags);
+  m.def(("_" + name + tensors + ", int[] stride_padding_dilation_groups, " + epilogue).c_str(),
+        packed_conv<dims>, tags);
 }
 
 // How far the kernel moves within the padded input; negative where it does not fit in.

@@ -162,8 +162,8 @@ def _convolve(
 
 
 def _numbers(numbers: int | Sequence[int]) -> Sequence[int]:
-    # An abstract class such as Sequence would take a microsecond.
-    return (numbers,) if isinstance(numbers, (int, torch.SymInt)) else numbers
+    # To look whether it is a Sequence would take a microsecond.
+    return numbers if isinstance(numbers, (tuple, list)) else (numbers,)
 
 
 def needs_before(activation: str) -> bool:
