@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cudnn_ops import _C
-from cudnn_ops.ops.conv import ACTIVATIONS
+from cudnn_ops.ops.conv import ACTIVATIONS, as_list
 from cudnn_ops.ops.paged import KVLayout, is_head_major
 
 #: The names of the norms' plans.
@@ -273,10 +273,8 @@ def conv_plan_keys(
     ops = torch.ops.cudnn_ops
     dims = CONVS[op]
     x, w = _meta_tensor(input, "q"), _meta_tensor(weight, "k")
-    spread = ops._conv_geometry
-    geometry = (spread.padding if isinstance(padding, str) else spread.default)(
-        dims, w, _numbers(stride), _numbers(padding), _numbers(dilation), groups
-    )
+    pads = padding if isinstance(padding, str) else as_list(padding)
+    geometry = ops._conv_geometry(dims, w, as_list(stride), pads, as_list(dilation), groups)
     if dims == 1:  # an image of one row
         x, w = x.unsqueeze(2), w.unsqueeze(2)
     if op.endswith("_backward"):
@@ -291,10 +289,6 @@ def conv_plan_keys(
     key = ops._conv_plan_key
     fusions = range(len(_FUSIONS))
     return [key(x, w, *added, geometry, number, fusion, with_before) for fusion in fusions]
-
-
-def _numbers(numbers: int | Sequence[int] | str) -> Sequence[int] | str:
-    return [numbers] if isinstance(numbers, int) else numbers
 
 
 def norm_plan_key(

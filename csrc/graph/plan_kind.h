@@ -14,7 +14,7 @@ class FrontendGraph;
 
 struct PlanKind {
   const char* name;
-  // Both throw std::invalid_argument for words that are no such parameters.
+  // These three throw std::invalid_argument for words that are no such parameters.
   std::shared_ptr<FrontendGraph> (*make_graph)(const PlanKey& key, const Target& target);
   // The same with its operations in another order, where cuDNN has other engines for that; or null.
   std::shared_ptr<FrontendGraph> (*make_other_graph)(const PlanKey& key, const Target& target);

@@ -152,16 +152,17 @@ def _convolve(
     residual: Tensor | None,
 ) -> Tensor:
     op, packed = ops
-    s, d = _numbers(stride), _numbers(dilation)
+    s, d = as_list(stride), as_list(dilation)
     if isinstance(padding, str):
         return op.padding(input, weight, bias, s, padding, d, groups, activation, residual)
     # In one list: torch takes half a microsecond to take over each list, or a keyword.
-    p = _numbers(padding)
+    p = as_list(padding)
     numbers = (len(s), len(p), len(d), *s, *p, *d, groups)
     return packed.default(input, weight, bias, numbers, activation, residual)
 
 
-def _numbers(numbers: int | Sequence[int]) -> Sequence[int]:
+def as_list(numbers: int | Sequence[int]) -> Sequence[int]:
+    """One number is a list of one."""
     # To look whether it is a Sequence would take a microsecond.
     return numbers if isinstance(numbers, (tuple, list)) else (numbers,)
 
