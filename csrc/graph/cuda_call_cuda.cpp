@@ -51,8 +51,13 @@ PlanPtr make(const Call& call, const PlanKey& key) {
   const Autotune autotune = PlanPolicy::global().autotune();
   const bool is_off = autotune == Autotune::kOff && !call.wants_autotune;
   if (is_off || call.written.empty()) return make_plan(key, live_target());
+  const auto device = c10::cuda::current_device();
+  const auto target_here = [device] {
+    c10::cuda::set_device(device);  // a new thread starts with the first
+    return live_target();
+  };
   return make_measured_plan(
-      key, live_target(), /*again=*/autotune == Autotune::kAlways,
+      key, target_here, /*again=*/autotune == Autotune::kAlways,
       [&](const std::vector<PlanPtr>& plans) { return time_plans(call, plans); });
 }
 

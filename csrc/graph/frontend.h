@@ -18,9 +18,6 @@ namespace fe = cudnn_frontend;
 // The frontend's graph, with the built plans within reach of Plan.
 class FrontendGraph : public fe::graph::Graph {
  public:
-  bool is_built(int64_t index) const {
-    return plans.execution_plans[index] != nullptr;
-  }
   // Index of the plan that the heuristics' choice came to.
   int64_t built_index() const {
     return plans.candidate;

@@ -5,10 +5,11 @@
 #pragma once
 
 #include <c10/util/ArrayRef.h>
+#include <c10/util/FunctionRef.h>
 #include <cudnn_graph.h>
 
+#include <atomic>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -35,9 +36,12 @@ class Plan {
                                            const Target& target, const std::string& engine);
 
   // Builds every plan that the heuristics offer, best guess first, or those that there are to fall
-  // back on where they offer none; they share a graph. Throws NotSupported when there is none.
+  // back on where they offer none; where kernels are to be compiled, in several threads, each of
+  // which asks for its target itself. Empty where there is no graph; throws NotSupported when
+  // cuDNN has no plan for it.
   static std::vector<std::shared_ptr<const Plan>> build_all(
-      const std::function<std::shared_ptr<FrontendGraph>()>& make_graph, const Target& target);
+      c10::function_ref<std::shared_ptr<FrontendGraph>(const Target&)> make_graph,
+      c10::function_ref<Target()> target_here);
 
   // The plan as bytes, compiled kernels and all (100 kB), with `choice` noted in them. Empty when
   // the plan cannot be written, as when the frontend has kernels of its own in it. It is cuDNN's
@@ -76,6 +80,10 @@ class Plan {
   // not read back knows: engine and workspace, which of() asks it for.
   Plan(std::shared_ptr<FrontendGraph> graph, int64_t index);
   static std::shared_ptr<const Plan> of(std::shared_ptr<FrontendGraph> graph, int64_t index);
+  // Builds those of a graph's plans at `indices` whose turn comes in this thread.
+  static void build_in_turn(const std::shared_ptr<FrontendGraph>& graph,
+                            const std::vector<int64_t>& indices, std::atomic<size_t>& next,
+                            std::vector<std::shared_ptr<const Plan>>& plans);
   void execute_by_frontend(cudnnHandle_t handle, c10::ArrayRef<void*> pointers,
                            void* workspace) const;
 

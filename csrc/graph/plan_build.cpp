@@ -7,8 +7,10 @@
 #include "target.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstring>
+#include <future>
 #include <sstream>
 #include <string>
 #include <unordered_map>
@@ -17,6 +19,9 @@
 
 namespace cudnn_ops::graph {
 namespace {
+
+// Plans that are compiled at once.
+constexpr int64_t kMaxThreads = 8;
 
 void require(fe::error_t status) {
   if (status.is_bad()) throw NotSupported(readable_reason(status.get_message()));
@@ -97,6 +102,31 @@ int64_t add_engine(FrontendGraph& graph, const std::string& engine) {
   return find_engine(graph, engine);
 }
 
+// Indices of the plans, without those that the heuristics name once more.
+std::vector<int64_t> distinct_plans(const FrontendGraph& graph) {
+  std::vector<int64_t> indices;
+  std::unordered_set<std::string> names;
+  for (int64_t i = 0; i < graph.get_execution_plan_count(); ++i) {
+    std::string name;
+    if (graph.get_plan_name_at_index(i, name).is_good() && names.insert(name).second) {
+      indices.push_back(i);
+    }
+  }
+  return indices;
+}
+
+// How many of the plans are made of kernels that are yet to be compiled, which takes up to 1 s.
+int64_t compiled_plans(const FrontendGraph& graph) {
+  int64_t count = 0;
+  std::vector<fe::BehaviorNote_t> notes;
+  for (int64_t i = 0; i < graph.get_execution_plan_count(); ++i) {
+    count += graph.get_behavior_notes_for_plan_at_index(i, notes).is_good() &&
+             std::find(notes.begin(), notes.end(), fe::BehaviorNote_t::RUNTIME_COMPILATION) !=
+                 notes.end();
+  }
+  return count;
+}
+
 // What serialize() writes: these, then the frontend's own bytes.
 struct Header {
   char magic[4];
@@ -155,29 +185,47 @@ std::shared_ptr<const Plan> Plan::build(std::shared_ptr<FrontendGraph> graph, co
   return of(std::move(graph), index);
 }
 
+void Plan::build_in_turn(const std::shared_ptr<FrontendGraph>& graph,
+                         const std::vector<int64_t>& indices, std::atomic<size_t>& next,
+                         std::vector<std::shared_ptr<const Plan>>& plans) {
+  for (size_t i = next++; i < indices.size(); i = next++) {
+    if (graph->build_plan_at_index(indices[i]).is_good()) plans[i] = of(graph, indices[i]);
+  }
+}
+
 std::vector<std::shared_ptr<const Plan>> Plan::build_all(
-    const std::function<std::shared_ptr<FrontendGraph>()>& make_graph, const Target& target) {
-  auto graph = make_graph();
+    c10::function_ref<std::shared_ptr<FrontendGraph>(const Target&)> make_graph,
+    c10::function_ref<Target()> target_here) {
+  const auto listed = [&](fe::HeurMode_t mode) {
+    const Target target = target_here();
+    auto graph = make_graph(target);
+    if (graph != nullptr) list_plans(*graph, target, {mode});
+    return graph;
+  };
+  auto mode = fe::HeurMode_t::A;
+  std::shared_ptr<FrontendGraph> graph;
   try {
-    list_plans(*graph, target, {fe::HeurMode_t::A});
+    graph = listed(mode);
+    if (graph == nullptr) return {};
     require(graph->check_support());
   } catch (const NotSupported&) {
-    // These are slow, and some of them take seconds to compile.
-    graph = make_graph();
-    list_plans(*graph, target, {fe::HeurMode_t::FALLBACK});
+    mode = fe::HeurMode_t::FALLBACK;  // these are slow, and some of them take seconds to compile
+    graph = listed(mode);
     require(graph->check_support());
   }
-  require(graph->build_plans(fe::BuildPlanPolicy_t::ALL));
-  std::vector<std::shared_ptr<const Plan>> plans;
-  std::unordered_set<std::string> engines;
-  for (int64_t i = 0; i < graph->get_execution_plan_count(); ++i) {
-    std::string engine;
-    if (!graph->is_built(i) || graph->get_plan_name_at_index(i, engine).is_bad() ||
-        !engines.insert(engine).second) {
-      continue;
-    }
-    plans.push_back(of(graph, i));
+  const auto indices = distinct_plans(*graph);
+  std::vector<std::shared_ptr<const Plan>> plans(indices.size());
+  std::atomic<size_t> next = 0;
+  // A graph builds one plan at a time: each thread has a graph of its own.
+  std::vector<std::future<void>> helpers;
+  for (int64_t i = 1; i < std::min(compiled_plans(*graph), kMaxThreads); ++i) {
+    helpers.push_back(
+        std::async(std::launch::async, [&] { build_in_turn(listed(mode), indices, next, plans); }));
   }
+  build_in_turn(graph, indices, next, plans);
+  for (auto& helper : helpers) helper.get();
+  plans.erase(std::remove(plans.begin(), plans.end(), nullptr), plans.end());
+  if (plans.empty()) throw NotSupported("none of cuDNN's engines for this can be built");
   return plans;
 }
 

@@ -54,13 +54,13 @@ std::shared_ptr<const Plan> build(const PlanKind& kind, const PlanKey& key, cons
 }
 
 std::vector<std::shared_ptr<const Plan>> build_all(const PlanKind& kind, const PlanKey& key,
-                                                   const Target& target) {
+                                                   c10::function_ref<Target()> target_here) {
   std::vector<std::shared_ptr<const Plan>> plans;
   std::exception_ptr refusal;
   for (const auto make : {kind.make_graph, kind.make_other_graph}) {
-    if (make(key, target) == nullptr) continue;
     try {
-      auto more = Plan::build_all([&] { return make(key, target); }, target);
+      auto more =
+          Plan::build_all([&](const Target& target) { return make(key, target); }, target_here);
       plans.insert(plans.end(), std::make_move_iterator(more.begin()),
                    std::make_move_iterator(more.end()));
     } catch (const NotSupported&) {
@@ -92,14 +92,16 @@ std::shared_ptr<const Plan> make_plan(const PlanKey& key, const Target& target) 
   return plan;
 }
 
-std::shared_ptr<const Plan> make_measured_plan(const PlanKey& key, const Target& target, bool again,
+std::shared_ptr<const Plan> make_measured_plan(const PlanKey& key,
+                                               c10::function_ref<Target()> target_here, bool again,
                                                TimePlans time) {
   const auto& kind = kind_of(key);
+  const Target target = target_here();
   refuse_known_bad(key, target);
   if (!again) {
     if (auto plan = load(key, target, /*only_measured=*/true)) return plan;
   }
-  const auto plans = build_all(kind, key, target);
+  const auto plans = build_all(kind, key, target_here);
   const std::vector<double> ms = time(plans);
   const auto best = static_cast<size_t>(std::min_element(ms.begin(), ms.end()) - ms.begin());
   if (!std::isfinite(ms[best])) throw NotSupported("none of cuDNN's engines for this runs");

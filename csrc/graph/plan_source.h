@@ -34,8 +34,10 @@ using TimePlans =
 std::shared_ptr<const Plan> make_plan(const PlanKey& key, const Target& target);
 
 // The same, with the engine that `time` finds to be the fastest. Unless `again`, a stored plan
-// serves too if its engine was found so.
-std::shared_ptr<const Plan> make_measured_plan(const PlanKey& key, const Target& target, bool again,
+// serves too if its engine was found so. `target_here` gives the target to the thread that calls
+// it, for there may be several.
+std::shared_ptr<const Plan> make_measured_plan(const PlanKey& key,
+                                               c10::function_ref<Target()> target_here, bool again,
                                                TimePlans time);
 
 // What make_measured_plan measured since the last call, the latest thousand at most.

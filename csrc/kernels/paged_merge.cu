@@ -22,16 +22,6 @@ struct Merge {
 constexpr int kLanes = 32;
 constexpr unsigned kAll = 0xffffffffu;
 
-// Numbers lie in pairs: lane l has those at 2 l and 2 l + 1 of every 64.
-struct Pair {
-  float first, second;
-};
-
-template <class Type>
-__device__ unsigned* pair_at(const void* memory, long long i) {
-  return (unsigned*)((typename Type::Bits*)memory + i);
-}
-
 // The partial results are [batch, heads_kv, queries, group], the result [batch, queries, heads]
 // and, of the log-sum-exp, [batch, heads, queries]. A warp has one query of one head.
 template <class Type, int kPairs>
@@ -45,20 +35,24 @@ __device__ void merge(const Merge& m) {
   const unsigned sequence = warp / (m.group * m.queries * m.heads_kv);
   if (sequence >= m.batch) return;
   const unsigned head = head_kv * m.group + in_group, heads = m.heads_kv * m.group;
-  const auto load = [&](const void* memory, long long start, int size, Pair* pairs) {
+  // Numbers lie in pairs: this lane has those at 2 lane and 2 lane + 1 of every 64.
+  using Pair = Piece<Type, 2>;
+  using Pairs = float[kPairs][2];
+  const auto pair_at = [](const void* memory, long long i) {
+    return (Pair*)((typename Type::Bits*)memory + i);
+  };
+  const auto load = [&](const void* memory, long long start, int size, Pairs& pairs) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       const int at = 2 * (i * kLanes + lane);
-      pairs[i] = {0, 0};
-      if (at < size) {
-        Type::read(*pair_at<Type>(memory, start + at), pairs[i].first, pairs[i].second);
-      }
+      pairs[i][0] = pairs[i][1] = 0;
+      if (at < size) pair_at(memory, start + at)->read(pairs[i]);
     }
   };
 
   // exp(s - highest) summed up, and the values so weighed.
   float highest = m.partial_lse[warp], sum = highest == -infinity ? 0.f : 1.f;
-  Pair sums[kPairs];
+  Pairs sums;
   load(m.partial_out, (long long)warp * m.value_size, sum > 0 ? m.value_size : 0, sums);
   const auto add = [&](float score) {  // what to weigh it with
     if (score == -infinity) return 0.f;
@@ -67,7 +61,10 @@ __device__ void merge(const Merge& m) {
     const float weight = expf(score - higher);
     sum = sum * shrink + weight;
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) sums[i] = {sums[i].first * shrink, sums[i].second * shrink};
+    for (int i = 0; i < kPairs; ++i) {
+      sums[i][0] *= shrink;
+      sums[i][1] *= shrink;
+    }
     highest = higher;
     return weight;
   };
@@ -75,7 +72,7 @@ __device__ void merge(const Merge& m) {
   const int first = m.seq_lens_kv[sequence] - m.hidden;
   const int seen = (int)query;  // of the hidden keys
   if (m.hidden > 0 && first + seen > 0) {
-    Pair own[kPairs];
+    Pairs own;
     load(m.query, sequence * m.query_batch + query * m.query_token + head * m.query_head, m.size,
          own);
     // Lane l finds out where the l-th key is: there are fewer keys than lanes.
@@ -86,7 +83,7 @@ __device__ void merge(const Merge& m) {
     for (int key = max(-first, 0); key < seen; ++key) {
       const long long in_page = __shfl_sync(kAll, page, key),
                       in_slot = __shfl_sync(kAll, slot, key);
-      Pair keys[kPairs], values[kPairs];
+      Pairs keys, values;
       load(m.key_cache, in_page * m.key_page + in_slot * m.key_slot + head_kv * m.key_head, m.size,
            keys);
       load(m.value_cache, in_page * m.value_page + in_slot * m.value_slot + head_kv * m.value_head,
@@ -94,7 +91,7 @@ __device__ void merge(const Merge& m) {
       float score = 0;
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
-        score += own[i].first * keys[i].first + own[i].second * keys[i].second;
+        score += own[i][0] * keys[i][0] + own[i][1] * keys[i][1];
       }
       for (int step = kLanes / 2; step > 0; step /= 2) score += __shfl_xor_sync(kAll, score, step);
       score *= m.scale;
@@ -102,8 +99,8 @@ __device__ void merge(const Merge& m) {
       const float weight = add(score);
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
-        sums[i].first += weight * values[i].first;
-        sums[i].second += weight * values[i].second;
+        sums[i][0] += weight * values[i][0];
+        sums[i][1] += weight * values[i][1];
       }
     }
   }
@@ -115,8 +112,7 @@ __device__ void merge(const Merge& m) {
     const int at = 2 * (i * kLanes + lane);
     const float share = sum > 0 ? 1 / sum : 0.f;
     if (at < m.value_size) {
-      *pair_at<Type>(m.out, to * m.value_size + at) =
-          Type::write(sums[i].first * share, sums[i].second * share);
+      *pair_at(m.out, to * m.value_size + at) = Pair::of({sums[i][0] * share, sums[i][1] * share});
     }
   }
   if (m.lse && lane == 0) {
