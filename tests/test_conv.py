@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -236,6 +237,35 @@ def test_bias_and_residual_are_measured_in_either_order(fresh_cache, monkeypatch
 
     case = ConvCase(2, 64, 64, (14, 14), (3, 3), (1, 1), (1, 1), (1, 1), residual=True)
     assert families(replace(case, bias=False)) < families(replace(case, activation="relu"))
+
+
+@pytest.mark.gpu
+def test_compiled_engines_are_measured_once_each(fresh_cache, monkeypatch):
+    """Several threads compile them for a call; here two calls do so at once."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    drawn = []
+    for channels in (64, 128):
+        case = ConvCase(
+            2,
+            channels,
+            64,
+            (14, 14),
+            (3, 3),
+            (1, 1),
+            (1, 1),
+            (1, 1),
+            residual=True,
+            activation="silu",
+        )
+        drawn.append((case, cases.make(case, torch.bfloat16, "cuda", seed=channels)))
+    _C.take_measurements()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda one: cases.check(*one), drawn))
+    measured = _C.take_measurements()
+    assert len(measured) == 3 * len(drawn)
+    for _, engines in measured:
+        names = [name for name, _ in engines]
+        assert len(names) == len(set(names)) > 1
 
 
 @pytest.mark.gpu
