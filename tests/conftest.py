@@ -51,6 +51,20 @@ def fresh_cache():
 
 
 @pytest.fixture
+def forced_engine(fresh_cache):
+    """Has the plans of requests built with an engine, on sm90 and if cuDNN has it for them."""
+
+    def force(requests: list[cudnn_ops.PlanRequest], engine: str) -> None:
+        cudnn_ops.cache_clear()
+        table = [(request.words, engine) for request in requests]
+        cudnn_ops._C.set_engine_table(90, cudnn_ops._C.cudnn_version(), table)
+
+    yield force
+    cudnn_ops._C.set_engine_table(90, 0, [])
+    cudnn_ops.tune.load_tables()
+
+
+@pytest.fixture
 def store(tmp_path):
     """A store of its own, in a folder that is not there yet."""
     folder = tmp_path / "deep" / "store"

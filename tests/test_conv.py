@@ -266,6 +266,12 @@ def test_compiled_engines_are_measured_once_each(fresh_cache, monkeypatch):
     for _, engines in measured:
         names = [name for name, _ in engines]
         assert len(names) == len(set(names)) > 1
+    case, t = drawn[0]
+    with torch.no_grad():
+        cases.run(case, t)
+    ((_, engines),) = _C.take_measurements()
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert set(cases.MORE_ENGINES) <= {name for name, _ in engines}
 
 
 @pytest.mark.gpu

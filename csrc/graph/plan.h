@@ -36,12 +36,12 @@ class Plan {
                                            const Target& target, const std::string& engine);
 
   // Builds every plan that the heuristics offer, best guess first, or those that there are to fall
-  // back on where they offer none; where kernels are to be compiled, in several threads, each of
-  // which asks for its target itself. Empty where there is no graph; throws NotSupported when
-  // cuDNN has no plan for it.
+  // back on where they offer none, then those with `more_engines` that cuDNN has; where kernels are
+  // to be compiled, in several threads, each of which asks for its target itself. Empty where there
+  // is no graph; throws NotSupported when cuDNN has no plan for it.
   static std::vector<std::shared_ptr<const Plan>> build_all(
       c10::function_ref<std::shared_ptr<FrontendGraph>(const Target&)> make_graph,
-      c10::function_ref<Target()> target_here);
+      c10::function_ref<Target()> target_here, const std::vector<std::string>& more_engines);
 
   // The plan as bytes, compiled kernels and all (100 kB), with `choice` noted in them. Empty when
   // the plan cannot be written, as when the frontend has kernels of its own in it. It is cuDNN's

@@ -68,15 +68,6 @@ std::string describe_device(int index) {
 
 namespace {
 
-// Everything up to the list of plans that cuDNN's heuristics offer.
-void list_plans(FrontendGraph& graph, const Target& target,
-                const std::vector<fe::HeurMode_t>& modes) {
-  require(graph.validate());
-  require(graph.build_operation_graph(target.handle()));
-  require(graph.create_execution_plans(modes));
-  graph.deselect_numeric_notes(graph.refused());
-}
-
 // Index of the plan with that engine and those knobs, or -1.
 int64_t find_engine(const FrontendGraph& graph, const std::string& engine) {
   for (int64_t i = 0; i < graph.get_execution_plan_count(); ++i) {
@@ -86,20 +77,31 @@ int64_t find_engine(const FrontendGraph& graph, const std::string& engine) {
   return -1;
 }
 
-// The same, of an engine that the heuristics did not name, which is put at the end of the list.
-int64_t add_engine(FrontendGraph& graph, const std::string& engine) {
+// Puts an engine that the heuristics did not name at the end of the list, if cuDNN has it.
+void add_engine(FrontendGraph& graph, const std::string& engine) {
   std::istringstream parts(engine);
   std::string part;
   std::getline(parts, part, '_');
   int id = 0, number = 0, value = 0;
-  if (std::sscanf(part.c_str(), "eng%d", &id) != 1) return -1;
+  if (std::sscanf(part.c_str(), "eng%d", &id) != 1) return;
   std::unordered_map<fe::KnobType_t, int64_t> knobs;
   while (std::getline(parts, part, '_')) {
-    if (std::sscanf(part.c_str(), "k%d=%d", &number, &value) != 2) return -1;
+    if (std::sscanf(part.c_str(), "k%d=%d", &number, &value) != 2) return;
     knobs[fe::convert_from_backend_knob_type(static_cast<cudnnBackendKnobType_t>(number))] = value;
   }
-  if (graph.create_execution_plan(id, knobs).is_bad()) return -1;
-  return find_engine(graph, engine);
+  (void)graph.create_execution_plan(id, knobs);
+}
+
+// Everything up to the list of plans that cuDNN's heuristics offer, and of those with `engines`.
+void list_plans(FrontendGraph& graph, const Target& target,
+                const std::vector<fe::HeurMode_t>& modes, const std::vector<std::string>& engines) {
+  require(graph.validate());
+  require(graph.build_operation_graph(target.handle()));
+  require(graph.create_execution_plans(modes));
+  for (const auto& engine : engines) {
+    if (find_engine(graph, engine) < 0) add_engine(graph, engine);
+  }
+  graph.deselect_numeric_notes(graph.refused());
 }
 
 // Indices of the plans, without those that the heuristics name once more.
@@ -173,9 +175,9 @@ std::shared_ptr<const Plan> Plan::of(std::shared_ptr<FrontendGraph> graph, int64
 
 std::shared_ptr<const Plan> Plan::build(std::shared_ptr<FrontendGraph> graph, const Target& target,
                                         const std::string& engine) {
-  list_plans(*graph, target, {fe::HeurMode_t::A, fe::HeurMode_t::FALLBACK});
+  const std::vector<std::string> engines(engine.empty() ? 0 : 1, engine);
+  list_plans(*graph, target, {fe::HeurMode_t::A, fe::HeurMode_t::FALLBACK}, engines);
   int64_t index = engine.empty() ? -1 : find_engine(*graph, engine);
-  if (index < 0 && !engine.empty()) index = add_engine(*graph, engine);
   if (index >= 0 && graph->build_plan_at_index(index).is_bad()) index = -1;
   if (index < 0) {
     require(graph->check_support());
@@ -195,11 +197,11 @@ void Plan::build_in_turn(const std::shared_ptr<FrontendGraph>& graph,
 
 std::vector<std::shared_ptr<const Plan>> Plan::build_all(
     c10::function_ref<std::shared_ptr<FrontendGraph>(const Target&)> make_graph,
-    c10::function_ref<Target()> target_here) {
+    c10::function_ref<Target()> target_here, const std::vector<std::string>& more_engines) {
   const auto listed = [&](fe::HeurMode_t mode) {
     const Target target = target_here();
     auto graph = make_graph(target);
-    if (graph != nullptr) list_plans(*graph, target, {mode});
+    if (graph != nullptr) list_plans(*graph, target, {mode}, more_engines);
     return graph;
   };
   auto mode = fe::HeurMode_t::A;

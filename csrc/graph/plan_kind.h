@@ -7,6 +7,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace cudnn_ops::graph {
 
@@ -14,12 +15,14 @@ class FrontendGraph;
 
 struct PlanKind {
   const char* name;
-  // These three throw std::invalid_argument for words that are no such parameters.
+  // The functions of a key throw std::invalid_argument for words that are no such parameters.
   std::shared_ptr<FrontendGraph> (*make_graph)(const PlanKey& key, const Target& target);
   // The same with its operations in another order, where cuDNN has other engines for that; or null.
   std::shared_ptr<FrontendGraph> (*make_other_graph)(const PlanKey& key, const Target& target);
   // The engine that was measured to beat the heuristics' first; empty where they know best.
   std::string (*engine)(const PlanKey& key, const Target& target);
+  // Those that a measurement should try beside the heuristics' own.
+  std::vector<std::string> (*more_engines)(const PlanKey& key, const Target& target);
   std::string (*describe)(const PlanKey& key);
   Facts (*facts)(const PlanKey& key);
   Facts (*facts_of_nothing)();  // the names alone
@@ -41,10 +44,17 @@ std::shared_ptr<FrontendGraph> no_other_graph(const Params& /*params*/, const Ta
   return nullptr;
 }
 
+template <class Params>
+std::vector<std::string> no_more_engines(const Params& /*params*/, const Target& /*target*/) {
+  return {};
+}
+
 template <class Params, std::shared_ptr<FrontendGraph> (*make)(const Params&, const Target&),
           std::string (*engine)(const Params&, const Target&) = heuristics_engine<Params>,
           std::shared_ptr<FrontendGraph> (*make_other)(const Params&, const Target&) =
-              no_other_graph<Params>>
+              no_other_graph<Params>,
+          std::vector<std::string> (*more_engines)(const Params&, const Target&) =
+              no_more_engines<Params>>
 struct RegisterPlanKind {
   RegisterPlanKind() {
     add_plan_kind({Params::kName,
@@ -56,6 +66,9 @@ struct RegisterPlanKind {
                    },
                    [](const PlanKey& key, const Target& target) {
                      return engine(KeyReader::read<Params>(key), target);
+                   },
+                   [](const PlanKey& key, const Target& target) {
+                     return more_engines(KeyReader::read<Params>(key), target);
                    },
                    [](const PlanKey& key) { return describe(KeyReader::read<Params>(key)); },
                    [](const PlanKey& key) { return graph::facts(KeyReader::read<Params>(key)); },

@@ -57,16 +57,18 @@ std::vector<std::shared_ptr<const Plan>> build_all(const PlanKind& kind, const P
                                                    c10::function_ref<Target()> target_here) {
   std::vector<std::shared_ptr<const Plan>> plans;
   std::exception_ptr refusal;
-  for (const auto make : {kind.make_graph, kind.make_other_graph}) {
+  const auto add = [&](decltype(kind.make_graph) make, const std::vector<std::string>& engines) {
     try {
-      auto more =
-          Plan::build_all([&](const Target& target) { return make(key, target); }, target_here);
+      auto more = Plan::build_all([&](const Target& target) { return make(key, target); },
+                                  target_here, engines);
       plans.insert(plans.end(), std::make_move_iterator(more.begin()),
                    std::make_move_iterator(more.end()));
     } catch (const NotSupported&) {
       if (refusal == nullptr) refusal = std::current_exception();
     }
-  }
+  };
+  add(kind.make_graph, kind.more_engines(key, target_here()));
+  add(kind.make_other_graph, {});
   if (plans.empty()) std::rethrow_exception(refusal);
   return plans;
 }

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from cudnn_ops import plan_requests
 from cudnn_ops.ops.conv import ACTIVATIONS
 from cudnn_ops.support import explain
 
@@ -78,3 +79,19 @@ def test_deterministic_and_without_tf32():
     finally:
         torch.backends.cudnn.deterministic = False
         torch.backends.cudnn.allow_tf32 = allowed
+
+
+def test_an_engine_by_name_brings_no_tf32_in(forced_engine):
+    """One that the heuristics do not name, and that cuDNN has."""
+    op, x, weight, options = CASES[0]
+    shapes = (x, torch.float32), (weight, torch.float32)
+    options = {"bias": True, "activation": "silu", **options}
+
+    def is_taken(engine: str) -> bool:
+        forced_engine(plan_requests(op, *shapes, training=False, **options), engine)
+        return explain(op, *shapes, device="h200", **options).engine == engine
+
+    with torch.backends.cudnn.flags(allow_tf32=True):
+        assert is_taken("eng7_k24=3")
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        assert not is_taken("eng7_k24=3")
