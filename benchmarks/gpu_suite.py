@@ -14,8 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -44,9 +43,6 @@ class Outcome:
         """Something was tested, and nothing went wrong."""
         return self.passed > 0 and not self.failures
 
-    def __add__(self, other: "Outcome") -> "Outcome":
-        return Outcome(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
     def __str__(self) -> str:
         counts = ("passed", "failed", "skipped", "errors")
         return ", ".join(f"{getattr(self, count)} {count}" for count in counts)
@@ -60,7 +56,7 @@ def main() -> int:
         "--pytest-args", default="", metavar="ARGS", help="one word: --pytest-args='-k sdpa -x'"
     )
     parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="test files at once (default: 1)"
+        "--jobs", type=int, default=1, metavar="N", help="tests at once (default: 1)"
     )
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -111,31 +107,13 @@ def describe(status: int) -> str:
 
 
 def run_tests(pytest_args: Sequence[str], jobs: int = 1) -> tuple[Outcome, float]:
-    """All tests in one process; or several at once, each with one file of them."""
-    if jobs == 1:
-        return run_pytest("tests", pytest_args)
-    start = time.monotonic()
-    # Those that take the longest first: random draws, in which many plans are built, then the
-    # largest.
-    files = sorted(
-        (ROOT / "tests").rglob("test_*.py"),
-        key=lambda file: ("random" not in file.stem, -file.stat().st_size),
-    )
-    names = [
-        str(file.relative_to(ROOT))
-        for file in files
-        if any(word in file.read_text() for word in ("mark.gpu", "DEVICES"))
-    ]
-    with ThreadPoolExecutor(jobs) as pool:
-        outcomes = [o for o, _ in pool.map(lambda name: run_pytest(name, pytest_args), names)]
-    return sum(outcomes, Outcome()), time.monotonic() - start
-
-
-def run_pytest(tests: str, pytest_args: Sequence[str]) -> tuple[Outcome, float]:
+    """All tests, by one process or several at once."""
+    # One test after another to whoever is free: some take a minute, and most no time.
+    spread = ["-n", str(jobs), "--maxschedchunk", "1"] if jobs > 1 else []
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
-        options = ["-m", "gpu", "-q", f"--junit-xml={report}"]
-        status, seconds = run(["-m", "pytest", *options, tests, *pytest_args], TESTS_LIMIT_S)
+        options = ["-m", "gpu", "-q", f"--junit-xml={report}", *spread]
+        status, seconds = run(["-m", "pytest", *options, "tests", *pytest_args], TESTS_LIMIT_S)
         outcome = parse_junit(report) if report.exists() else Outcome()
     if status != 0 and not outcome.failures:
         # A crash leaves no report, and a bad option or an empty selection a clean one.

@@ -114,7 +114,6 @@ def packed(device: str, **changes):
             "seqused_k must be",
         ),
     ],
-    ids=str,
 )
 def test_packed(changes, error, match, device):
     with pytest.raises(error, match=match):

@@ -729,20 +729,19 @@ def test_a_crash_of_pytest_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcome == gpu_suite.Outcome(errors=1, failures=["pytest: exit status -11"])
 
 
-def test_files_at_once_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+def test_tests_are_spread_over_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
 
-    def run_pytest(tests: str, _: object) -> tuple[gpu_suite.Outcome, float]:
-        asked.append(tests)
-        return gpu_suite.Outcome(passed=2, failed=1, failures=[tests]), 1.0
+    def run(arguments: list[str], _: float) -> tuple[int, float]:
+        asked[:] = arguments
+        return 0, 1.0
 
-    monkeypatch.setattr(gpu_suite, "run_pytest", run_pytest)
-    outcome, _ = gpu_suite.run_tests([], jobs=3)
-    assert {"tests/test_cuda_graphs.py", "tests/test_opcheck.py"} < set(asked)
-    assert "tests/cases/sdpa.py" not in asked
-    assert (outcome.passed, outcome.failed) == (2 * len(asked), len(asked))
-    assert sorted(outcome.failures) == sorted(asked)
-    assert not outcome.good
+    monkeypatch.setattr(gpu_suite, "run", run)
+    gpu_suite.run_tests(["-k", "one"], jobs=3)
+    assert asked[asked.index("-n") + 1] == "3"
+    assert asked[-3:] == ["tests", "-k", "one"]
+    gpu_suite.run_tests([])
+    assert "-n" not in asked
 
 
 def test_a_process_is_stopped_at_its_limit() -> None:

@@ -100,7 +100,6 @@ APPEND = ("key_cache", "value_cache", "key", "value", "slot_mapping")
         ("value", lambda t: t.float(), TypeError, "value has dtype Float and value_cache BFloat16"),
         ("key_cache", lambda t: t[1:], ValueError, "pages, page size and heads must be equal"),
     ],
-    ids=str,
 )
 def test_appending(name, change, error, match, device):
     t = cases.make(DECODE, torch.bfloat16, device, seed=1)
