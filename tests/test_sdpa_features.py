@@ -68,7 +68,8 @@ CASES: list[Features] = [
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_results_and_gradients(case, device, poisoned):
+def test_results_and_gradients(case, device, poisoned, fresh_cache):
+    """Each alone: what ran before decides whether a shape gets a plan of its own."""
     cases.check_all(case, torch.bfloat16, device, seed=3, with_lse=False)
 
 

@@ -28,6 +28,11 @@ VisibleBand VisibleBand::of(Band band, int64_t length, int64_t length_kv, bool h
   if (left && band.left - rest >= visible.rows - 1) exact.left = kUnbounded;
   if (right && band.right + rest >= visible.columns - 1) exact.right = kUnbounded;
   if (rest == 0 || !(exact.is_bounded() || has_slopes)) exact.bottom_right = false;
+  // cuDNN does not align more queries than keys to the bottom right. With a bound on the right
+  // alone, which is not left of the first key for any query that remains, the top left serves.
+  if (exact.bottom_right && rest < 0 && exact.left == kUnbounded && !has_slopes) {
+    exact = {kUnbounded, exact.right + rest, false};
+  }
   if (rest == 0 || !(general.is_bounded() || has_slopes)) general.bottom_right = false;
   return visible;
 }

@@ -71,3 +71,15 @@ def test_backward(sizes, device):
 def test_lengths_and_groups(length, length_kv, heads_kv, op, device):
     answer = ask(op, (64, 64), torch.bfloat16, "bshd", True, device, heads_kv, length, length_kv)
     assert answer.supported, answer.reason
+
+
+@pytest.mark.parametrize("device", GPUS)
+@pytest.mark.parametrize("op", ["sdpa", "sdpa_backward"])
+@pytest.mark.parametrize(("length", "right"), [(131, 5), (45, 5), (45, 7), (41, 0)])
+def test_more_queries_than_keys_at_the_bottom_right(length, right, op, device):
+    """A plan for these lengths alone, which a family's first call asks for."""
+    query = tensor(2, 4, length, 64, torch.bfloat16, "bshd")
+    key = tensor(2, 4, 40, 64, torch.bfloat16, "bshd")
+    band = {"window_size": (-1, right), "bottom_right": True}
+    answer = explain(op, query, key, key, **band, with_lse=True, polymorphic=False, device=device)
+    assert answer.supported, answer.reason
