@@ -12,7 +12,7 @@ demo: build
 	$(PYTHON) -m examples.train_llama
 
 test: build
-	$(PYTHON) -m pytest -m "not gpu"
+	$(PYTHON) -m pytest -m "not gpu" -n auto --maxprocesses 8 --maxschedchunk 1
 
 lint: $(VENV)/ready
 	$(PYTHON) -m ruff check .
