@@ -5,6 +5,8 @@
 #include "../graph/frontend.h"
 #include "../graph/plan_kind.h"
 
+#include <c10/util/accumulate.h>
+
 namespace cudnn_ops {
 namespace {
 
@@ -80,20 +82,33 @@ std::shared_ptr<graph::FrontendGraph> make_ordered(const ConvParams& params,
   return graph;
 }
 
-std::shared_ptr<graph::FrontendGraph> make_forward(const ConvParams& params,
-                                                   const graph::Target& target) {
-  return make_ordered(params, target, /*residual_first=*/false);
+// With the residual first, and no activation but ReLU, cuDNN has kernels at hand, which are faster
+// for large tensors; with the bias first it compiles some, which are faster for small ones.
+bool has_either_order(const ConvParams& params) {
+  return params.bias.rank > 0 && params.residual.rank > 0 && params.before.rank == 0 &&
+         (params.activation == ConvActivation::kNone || params.activation == ConvActivation::kRelu);
 }
 
-// In this order and with no activation but ReLU cuDNN has kernels at hand, the best of which are
-// faster for large tensors; in the other it compiles some, which are faster for small ones. The
-// heuristics' first guess is better in the other at nearly all sizes: that comes first.
-std::shared_ptr<graph::FrontendGraph> make_residual_first(const ConvParams& params,
-                                                          const graph::Target& target) {
-  const bool is_other =
-      params.bias.rank > 0 && params.residual.rank > 0 && params.before.rank == 0 &&
-      (params.activation == ConvActivation::kNone || params.activation == ConvActivation::kRelu);
-  return is_other ? make_ordered(params, target, /*residual_first=*/true) : nullptr;
+// By the engines that the heuristics name first: of 13 shapes that write less than this ten were
+// faster with the bias first, of seven others six with the residual, by up to 1.7 times (H200).
+constexpr int64_t kLargeBytes = 16 << 20;
+
+bool is_residual_first(const ConvParams& params) {
+  const auto* sizes = params.out.sizes.data();
+  const int64_t numbers = c10::multiply_integers(sizes, sizes + params.out.rank);
+  return has_either_order(params) &&
+         numbers * static_cast<int64_t>(c10::elementSize(params.out.dtype)) >= kLargeBytes;
+}
+
+std::shared_ptr<graph::FrontendGraph> make_forward(const ConvParams& params,
+                                                   const graph::Target& target) {
+  return make_ordered(params, target, is_residual_first(params));
+}
+
+std::shared_ptr<graph::FrontendGraph> make_other_forward(const ConvParams& params,
+                                                         const graph::Target& target) {
+  return has_either_order(params) ? make_ordered(params, target, !is_residual_first(params))
+                                  : nullptr;
 }
 
 std::shared_ptr<graph::FrontendGraph> make_backward(const ConvBackwardParams& params,
@@ -123,7 +138,7 @@ std::vector<std::string> more_engines(const ConvParams& /*params*/, const graph:
 }
 
 const graph::RegisterPlanKind<ConvParams, make_forward, graph::heuristics_engine<ConvParams>,
-                              make_residual_first, more_engines>
+                              make_other_forward, more_engines>
     forward_kind;
 const graph::RegisterPlanKind<ConvBackwardParams, make_backward> backward_kind;
 

@@ -57,6 +57,20 @@ def test_whole_epilogues_in_one_graph(activation, device):
         assert not answer.reason
 
 
+@pytest.mark.parametrize("device", ["a100", "h200", "b200"])
+def test_what_is_large_takes_kernels_that_are_at_hand(device):
+    """Bias and residual are added in the order that they are made for."""
+
+    def engine(batch: int, activation: str) -> str:
+        shapes = ((batch, 64, 56, 56), BF16), ((256, 64, 1, 1), BF16)
+        options: dict[str, Any] = {"bias": True, "residual": True, "activation": activation}
+        return explain("conv2d", *shapes, **options, device=device).engine.split("_")[0]
+
+    for activation in ("none", "relu"):
+        assert engine(32, activation) != engine(8, activation)
+    assert engine(32, "silu") == engine(8, "silu")
+
+
 def test_what_cannot_be_fused_is_said():
     """A depthwise convolution has no engine with an epilogue."""
     op, x, weight, options = CASES[4]
