@@ -76,9 +76,9 @@ def variants(device: str = "cuda") -> dict[str, Any]:
         )
     stock.train()
     # No sequences are packed here, which a compiler cannot see: see `register`.
-    register(packing_under_compile=False)
+    register("cudnn_ops_unpacked", packing_under_compile=False)
     ours = copy.deepcopy(stock)
-    ours.set_attn_implementation("cudnn_ops")
+    ours.set_attn_implementation("cudnn_ops_unpacked")
     fuse_rotary_(ours)
     swapped = len(cudnn_ops.nn.replace_modules_(ours))
     # Of each layer two norms and the MLP, and the last norm.
