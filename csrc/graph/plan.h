@@ -8,7 +8,6 @@
 #include <c10/util/FunctionRef.h>
 #include <cudnn_graph.h>
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -80,10 +79,6 @@ class Plan {
   // not read back knows: engine and workspace, which of() asks it for.
   Plan(std::shared_ptr<FrontendGraph> graph, int64_t index);
   static std::shared_ptr<const Plan> of(std::shared_ptr<FrontendGraph> graph, int64_t index);
-  // Builds those of a graph's plans at `indices` whose turn comes in this thread.
-  static void build_in_turn(const std::shared_ptr<FrontendGraph>& graph,
-                            const std::vector<int64_t>& indices, std::atomic<size_t>& next,
-                            std::vector<std::shared_ptr<const Plan>>& plans);
   void execute_by_frontend(cudnnHandle_t handle, c10::ArrayRef<void*> pointers,
                            void* workspace) const;
 

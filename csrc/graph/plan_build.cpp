@@ -117,11 +117,11 @@ std::vector<int64_t> distinct_plans(const FrontendGraph& graph) {
   return indices;
 }
 
-// How many of the plans are made of kernels that are yet to be compiled, which takes up to 1 s.
-int64_t compiled_plans(const FrontendGraph& graph) {
+// How many of these plans are made of kernels that are yet to be compiled, which takes up to 1 s.
+int64_t compiled_plans(const FrontendGraph& graph, const std::vector<int64_t>& indices) {
   int64_t count = 0;
   std::vector<fe::BehaviorNote_t> notes;
-  for (int64_t i = 0; i < graph.get_execution_plan_count(); ++i) {
+  for (const int64_t i : indices) {
     count += graph.get_behavior_notes_for_plan_at_index(i, notes).is_good() &&
              std::find(notes.begin(), notes.end(), fe::BehaviorNote_t::RUNTIME_COMPILATION) !=
                  notes.end();
@@ -187,14 +187,6 @@ std::shared_ptr<const Plan> Plan::build(std::shared_ptr<FrontendGraph> graph, co
   return of(std::move(graph), index);
 }
 
-void Plan::build_in_turn(const std::shared_ptr<FrontendGraph>& graph,
-                         const std::vector<int64_t>& indices, std::atomic<size_t>& next,
-                         std::vector<std::shared_ptr<const Plan>>& plans) {
-  for (size_t i = next++; i < indices.size(); i = next++) {
-    if (graph->build_plan_at_index(indices[i]).is_good()) plans[i] = of(graph, indices[i]);
-  }
-}
-
 std::vector<std::shared_ptr<const Plan>> Plan::build_all(
     c10::function_ref<std::shared_ptr<FrontendGraph>(const Target&)> make_graph,
     c10::function_ref<Target()> target_here, const std::vector<std::string>& more_engines) {
@@ -218,13 +210,17 @@ std::vector<std::shared_ptr<const Plan>> Plan::build_all(
   const auto indices = distinct_plans(*graph);
   std::vector<std::shared_ptr<const Plan>> plans(indices.size());
   std::atomic<size_t> next = 0;
+  const auto build_in_turn = [&](const std::shared_ptr<FrontendGraph>& here) {
+    for (size_t i = next++; i < indices.size(); i = next++) {
+      if (here->build_plan_at_index(indices[i]).is_good()) plans[i] = of(here, indices[i]);
+    }
+  };
   // A graph builds one plan at a time: each thread has a graph of its own.
   std::vector<std::future<void>> helpers;
-  for (int64_t i = 1; i < std::min(compiled_plans(*graph), kMaxThreads); ++i) {
-    helpers.push_back(
-        std::async(std::launch::async, [&] { build_in_turn(listed(mode), indices, next, plans); }));
+  for (int64_t i = 1; i < std::min(compiled_plans(*graph, indices), kMaxThreads); ++i) {
+    helpers.push_back(std::async(std::launch::async, [&] { build_in_turn(listed(mode)); }));
   }
-  build_in_turn(graph, indices, next, plans);
+  build_in_turn(graph);
   for (auto& helper : helpers) helper.get();
   plans.erase(std::remove(plans.begin(), plans.end(), nullptr), plans.end());
   if (plans.empty()) throw NotSupported("none of cuDNN's engines for this can be built");
