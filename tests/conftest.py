@@ -51,16 +51,26 @@ def fresh_cache():
 
 
 @pytest.fixture
-def forced_engine(fresh_cache):
-    """Has the plans of requests built with an engine, on sm90 and if cuDNN has it for them."""
+def engine_table(fresh_cache):
+    """Names an engine for plans that are to be built; the package's tables are put back afterwards.
 
-    def force(requests: list[cudnn_ops.PlanRequest], engine: str) -> None:
+    ``cudnn``: the version that the table is for, None for the one that is there.
+    """
+
+    def set_table(
+        requests: list[cudnn_ops.PlanRequest],
+        engine: str,
+        cudnn: int | None = None,
+        sm: int = 90,
+    ) -> None:
         cudnn_ops.cache_clear()
+        cudnn = cudnn_ops._C.cudnn_version() if cudnn is None else cudnn
         table = [(request.words, engine) for request in requests]
-        cudnn_ops._C.set_engine_table(90, cudnn_ops._C.cudnn_version(), table)
+        cudnn_ops._C.set_engine_table(sm, cudnn, table)
 
-    yield force
-    cudnn_ops._C.set_engine_table(90, 0, [])
+    yield set_table
+    for sm in (80, 90):
+        cudnn_ops._C.set_engine_table(sm, 0, [])
     cudnn_ops.tune.load_tables()
 
 

@@ -246,16 +246,7 @@ def test_compiled_engines_are_measured_once_each(fresh_cache, monkeypatch):
     drawn = []
     for channels in (64, 128):
         case = ConvCase(
-            2,
-            channels,
-            64,
-            (14, 14),
-            (3, 3),
-            (1, 1),
-            (1, 1),
-            (1, 1),
-            residual=True,
-            activation="silu",
+            2, channels, 64, (14, 14), (3, 3), (1, 1), (1, 1), (1, 1), 1, "silu", residual=True
         )
         drawn.append((case, cases.make(case, torch.bfloat16, "cuda", seed=channels)))
     _C.take_measurements()

@@ -38,7 +38,7 @@ def test_measured_engines_for_bias_and_residual(block, device, monkeypatch):
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("engine", cases.MORE_ENGINES)
-def test_engines_that_the_heuristics_leave_out(engine, device, forced_engine):
+def test_engines_that_the_heuristics_leave_out(engine, device, engine_table):
     """At any geometry, with what is kept for the gradient and without."""
     rng = random.Random(engine)
     for seed in range(12):
@@ -49,7 +49,7 @@ def test_engines_that_the_heuristics_leave_out(engine, device, forced_engine):
             cases.run(case, t)
             with torch.no_grad():
                 cases.run(case, t)
-        forced_engine(requests, engine)
+        engine_table(requests, engine)
         cases.check(case, t)
         with torch.no_grad():
             out = cases.run(case, t)

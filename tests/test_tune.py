@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -25,17 +26,9 @@ OTHER_ENGINE = "eng1_k24=3"  # cuDNN offers it on sm90, second
 
 
 @pytest.fixture
-def table():
-    """Sets the table of sm90; the package's own is put back afterwards."""
-
-    def set_table(engine: str, cudnn: int | None = None, sm: int = 90) -> None:
-        cudnn = cudnn_ops._C.cudnn_version() if cudnn is None else cudnn
-        cudnn_ops._C.set_engine_table(sm, cudnn, [(REQUEST.words, engine)])
-
-    yield set_table
-    for sm in (80, 90):
-        cudnn_ops._C.set_engine_table(sm, 0, [])
-    tune.load_tables()
+def table(engine_table):
+    """Sets the table of sm90 for REQUEST."""
+    return partial(engine_table, [REQUEST])
 
 
 def engine(with_lse: bool = False) -> str:

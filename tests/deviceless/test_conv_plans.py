@@ -95,14 +95,14 @@ def test_deterministic_and_without_tf32():
         torch.backends.cudnn.allow_tf32 = allowed
 
 
-def test_an_engine_by_name_brings_no_tf32_in(forced_engine):
+def test_an_engine_by_name_brings_no_tf32_in(engine_table):
     """One that the heuristics do not name, and that cuDNN has."""
     op, x, weight, options = CASES[0]
     shapes = (x, torch.float32), (weight, torch.float32)
     options = {"bias": True, "activation": "silu", **options}
 
     def is_taken(engine: str) -> bool:
-        forced_engine(plan_requests(op, *shapes, training=False, **options), engine)
+        engine_table(plan_requests(op, *shapes, training=False, **options), engine)
         return explain(op, *shapes, device="h200", **options).engine == engine
 
     with torch.backends.cudnn.flags(allow_tf32=True):
