@@ -76,10 +76,8 @@ def identity(case: Case, dtype: torch.dtype, with_lse: bool, backward: bool) -> 
     is_causal = case.is_causal and key.shape[2] > 1
     tensors = tuple(description(t) for t in (query, key, value))
     heads_first = case.layout == "bhsd" and 1 not in (case.heads, case.length)
-    # cuDNN takes no single query with a single key in a backward: it is given one more.
-    one_by_one = backward and query.shape[2] == key.shape[2] == 1
     # Gradients are written whole, whatever part of the keys is seen.
-    return tensors, heads_first, dtype, is_causal, backward, backward or with_lse, one_by_one
+    return tensors, heads_first, dtype, is_causal, backward, backward or with_lse
 
 
 @given(one=calls(), other=calls())
@@ -97,8 +95,8 @@ def test_a_key_says_what_it_is_for(case, call):
     if case.is_causal:
         seen = min(case.length, case.length_kv)
         case = replace(case, length_kv=seen)
-    if backward and case.length == case.length_kv == 1:
-        return  # one query more: see test_sdpa_features.py
+    if backward and case.length == 1:
+        return  # one query more: see below
     text = cudnn_ops._C.describe_plan(key(case, dtype, with_lse, backward))
     name = "sdpa_backward" if backward else "sdpa"
     short = "bf16" if dtype == torch.bfloat16 else "fp16"
@@ -107,7 +105,55 @@ def test_a_key_says_what_it_is_for(case, call):
         assert f", {field}={short}{[*sizes]}:" in text
     is_bounded = case.is_causal and case.length_kv > 1
     assert f"left=-1, right={0 if is_bounded else -1}, bottom_right=0, " in text
-    assert "has_softcap=0, has_alibi=0, has_sinks=0, sequences=0, " in text
+    told = backward and sees_behind_keys(case)
+    assert f"has_softcap=0, has_alibi=0, has_sinks=0, sequences={int(told)}, " in text
+
+
+def sees_behind_keys(case: Case) -> bool:
+    """Whether cuDNN's backward would take for keys what lies behind the last one."""
+    return case.length_kv % 128 == 64 and not (case.is_causal and case.length <= case.length_kv)
+
+
+@pytest.mark.parametrize("length_kv", [1, 64, 128, 300])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_backward_is_never_of_a_single_query(length_kv, is_causal):
+    """It gives NaN for some, and newer versions of cuDNN kill the process while they plan one."""
+    case = Case(1, 1, 1, 1, length_kv, 64, 64, is_causal=is_causal)
+    text = cudnn_ops._C.describe_plan(key(case, torch.bfloat16, with_lse=True, backward=True))
+    for name in ("query", "out", "grad_out", "grad_query"):
+        assert f"{name}=bf16[1, 1, 2, 64]:" in text
+    forward = cudnn_ops._C.describe_plan(key(case, torch.bfloat16, with_lse=True, backward=False))
+    assert "query=bf16[1, 1, 1, 64]:" in forward
+
+
+@pytest.mark.parametrize(("length", "length_kv"), [(192, 192), (320, 192), (128, 448), (2, 64)])
+@pytest.mark.parametrize(
+    ("options", "hides"),
+    [
+        ({}, "never"),
+        ({"window_size": (40, -1)}, "never"),
+        ({"window_size": (-1, 0)}, "up to as many queries as keys"),
+        ({"window_size": (-1, 40)}, "fewer queries than keys"),
+        ({"window_size": (-1, 0), "bottom_right": True}, "always"),
+        ({"attn_mask": True}, "never"),
+    ],
+)
+def test_a_backward_is_told_where_keys_end_unless_the_band_says_it(
+    length, length_kv, options, hides
+):
+    tensors = meta_inputs(Case(1, 2, 2, length, length_kv, 64, 64), torch.bfloat16)
+    if options.get("attn_mask"):
+        mask = torch.empty(length, length_kv, dtype=torch.bool, device="meta")
+        options = {"attn_mask": mask}
+    words, _ = torch.ops.cudnn_ops._sdpa_plan_key(*tensors, backward=True, **options)
+    is_told = "sequences=1" in cudnn_ops._C.describe_plan(words)
+    is_hidden = {
+        "never": False,
+        "always": True,
+        "up to as many queries as keys": length <= length_kv,
+        "fewer queries than keys": length + 40 <= length_kv,
+    }[hides]
+    assert is_told == (not is_hidden)
 
 
 def case_sizes(case: Case) -> list[tuple[int, ...]]:

@@ -173,7 +173,7 @@ Gradients run_backward(const Attention& args, const AttentionGrad& grad, const B
   const auto exact = graph::PlanKey::of(params, args.query.get_device());
   auto plan = graph::ready_plan(exact);
   if (plan != nullptr || !run_ragged(params, exact, tensors, bands.general)) {
-    if (tensors.mask.lengths.defined()) results.zero();  // cuDNN leaves alone what is beyond them
+    if (is_padded(args)) results.zero();  // cuDNN leaves alone what is beyond the lengths
     const SdpaPointers pointers(params, tensors);
     const graph::Call call = backward_call(pointers);
     if (plan == nullptr) plan = graph::get_plan(call, exact);
@@ -192,10 +192,9 @@ Gradients compute(const Attention& args, const AttentionGrad& grad) {
     results.zero();
     return results.all();
   }
-  const bool has_lengths = args.seq_lens_q || args.seq_lens_kv;
   const Band band = Band::of(args.is_causal, args.window_size, args.bottom_right);
   VisibleBand visible{{band, band}, 0, length, 0, length_kv};
-  if (!has_lengths) {
+  if (!is_padded(args)) {
     visible = VisibleBand::of(band, length, length_kv, args.alibi_slopes.has_value());
     if (visible.rows < length) {
       return compute_visible(args, grad, Along::kQueries, visible.row, visible.rows);
@@ -207,13 +206,12 @@ Gradients compute(const Attention& args, const AttentionGrad& grad) {
   if (const Cut cut = cut_for_backward(args, grad.out); cut.count > 1) {
     return compute_in_parts(cut, args, grad);
   }
-  // cuDNN refuses a length of 1 on both sides.
-  if (needs_two_queries(args, visible.bands.exact) || (length == 1 && length_kv == 1)) {
+  if (needs_two_queries(args, visible.bands.exact, /*backward=*/true)) {
     const auto [before, behind] = place_of_second_query(args, visible.bands.exact);
     return compute_with_more_queries(args, grad, before, behind,
                                      band_of_two_queries(visible.bands));
   }
-  if (!has_lengths) {
+  if (!is_padded(args)) {
     if (const int64_t before = queries_to_align(args, visible); before > 0) {
       return compute_with_more_queries(args, grad, before, 0,
                                        {left_when_aligned(visible, before), 0, false});

@@ -90,7 +90,7 @@ void run_forward(const Attention& args, const Bands& bands, const at::Tensor& ou
   const auto exact = graph::PlanKey::of(params, args.query.get_device());
   auto plan = graph::ready_plan(exact);
   if (plan == nullptr && run_ragged(params, exact, tensors, bands.general)) return;
-  if (tensors.mask.lengths.defined()) {  // cuDNN leaves alone some of what lies beyond them
+  if (is_padded(args)) {  // cuDNN leaves alone some of what lies beyond the lengths
     out.zero_();
     if (lse.defined()) lse.fill_(-kInfinity);
   }
@@ -102,7 +102,9 @@ void run_forward(const Attention& args, const Bands& bands, const at::Tensor& ou
 
 void run_forward_or_two_queries(const Attention& args, const Bands& bands, const at::Tensor& out,
                                 const at::Tensor& lse) {
-  if (!needs_two_queries(args, bands.exact)) return run_forward(args, bands, out, lse);
+  if (!needs_two_queries(args, bands.exact, /*backward=*/false)) {
+    return run_forward(args, bands, out, lse);
+  }
   const auto [before, behind] = place_of_second_query(args, bands.exact);
   const AttentionWithMoreQueries more(args, before, behind, bands.exact);
   const Attention two = more.attention();
@@ -135,7 +137,7 @@ void add_sinks_without_keys(const Attention& args, const at::Tensor& lse) {
 void forward_into(const Attention& args, const at::Tensor& out, const at::Tensor& lse) {
   if (args.key.size(2) == 0) return fill_with_nothing(args, out, lse);
   const Band band = Band::of(args.is_causal, args.window_size, args.bottom_right);
-  if (args.seq_lens_q || args.seq_lens_kv) {
+  if (is_padded(args)) {
     run_forward_or_two_queries(args, {band, band}, out, lse);
     if (args.seq_lens_q && args.query.size(2) == 1) hide_absent_queries(args, out, lse);
     if (args.sinks && args.seq_lens_kv && lse.defined()) add_sinks_without_keys(args, lse);

@@ -20,16 +20,17 @@ void* read(const at::Tensor& tensor) {
 }  // namespace
 
 MaskTensors::MaskTensors(const Attention& args, const Band& band, bool backward)
-    : bias(bias_of(args, band)) {
-  if (args.alibi_slopes && !has_slopes_in_bias(args, band))
+    : bias(bias_of(args, band, backward)) {
+  if (args.alibi_slopes && !has_slopes_in_bias(args, band, backward)) {
     alibi_slopes = args.alibi_slopes->to(at::kFloat).contiguous();
+  }
   if (args.sinks && !backward) sinks = args.sinks->to(at::kFloat).contiguous();
   if (args.dropout_p > 0) {
     rng_state = args.rng_state ? args.rng_state->contiguous()
                                : attention_rng_state_op().call(args.query, args.query.sym_size(2),
                                                                args.key.sym_size(2));
   }
-  if (needs_lengths(args, band)) {
+  if (needs_lengths(args, band, backward)) {
     lengths = lengths_of(args.seq_lens_q, args.query);
     lengths_kv = lengths_of(args.seq_lens_kv, args.key);
   }

@@ -45,7 +45,8 @@ Answer forward_key(const Attention& args, const Bands& bands, bool with_lse, boo
   return answer(
       SdpaForwardParams{desc_of(q), desc_of(args.key), desc_of(args.value),
                         dense_desc({q.size(0), q.size(1), q.size(2), args.value.size(3)}, q),
-                        mask_of(args, bands.exact, bias_of(args, bands.exact), /*backward=*/false),
+                        mask_of(args, bands.exact, bias_of(args, bands.exact, /*backward=*/false),
+                                /*backward=*/false),
                         with_lse},
       bands.general, polymorphic);
 }
@@ -53,7 +54,7 @@ Answer forward_key(const Attention& args, const Bands& bands, bool with_lse, boo
 Answer backward_key(const Attention& args, const Bands& bands, bool grad_mask, bool polymorphic) {
   const auto &q = args.query, &k = args.key, &v = args.value;
   const auto out = dense_desc({q.size(0), q.size(1), q.size(2), v.size(3)}, q);
-  const at::Tensor bias = bias_of(args, bands.exact);
+  const at::Tensor bias = bias_of(args, bands.exact, /*backward=*/true);
   SdpaBackwardParams params{desc_of(q),
                             desc_of(k),
                             desc_of(v),
@@ -77,7 +78,7 @@ Answer plan_key(const Attention& args, bool with_lse, bool backward, bool grad_m
                 bool polymorphic) {
   const Band band = Band::of(args.is_causal, args.window_size, args.bottom_right);
   Bands bands{band, band};
-  if (!args.seq_lens_q && !args.seq_lens_kv) {
+  if (!is_padded(args)) {
     const auto visible =
         VisibleBand::of(band, args.query.size(2), args.key.size(2), args.alibi_slopes.has_value());
     if (visible.rows == 0 || visible.columns == 0) {
@@ -98,8 +99,7 @@ Answer plan_key(const Attention& args, bool with_lse, bool backward, bool grad_m
     }
     bands = visible.bands;
   }
-  const bool is_one_by_one = backward && args.query.size(2) == 1 && args.key.size(2) == 1;
-  if (needs_two_queries(args, bands.exact) || is_one_by_one) {
+  if (needs_two_queries(args, bands.exact, backward)) {
     const auto [before, behind] = place_of_second_query(args, bands.exact);
     const AttentionWithMoreQueries more(args, before, behind, band_of_two_queries(bands));
     return plan_key(more.attention(), with_lse, backward, grad_mask, polymorphic);

@@ -10,14 +10,29 @@
 
 namespace cudnn_ops {
 
-bool needs_lengths(const Attention& args, const Band& band) {
-  // cuDNN bounds the left side of more queries than keys only where it is told the lengths.
-  return args.seq_lens_q || args.seq_lens_kv ||
-         (band.left != kUnbounded && args.query.size(2) > args.key.size(2));
+namespace {
+
+// cuDNN's backward takes 128 keys at a time and hides what lies behind the last key by 64, so of 64
+// modulo 128 keys a query sees 64 more, whose scores are 0: exp(0 - lse) overflows below -88.7, and
+// the gradient of the query is NaN (9.19, measured on an H200; cudnn-frontend 628 tells why). Told
+// the lengths, or where the right bound hides them, it is right.
+bool sees_behind_keys(const Attention& args, const Band& band) {
+  const int64_t length = args.query.size(2), length_kv = args.key.size(2);
+  if (length_kv % 128 != 64) return false;
+  const int64_t shift = band.bottom_right ? length_kv - length : 0;
+  return band.right == kUnbounded || band.right >= length_kv - shift - (length - 1);
 }
 
-bool has_slopes_in_bias(const Attention& args, const Band& band) {
-  return args.alibi_slopes && band.bottom_right && needs_lengths(args, band);
+}  // namespace
+
+bool needs_lengths(const Attention& args, const Band& band, bool backward) {
+  // cuDNN bounds the left side of more queries than keys only where it is told the lengths.
+  return is_padded(args) || (band.left != kUnbounded && args.query.size(2) > args.key.size(2)) ||
+         (backward && sees_behind_keys(args, band));
+}
+
+bool has_slopes_in_bias(const Attention& args, const Band& band, bool backward) {
+  return args.alibi_slopes && band.bottom_right && needs_lengths(args, band, backward);
 }
 
 namespace {
@@ -37,8 +52,9 @@ at::Tensor slopes_as_bias(const Attention& args) {
 
 }  // namespace
 
-at::Tensor bias_of(const Attention& args, const Band& band) {
-  if (!args.attn_mask) return has_slopes_in_bias(args, band) ? slopes_as_bias(args) : at::Tensor();
+at::Tensor bias_of(const Attention& args, const Band& band, bool backward) {
+  const bool has_slopes = has_slopes_in_bias(args, band, backward);
+  if (!args.attn_mask) return has_slopes ? slopes_as_bias(args) : at::Tensor();
   at::Tensor bias = *args.attn_mask;
   while (bias.dim() < 4) bias = bias.unsqueeze(0);
   const auto dtype = args.query.scalar_type();
@@ -49,7 +65,7 @@ at::Tensor bias_of(const Attention& args, const Band& band) {
   } else if (bias.scalar_type() != dtype && bias.scalar_type() != at::kFloat) {
     bias = bias.to(at::kFloat);  // exact, where the query's 16 bits are the other kind
   }
-  if (has_slopes_in_bias(args, band)) bias = slopes_as_bias(args).add_(bias);
+  if (has_slopes) bias = slopes_as_bias(args).add_(bias);
   const int64_t length_kv = args.key.size(2);
   if (bias.size(3) != length_kv) bias = bias.expand({-1, -1, -1, length_kv});
   const bool is_readable =
@@ -59,9 +75,10 @@ at::Tensor bias_of(const Attention& args, const Band& band) {
   return bias.expand({-1, -1, args.query.size(2), -1});
 }
 
-bool needs_two_queries(const Attention& args, const Band& band) {
-  return args.query.size(2) == 1 && (args.sinks || args.dropout_p > 0 ||
-                                     (args.alibi_slopes && !has_slopes_in_bias(args, band)));
+bool needs_two_queries(const Attention& args, const Band& band, bool backward) {
+  return args.query.size(2) == 1 &&
+         (backward || args.sinks || args.dropout_p > 0 ||
+          (args.alibi_slopes && !has_slopes_in_bias(args, band, backward)));
 }
 
 std::pair<int64_t, int64_t> place_of_second_query(const Attention& args, const Band& band) {
@@ -79,10 +96,10 @@ SdpaMask mask_of(const Attention& args, const Band& band, const at::Tensor& bias
   mask.left = band.left;
   mask.right = band.right;
   mask.has_softcap = args.softcap > 0;
-  mask.has_alibi = args.alibi_slopes && !has_slopes_in_bias(args, band);
+  mask.has_alibi = args.alibi_slopes && !has_slopes_in_bias(args, band, backward);
   mask.bottom_right = band.bottom_right && (band.is_bounded() || mask.has_alibi);
   mask.has_sinks = args.sinks.has_value() && !backward;
-  if (needs_lengths(args, band)) mask.sequences = Sequences::kLengths;
+  if (needs_lengths(args, band, backward)) mask.sequences = Sequences::kLengths;
   if (bias.defined()) mask.bias = graph::TensorDesc::of(bias);
   if (args.dropout_p > 0) std::memcpy(&mask.dropout_p, &args.dropout_p, sizeof mask.dropout_p);
   return mask;
