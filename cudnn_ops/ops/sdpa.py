@@ -165,8 +165,8 @@ def scaled_dot_product_attention_with_lse(
     )
 
 
-def empty_like_order(sizes: Sequence[int], like: Tensor) -> Tensor:
-    """A dense tensor of ``sizes`` whose dimensions lie in memory in the order of ``like``'s.
+def memory_order(like: Tensor) -> list[int]:
+    """The four dimensions of a result, outermost in memory first, the last one last.
 
     The same rule as ``dense_strides_like`` in csrc/ops/sdpa.cpp, for sizes that may be symbolic.
     """
@@ -182,7 +182,12 @@ def empty_like_order(sizes: Sequence[int], like: Tensor) -> Tensor:
         for i in range(end, 0, -1):
             if lies_inside(order[i - 1], order[i]):
                 order[i - 1], order[i] = order[i], order[i - 1]
-    order.append(3)
+    return [*order, 3]
+
+
+def empty_like_order(sizes: Sequence[int], like: Tensor) -> Tensor:
+    """A dense tensor of ``sizes`` whose dimensions lie in memory in the order of ``like``'s."""
+    order = memory_order(like)
     inverse = [order.index(dim) for dim in range(4)]
     return like.new_empty([sizes[dim] for dim in order]).permute(inverse)
 

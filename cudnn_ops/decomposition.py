@@ -1,0 +1,452 @@
+"""The operators' forwards in terms of torch's own, for what exports a graph to another runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cudnn_ops.ops.conv import ACTIVATIONS
+from cudnn_ops.ops.sdpa import lse_dtype, memory_order
+
+_ops = torch.ops.cudnn_ops
+
+_Decompositions = dict[torch._ops.OperatorBase, Callable[..., Any]]
+
+
+def decompositions() -> _Decompositions:
+    """What each operator computes, written in torch's operators, by operator.
+
+    A runtime that knows torch's operators but not ours (ONNX Runtime, ExecuTorch, TensorRT) takes a
+    program whose operators were decomposed::
+
+        program = torch.export.export(model, args)
+        program = program.run_decompositions(cudnn_ops.decompositions())
+        torch.onnx.export(program, f="model.onnx", dynamo=True)
+
+    Shapes may be dynamic. Results are those of the operators but for rounding. Packed attention
+    computes the scores of all tokens with all tokens. Left out are the derivatives, dropout, and
+    what writes into its arguments (``paged_kv_append_``, and ``paged_attention`` with ``out``):
+    ``torch.export`` wraps that before a decomposition can apply, so write
+    ``cache[slots // page_size, slots % page_size] = new`` in a model to be exported.
+
+    Returns:
+        A new dictionary from an overload to a function of the same arguments, as
+        ``ExportedProgram.run_decompositions`` and ``make_fx`` take it. The function of attention
+        with dropout raises NotImplementedError.
+    """
+    table: _Decompositions = {
+        _ops.sdpa.default: _sdpa,
+        _ops.sdpa_with_lse.default: _sdpa_with_lse,
+        _ops.varlen_attention.default: lambda *args, **kwargs: _varlen(*args, **kwargs)[0],
+        _ops.varlen_attention_with_lse.default: _varlen,
+        _ops.paged_attention.default: lambda *args, **kwargs: _paged(*args, **kwargs)[0],
+        _ops.paged_attention_with_lse.default: _paged,
+        _ops._norm.default: _norm,
+        _ops._gated.default: _gated,
+        _ops._rotary.default: _rotary,
+        _ops._conv.default: _conv,
+    }
+    for name in (
+        *("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"),
+        *("swiglu", "geglu", "rotary_embedding"),
+        *("conv1d", "conv2d", "conv3d", "_conv1d", "_conv2d", "_conv3d"),
+    ):  # each calls one of the above
+        packet = getattr(_ops, name)
+        overloads = (getattr(packet, overload) for overload in packet.overloads())
+        # Not overload.decompose, which would ask the table that it stands in.
+        composite = torch._C.DispatchKey.CompositeImplicitAutograd
+        table |= {overload: partial(overload._op_dk, composite) for overload in overloads}
+    return table
+
+
+def _scores(
+    query: Tensor,
+    key: Tensor,
+    distance: Tensor,
+    attn_mask: Tensor | None,
+    scale: float | None,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+) -> Tensor:
+    """[B, Hkv, group, Sq, Skv]: heads that share a key head side by side."""
+    dtype = lse_dtype(query.dtype)
+    grouped = query.to(dtype).unflatten(1, (key.shape[1], -1))
+    factor = query.shape[3] ** -0.5 if scale is None else scale
+    scores = grouped @ key.to(dtype).unsqueeze(2).transpose(-1, -2) * factor
+    if softcap > 0:
+        scores = torch.tanh(scores / softcap) * softcap
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.to(dtype).view(key.shape[1], -1, 1, 1)
+        scores = scores - slopes * distance.abs().unsqueeze(-3)
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        scores = scores + _by_group(attn_mask, key.shape[1]).to(dtype)
+    return scores
+
+
+def _by_group(mask: Tensor, heads_kv: int) -> Tensor:
+    """What broadcasts to [B, Hq, Sq, Skv] as what broadcasts to [B, Hkv, group, Sq, Skv]."""
+    if mask.dim() < 3 or mask.shape[-3] == 1:
+        return mask.unsqueeze(-3) if mask.dim() >= 3 else mask
+    return mask.unflatten(-3, (heads_kv, -1))
+
+
+def _sees(distance: Tensor, is_causal: bool, window_size: Sequence[int]) -> Tensor:
+    """Where a key at this distance behind the query's own is seen."""
+    left, right = window_size
+    visible = torch.ones_like(distance, dtype=torch.bool)
+    if left >= 0:
+        visible = visible & (distance >= -left)
+    if is_causal or right >= 0:
+        visible = visible & (distance <= (0 if is_causal else right))
+    return visible
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    distance: Tensor,
+    visible: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None,
+    softcap: float,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """[B, Hq, Sq, Dv] and the log-sum-exp [B, Hq, Sq], both in the type of the latter.
+
+    ``distance`` and ``visible`` broadcast to [B, 1, Sq, Skv].
+    """
+    scores = _scores(query, key, distance, attn_mask, scale, softcap, alibi_slopes)
+    visible = visible.unsqueeze(-3)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        visible = visible & _by_group(attn_mask, key.shape[1])
+    scores = scores.masked_fill(~visible, -torch.inf)
+    peak = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        logits = sinks.to(scores.dtype).view(key.shape[1], -1, 1, 1)
+        peak = torch.maximum(peak, logits)
+    peak = peak.masked_fill(peak == -torch.inf, 0.0)
+    weights = torch.exp(scores - peak)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(logits - peak)
+    out = weights @ value.to(scores.dtype).unsqueeze(2)
+    out = out / total.masked_fill(total == 0, 1.0)
+    lse = torch.log(total) + peak
+    return out.flatten(1, 2), lse.squeeze(-1).flatten(1, 2)
+
+
+def _refuse_dropout(dropout_p: float) -> None:
+    if dropout_p > 0:
+        raise NotImplementedError(
+            f"cudnn_ops.decompositions: attention with dropout_p={dropout_p} has none, for no "
+            "other runtime draws the same numbers; export the model after model.eval()"
+        )
+
+
+def _in_order_of(out: Tensor, like: Tensor) -> Tensor:
+    """With the strides that the operator's result has."""
+    order = memory_order(like)
+    inverse = [order.index(dim) for dim in range(4)]
+    return out.permute(order).contiguous().permute(inverse)
+
+
+def _sdpa_with_lse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    bottom_right: bool = False,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    seq_lens_q: Tensor | None = None,
+    seq_lens_kv: Tensor | None = None,
+    deterministic: bool | None = None,
+    rng_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    _refuse_dropout(dropout_p)
+
+    def of_each(lengths: Tensor | None, size: int) -> Tensor | int:
+        return size if lengths is None else lengths.long().view(-1, 1, 1, 1)
+
+    rows = torch.arange(query.shape[2], device=query.device).unsqueeze(-1)
+    columns = torch.arange(key.shape[2], device=query.device)
+    lengths = of_each(seq_lens_q, query.shape[2])
+    lengths_kv = of_each(seq_lens_kv, key.shape[2])
+    distance = columns - rows - (lengths_kv - lengths if bottom_right else 0)
+    visible = _sees(distance, is_causal, window_size)
+    if seq_lens_q is not None:
+        visible = visible & (rows < lengths)
+    if seq_lens_kv is not None:
+        visible = visible & (columns < lengths_kv)
+    out, lse = _attend(
+        query,
+        key,
+        value,
+        distance,
+        visible,
+        attn_mask=attn_mask,
+        scale=scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+    )
+    if sinks is not None and seq_lens_q is not None:  # padding has nothing, not even the sink
+        lse = lse.masked_fill((rows >= lengths).squeeze(-1), -torch.inf)
+    return _in_order_of(out.to(query.dtype), query), lse
+
+
+def _sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **options: Any,
+) -> Tensor:
+    plain = {"window_size": [-1, -1], "bottom_right": False, "softcap": 0.0, "deterministic": None}
+    if attn_mask is None and dropout_p == 0 and options.items() <= plain.items():
+        # Its own operator, for the runtimes that have a kernel for it. With a mask it is not sure
+        # that they give zeros where a query sees no key.
+        out = F.scaled_dot_product_attention(
+            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return _in_order_of(out, query)
+    return _sdpa_with_lse(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options
+    )[0]
+
+
+def _places(offsets: Tensor, tokens: int, used: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """For each of so many tokens: its sequence, its place there, and how long that is."""
+    index = torch.arange(tokens, device=offsets.device)
+    offsets = offsets.long()
+    # Past the last offset there is no sequence: the last one stands for it, and is shorter.
+    sequence = (index.unsqueeze(-1) >= offsets[1:-1]).sum(-1)
+    lengths = offsets[1:] - offsets[:-1] if used is None else used.long()
+    return sequence, index - offsets[sequence], lengths[sequence]
+
+
+def _packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    of_queries: tuple[Tensor, Tensor, Tensor],
+    of_keys: tuple[Tensor, Tensor, Tensor],
+    *,
+    is_causal: bool,
+    window_size: Sequence[int],
+    bottom_right: bool,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """[tokens, H, D] of all, each sequence by itself; the log-sum-exp is [H, tokens]."""
+    sequence, place, length = (part.unsqueeze(-1) for part in of_queries)
+    sequence_kv, place_kv, length_kv = of_keys
+    same = sequence == sequence_kv
+    distance = place_kv - place
+    if bottom_right:
+        distance = distance - (length_kv - length)
+    visible = same & (place < length) & (place_kv < length_kv)
+    visible = visible & _sees(distance, is_causal, window_size)
+    q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
+    out, lse = _attend(q, k, v, distance[None, None], visible[None, None], **options)
+    return out[0].transpose(0, 1).to(query.dtype).contiguous(), lse[0]
+
+
+def _varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    bottom_right: bool = True,
+    deterministic: bool | None = None,
+    rng_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    _refuse_dropout(dropout_p)
+    return _packed(
+        q,
+        k,
+        v,
+        _places(cu_seqlens_q, q.shape[0], seqused_q),
+        _places(cu_seqlens_k, k.shape[0], seqused_k),
+        is_causal=causal,
+        window_size=window_size,
+        bottom_right=bottom_right,
+        scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+    )
+
+
+def _paged(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    page_table: Tensor,
+    seq_lens_kv: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    scale: float | None = None,
+    is_causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    head_major: bool = False,
+) -> tuple[Tensor, Tensor]:
+    batch, width = page_table.shape
+    page_size = key_cache.shape[2 if head_major else 1]
+    lengths = seq_lens_kv.long()
+    place = torch.arange(width * page_size, device=query.device)
+    there = place < lengths.unsqueeze(-1)  # [B, slots]
+    # What lies beyond a length is not followed, whatever it is; nor read, for it may be no number.
+    first = torch.arange(width, device=query.device) * page_size
+    pages = page_table.long().masked_fill(first >= lengths.unsqueeze(-1), 0)
+
+    def gathered(cache: Tensor) -> Tensor:
+        """[B, slots, heads, head size]."""
+        by_token = cache.transpose(1, 2) if head_major else cache
+        return by_token[pages].flatten(1, 2).masked_fill(~there[:, :, None, None], 0.0)
+
+    key, value = gathered(key_cache), gathered(value_cache)
+    shared: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "softcap": softcap}
+    shared |= {"window_size": window_size, "bottom_right": True, "sinks": sinks}
+    if cu_seqlens_q is None:
+        out, lse = _sdpa_with_lse(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            seq_lens_kv=lengths,
+            **shared,
+        )
+        return out.transpose(1, 2).contiguous(), lse
+    sequence = torch.arange(batch, device=query.device).unsqueeze(-1).expand(there.shape)
+    of_keys = (sequence, place.expand(there.shape), lengths.unsqueeze(-1).expand(there.shape))
+    return _packed(
+        query,
+        key.flatten(0, 1),
+        value.flatten(0, 1),
+        _places(cu_seqlens_q, query.shape[0], None),
+        tuple(part.flatten() for part in of_keys),  # type: ignore[arg-type]
+        **shared,
+    )
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _norm(
+    input: Tensor,
+    residual: Tensor | None,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    is_layer: bool,
+    zero_centered: bool,
+    with_stats: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x = input if residual is None else input + residual
+    total = input.new_empty(0) if residual is None else x
+    wide = _wide(x)
+    factor = None if weight is None else weight.to(wide.dtype)
+    if factor is not None and zero_centered:
+        factor = factor + 1
+    dims = tuple(range(-len(normalized_shape), 0))
+    if is_layer:
+        term = None if bias is None else bias.to(wide.dtype)
+        out, mean, rstd = torch.native_layer_norm(wide, normalized_shape, factor, term, eps)
+    else:
+        mean, rstd = wide, torch.rsqrt((wide * wide).mean(dims, keepdim=True) + eps)
+        out = wide * rstd if factor is None else wide * rstd * factor
+    none = wide.new_empty(0)
+    return (
+        out.to(input.dtype).contiguous(),
+        total,
+        mean.flatten() if with_stats and is_layer else none,
+        rstd.flatten() if with_stats else none,
+    )
+
+
+def _activate(x: Tensor, name: str) -> Tensor:
+    if name == "none":
+        return x
+    if name in ("relu", "silu"):
+        return F.relu(x) if name == "relu" else F.silu(x)
+    return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
+
+
+def _gated(gate: Tensor, up: Tensor, activation: int) -> Tensor:
+    name = ("silu", "gelu", "gelu_tanh")[activation]
+    return (_activate(_wide(gate), name) * _wide(up)).to(gate.dtype).contiguous()
+
+
+def _rotary(input: Tensor, cos: Tensor, sin: Tensor, is_backward: bool) -> Tensor:
+    x, c, s = _wide(input), _wide(cos).unsqueeze(1), _wide(sin).unsqueeze(1)
+    first, second = x.chunk(2, -1)
+    if is_backward:
+        of_first, of_second = (x * s).chunk(2, -1)
+        turned = torch.cat([of_second, -of_first], -1)
+    else:
+        turned = torch.cat([-second, first], -1) * s
+    out = (x * c + turned).to(input.dtype)
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _conv(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    geometry: Sequence[int],
+    activation: int,
+    with_before: bool,
+) -> tuple[Tensor, Tensor]:
+    dims = len(geometry) // 4
+    stride, before, behind, dilation = (geometry[i * dims : (i + 1) * dims] for i in range(4))
+    x, padding = input, before
+    if list(before) != list(behind):  # F.pad begins with the last dimension
+        pairs = zip(reversed(before), reversed(behind), strict=True)
+        x, padding = F.pad(input, [number for pair in pairs for number in pair]), [0] * dims
+    convolve = F.conv3d if dims == 3 else F.conv2d
+    total = convolve(x, weight, bias, stride, padding, dilation, geometry[-1])
+    if residual is not None:
+        total = total + residual
+    name = ACTIVATIONS[activation]
+    last = torch.channels_last_3d if dims == 3 else torch.channels_last
+    out = _activate(total, name).contiguous(memory_format=last)
+    with_before = with_before and name not in ("none", "relu")
+    return out, total.contiguous(memory_format=last) if with_before else input.new_empty(0)
