@@ -1,5 +1,6 @@
 #include "api.h"
 
+#include "ops/context_parallel.h"
 #include "ops/norm_choice.h"
 #include "graph/cudnn_library.h"
 #include "graph/device_query.h"
@@ -120,6 +121,10 @@ void set_known_bad(const std::vector<KnownBad>& rules) {
     }
   }
   graph::set_known_bad(std::move(all));
+}
+
+void set_context_parallel(bool active) {
+  cudnn_ops::set_context_parallel(active);
 }
 
 std::string known_bad(const Words& words, int64_t sm_version, int64_t cudnn_version) {

@@ -77,6 +77,9 @@ struct KnownBad {
 CUDNN_OPS_API void set_known_bad(const std::vector<KnownBad>& rules);
 CUDNN_OPS_API std::string known_bad(const Words& words, int64_t sm_version, int64_t cudnn_version);
 
+// Whether torch's context_parallel is in force (ops/context_parallel.h).
+CUDNN_OPS_API void set_context_parallel(bool active);
+
 // The store on disk (graph/plan_store.h).
 CUDNN_OPS_API void set_store(const std::string& folder, int64_t limit);
 CUDNN_OPS_API StoreInfo store_info();

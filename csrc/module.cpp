@@ -56,6 +56,7 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("known_bad", &api::known_bad, py::arg("words"), py::arg("sm_version"),
         py::arg("cudnn_version"));
+  m.def("set_context_parallel", &api::set_context_parallel, py::arg("active"));
   m.def("set_store", &api::set_store, py::arg("folder"), py::arg("limit"));
   m.def("store_info", [] {
     const auto info = api::store_info();

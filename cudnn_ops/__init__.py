@@ -4,6 +4,7 @@ Importing registers ``torch.ops.cudnn_ops.*``; the public functions are listed b
 """
 
 from cudnn_ops import _library as _library  # first: it registers the operators
+from cudnn_ops import _torch_context_parallel as _torch_context_parallel
 from cudnn_ops import support
 from cudnn_ops.cache import (
     CacheInfo,
@@ -15,6 +16,8 @@ from cudnn_ops.cache import (
     store_clear,
     store_info,
 )
+from cudnn_ops.checkpointing import checkpoint_ops
+from cudnn_ops.decomposition import decompositions
 from cudnn_ops.known_bad import KnownBad, known_bad
 from cudnn_ops.kv_cache import CacheUsage, KVSequence, OutOfPages, PagedKVCache
 from cudnn_ops.norm_tuning import NormTiming, tune_norms
@@ -55,9 +58,11 @@ __all__ = [
     "add_rms_norm",
     "cache_clear",
     "cache_info",
+    "checkpoint_ops",
     "conv1d",
     "conv2d",
     "conv3d",
+    "decompositions",
     "geglu",
     "known_bad",
     "layer_norm",

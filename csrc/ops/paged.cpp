@@ -3,6 +3,7 @@
 // cudnn_ops/ops/paged.py.
 
 #include "paged.h"
+#include "context_parallel.h"
 #include "sdpa_check.h"
 
 #include <ATen/ops/arange.h>
@@ -95,6 +96,7 @@ void check_contents(const Paged& args) {
 }  // namespace
 
 void check_paged(const Paged& args) {
+  refuse_context_parallel(kOp);
   const auto& query = args.query;
   const OptionalTensor none;
   check_scalars(args.scale, 0.0, args.softcap, args.window_size, none, query, kOp);

@@ -2,6 +2,7 @@
 // results. Kernels: sdpa_cuda.cpp here, the CPU and fake ones in cudnn_ops/ops/sdpa.py.
 
 #include "sdpa.h"
+#include "context_parallel.h"
 #include "sdpa_call.h"
 #include "sdpa_check.h"
 
@@ -205,6 +206,7 @@ void check_sdpa_arguments(const Attention& args) {
 }
 
 void check_sdpa(const Attention& args) {
+  refuse_context_parallel(kOp);
   check_sdpa_arguments(args);
   check_supported(args.query, "query", kOp);
   check_supported(args.key, "key", kOp);

@@ -2,6 +2,7 @@
 // varlen_cuda.cpp here, the CPU and fake ones in cudnn_ops/ops/varlen.py.
 
 #include "varlen.h"
+#include "context_parallel.h"
 #include "sdpa_check.h"
 #include "varlen_call.h"
 
@@ -42,6 +43,7 @@ void check_used(const OptionalTensor& used, const at::Tensor& offsets, const cha
 }  // namespace
 
 void check_varlen(const Varlen& args) {
+  refuse_context_parallel(kOp);
   const auto &query = args.query, &key = args.key, &value = args.value;
   check_scalars(args.scale, args.dropout_p, args.softcap, args.window_size, args.rng_state, query,
                 kOp);
