@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cudnn_ops.ops import sdpa_cpu
-from cudnn_ops.ops.sdpa import lse_dtype
+from cudnn_ops.ops.sdpa import holds_numbers, lse_dtype, visible_pairs
 
 _ops = torch.ops.cudnn_ops
 
@@ -315,11 +315,27 @@ def _flop(
     seq_lens_kv: Tensor,
     *,
     cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    window_size: tuple[int, int] = (-1, -1),
+    is_causal: bool = False,
+    head_major: bool = False,
     out_val: Any = None,
     **options: Any,
 ) -> int:
-    """Every pair of a query and a key of its sequence, causal or not, as torch counts its own."""
+    """Every pair of a query and a key that a window leaves, as torch counts its own.
+
+    Lengths are read, or all are taken as longest.
+    """
     heads, size = query.shape[-2:]
-    queries = query.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff()
-    pairs = int((seq_lens_kv * queries).sum())
+    batch, width = page_table.shape
+    if holds_numbers(seq_lens_kv):
+        keys = seq_lens_kv.tolist()
+        queries = [query.shape[1]] * batch if cu_seqlens_q is None else cu_seqlens_q.diff().tolist()
+    else:
+        keys = [width * key_cache.shape[2 if head_major else 1]] * batch
+        queries = [query.shape[1] if cu_seqlens_q is None else int(max_seqlen_q)] * batch
+    pairs = sum(
+        visible_pairs(*lengths, window_size, is_causal, bottom_right=True)
+        for lengths in zip(queries, keys, strict=True)
+    )
     return 2 * heads * pairs * (size + value_cache.shape[3])

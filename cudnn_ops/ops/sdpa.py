@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils.flop_counter import register_flop_formula
 
@@ -256,6 +257,11 @@ torch.library.register_fake("cudnn_ops::sdpa", _sdpa_fake)
 torch.library.register_fake("cudnn_ops::sdpa_with_lse", _sdpa_with_lse_fake)
 torch.library.register_fake("cudnn_ops::_sdpa_backward", _sdpa_backward_fake)
 torch.library.register_fake("cudnn_ops::_attention_rng_state", _attention_rng_state_fake)
+
+
+def holds_numbers(tensor: Tensor) -> bool:
+    """Whether its numbers can be read: FLOPs are counted without them too."""
+    return not (tensor.is_meta or is_fake(tensor))
 
 
 def visible_pairs(

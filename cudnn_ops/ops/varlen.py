@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cudnn_ops.ops import sdpa_cpu
-from cudnn_ops.ops.sdpa import lse_dtype, visible_pairs
+from cudnn_ops.ops.sdpa import holds_numbers, lse_dtype, visible_pairs
 
 _ops = torch.ops.cudnn_ops
 
@@ -292,12 +292,15 @@ torch.library.impl("cudnn_ops::_varlen_backward", "CPU", _backward_cpu)
 
 
 def _pairs(q: Tensor, options: dict[str, Any]) -> int:
-    """Of query and key, over all sequences; the offsets are read, or all are taken as longest."""
+    """Of query and key, over all sequences; lengths are read, or all are taken as longest."""
     longest = (int(options["max_seqlen_q"]), int(options["max_seqlen_k"]))
-    if options["cu_seqlens_q"].is_meta or torch._subclasses.fake_tensor.is_fake(q):
+    if not holds_numbers(options["cu_seqlens_q"]):
         lengths = [longest] * (options["cu_seqlens_q"].shape[0] - 1)
     else:
-        sides = [options[f"cu_seqlens_{side}"].diff().tolist() for side in "qk"]
+        sides = [
+            (options[f"cu_seqlens_{side}"].diff() if used is None else used).tolist()
+            for side, used in (("q", options["seqused_q"]), ("k", options["seqused_k"]))
+        ]
         lengths = list(zip(*sides, strict=True))
     return q.shape[1] * sum(
         visible_pairs(
