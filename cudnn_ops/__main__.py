@@ -44,7 +44,7 @@ def _tensors(args: argparse.Namespace) -> list[torch.Tensor | None]:
 def _explain(args: argparse.Namespace) -> int:
     explanation = support.explain(
         args.op,
-        *_tensors(args),  # type: ignore[arg-type]
+        *_tensors(args),
         is_causal=args.causal,
         with_lse=args.lse,
         polymorphic=args.polymorphic,

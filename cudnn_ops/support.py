@@ -23,6 +23,7 @@ from torch import Tensor
 from cudnn_ops import _C
 from cudnn_ops.ops.conv import ACTIVATIONS, as_list
 from cudnn_ops.ops.paged import KVLayout, is_head_major
+from cudnn_ops.plan_arguments import take_operands, with_effect
 
 #: The names of the norms' plans.
 NORMS = ("rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward")
@@ -70,7 +71,7 @@ def devices() -> list[str]:
 
 def explain(
     op: str,
-    q: TensorSpec,
+    q: TensorSpec | None = None,
     k: TensorSpec | None = None,
     v: TensorSpec | None = None,
     *,
@@ -88,7 +89,8 @@ def explain(
             both gradients.
         q: the query, or the input of a norm: a tensor, ``(shape, dtype)`` or
             ``(shape, dtype, strides)``, a query with shape [batch, heads, length, head size], and
-            strides in elements.
+            strides in elements. May be called as the operator calls it (``query``, ``input``), and
+            so may k and v.
         k: the key; None stands for one like the query.
         v: the value; None stands for one like the key.
         with_lse: whether the forward also stores the log-sum-exp, as it does in training.
@@ -96,22 +98,26 @@ def explain(
             (:mod:`cudnn_ops.policy`), not about the one for these sizes alone.
         device: ``"current"`` for the live GPU, a name of :func:`devices`, or the path of a
             file that :func:`describe_device` wrote.
-        options: as in :func:`cudnn_ops.scaled_dot_product_attention`, but that what a tensor holds
-            does not matter: ``attn_mask`` may be ``(shape, dtype)``, and ``alibi_slopes``,
-            ``sinks``, ``seq_lens_q`` and ``seq_lens_kv`` may be True. ``grad_mask=True`` asks for
-            the gradient of the mask too. For ``"paged_attention"``, where ``k`` and ``v`` are the
-            caches, as in :func:`cudnn_ops.paged_attention`: ``page_table`` may be its shape, and
-            ``cu_seqlens_q`` and ``sinks`` True. For a norm ``normalized_shape`` (None: the last
-            dimension), ``weight`` and ``bias`` (True, or a dtype), ``zero_centered``, and
-            ``with_stats`` for the forward that a backward follows. For a convolution, where ``q``
-            is the input and ``k`` the weight, ``stride``, ``padding``, ``dilation``, ``groups``
-            and ``activation`` as in :func:`cudnn_ops.conv2d`, ``bias`` and ``residual`` (True);
-            ``reason`` then says where cuDNN does not take the whole epilogue and what runs instead.
+        options: all arguments of the operator's public function by name, those too that no plan
+            depends on (``scale``, ``enable_gqa``, ``rng_state``, ``eps``, ``out``). What a tensor
+            holds does not matter: it may be ``(shape, dtype)``, and True where there is but one
+            shape (``alibi_slopes``, ``sinks``, ``seq_lens_q``, ``seq_lens_kv``, ``cu_seqlens_q``, a
+            norm's ``weight`` and ``bias``, a convolution's ``bias`` and ``residual``); a norm's
+            ``weight`` and ``bias`` may be a dtype, ``page_table`` a shape. Of attention
+            ``grad_mask=True`` asks for the gradient of the mask too; of a norm
+            ``with_stats=True`` for the forward that a backward follows, and ``normalized_shape``
+            is the last dimension by default. Of a convolution ``reason`` says where cuDNN does not
+            take the whole epilogue and what runs instead.
 
     Raises:
         ValueError: an unknown op or device; shapes that do not fit each other.
+        TypeError: an argument that the operator does not take.
         RuntimeError: no libcudnn can be loaded, or no GPU is there for ``"current"``.
     """
+    _check_known(op)
+    q, k, v = take_operands(op, (q, k, v), options)
+    if q is None:
+        raise TypeError(f"explain needs q, the {'query' if 'attention' in op else 'input'} of {op}")
     description = prepare(device)
     if op in CONVS:
         supported, reason, engine, workspace = _explain_conv(op, q, k, description, **options)
@@ -131,6 +137,15 @@ def explain(
     )
 
 
+def _check_known(op: str) -> None:
+    known = ("sdpa", "sdpa_backward", "paged_attention", *NORMS, *CONVS)
+    if op not in known:
+        hint = ""
+        if op.startswith("varlen"):
+            hint = '; packed sequences have the plans of "sdpa" with polymorphic=True'
+        raise ValueError(f"op is one of {', '.join(known)}, got {op!r}{hint}")
+
+
 def describe_device(index: int = 0) -> str:
     """The description of live GPU ``index``: JSON text, for ``explain(device=...)`` anywhere."""
     prepare("current")
@@ -148,29 +163,22 @@ def plan_key(
     **options: Any,
 ) -> tuple[Sequence[int], str]:
     """The key of the plan that such a call needs; or why it has none."""
+    _check_known(op)
     if op == "paged_attention":
-        return _paged_plan_key(q, k, v, with_lse=with_lse, **options), ""
+        return _paged_plan_key(q, k, v, with_lse=with_lse, **with_effect(op, options)), ""
     if op in NORMS:
         return norm_plan_key(op, q, **options), ""
-    if op not in ("sdpa", "sdpa_backward"):
-        known = ("sdpa", "sdpa_backward", "paged_attention", *NORMS, *CONVS)
-        raise ValueError(f"op is one of {', '.join(known)}, got {op!r}")
+    options = with_effect(op, options)
     query, key, value = meta_tensors(q, k, v)
     if options.get("attn_mask") is not None:
         options["attn_mask"] = _meta_tensor(options["attn_mask"], "attn_mask")
-    small = {
-        "alibi_slopes": (query.shape[1], torch.float32),
-        "sinks": (query.shape[1], torch.float32),
-        "seq_lens_q": (query.shape[0], torch.int32),
-        "seq_lens_kv": (query.shape[0], torch.int32),
-    }
-    for name, (size, dtype) in small.items():
-        if options.get(name) is True:
-            options[name] = torch.empty(size, dtype=dtype, device="meta")
-        elif isinstance(options.get(name), Tensor):
-            options[name] = options[name].to("meta")
-        else:
-            options.pop(name, None)
+    for name, size, dtype in (
+        ("alibi_slopes", query.shape[1], torch.float32),
+        ("sinks", query.shape[1], torch.float32),
+        ("seq_lens_q", query.shape[0], torch.int32),
+        ("seq_lens_kv", query.shape[0], torch.int32),
+    ):
+        options[name] = _optional(options.get(name), name, (size,), dtype)
     return torch.ops.cudnn_ops._sdpa_plan_key(
         query,
         key,
@@ -187,32 +195,28 @@ def _paged_plan_key(
     key_cache: TensorSpec | None,
     value_cache: TensorSpec | None,
     *,
-    page_table: Tensor | tuple[int, int] | None = None,
-    cu_seqlens_q: Tensor | bool | None = None,
-    sinks: Tensor | bool | None = None,
+    page_table: TensorSpec | Sequence[int] | None = None,
+    cu_seqlens_q: TensorSpec | bool | None = None,
+    sinks: TensorSpec | bool | None = None,
     kv_layout: KVLayout = "NHD",
     **options: Any,
 ) -> Sequence[int]:
     if key_cache is None or page_table is None:
         raise ValueError("paged_attention is asked about with k, the key cache, and page_table")
     query = _meta_tensor(query, "q")
-    batch, width = page_table.shape if isinstance(page_table, Tensor) else page_table
-
-    def meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
+    if not isinstance(page_table, Tensor) and all(isinstance(size, int) for size in page_table):
+        page_table = (page_table, torch.int32)  # type: ignore[assignment]
+    table = _meta_tensor(page_table, "page_table")  # type: ignore[arg-type]
+    batch = table.shape[0]
     key_cache = _meta_tensor(key_cache, "k")
     return torch.ops.cudnn_ops._paged_plan_key(
         query,
         key_cache,
         key_cache if value_cache is None else _meta_tensor(value_cache, "v"),
-        meta(batch, width),
-        meta(batch),
-        # A bool is a tensor's place: what it holds does not matter.
-        cu_seqlens_q=None if cu_seqlens_q is None or cu_seqlens_q is False else meta(batch + 1),
-        sinks=None
-        if sinks is None or sinks is False
-        else meta(query.shape[-2], dtype=torch.float32),
+        table,
+        torch.empty(batch, dtype=torch.int32, device="meta"),
+        cu_seqlens_q=_optional(cu_seqlens_q, "cu_seqlens_q", (batch + 1,), torch.int32),
+        sinks=_optional(sinks, "sinks", query.shape[-2:-1], torch.float32),
         head_major=is_head_major(kv_layout),
         **options,
     )
@@ -251,6 +255,16 @@ def _explain_conv(
 
 
 def conv_plan_keys(
+    op: str, input: TensorSpec, weight: TensorSpec | None, **options: Any
+) -> list[Sequence[int]]:
+    """The keys of the plans of one of :data:`CONVS`: for less and less fused, or both gradients.
+
+    ``with_before=True``: what the activation is of is a result too, as training needs it.
+    """
+    return _conv_plan_keys(op, input, weight, **with_effect(op, options))
+
+
+def _conv_plan_keys(
     op: str,
     input: TensorSpec,
     weight: TensorSpec | None,
@@ -260,14 +274,10 @@ def conv_plan_keys(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
     activation: str = "none",
-    bias: bool = False,
-    residual: bool = False,
+    bias: TensorSpec | bool | None = None,
+    residual: TensorSpec | bool | None = None,
     with_before: bool = False,
 ) -> list[Sequence[int]]:
-    """The keys of the plans of one of :data:`CONVS`: for less and less fused, or both gradients.
-
-    ``with_before``: what the activation is of is a result too, as training needs it.
-    """
     if weight is None:
         raise ValueError(f"{op} needs k, the weight")
     ops = torch.ops.cudnn_ops
@@ -280,41 +290,48 @@ def conv_plan_keys(
     if op.endswith("_backward"):
         key = ops._conv_backward_plan_key
         return [key(x, w, geometry, is_of_weight) for is_of_weight in (False, True)]
-    size = ops._conv_size(x, w, None, None, geometry)
-    added = (
-        x.new_empty(w.shape[:1]) if bias else None,
-        x.new_empty(size) if residual else None,
-    )
+    added = _optional(bias, "bias", w.shape[:1], x.dtype)
+    shape = ops._conv_size(x, w, None, None, geometry)
+    total = _optional(residual, "residual", shape, x.dtype)
+    if total is not None and total.dim() == 3 and dims == 1:
+        total = total.unsqueeze(2)
+    ops._conv_size(x, w, added, total, geometry)  # raises where they do not fit
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     number = ACTIVATIONS.index(activation)
     key = ops._conv_plan_key
     fusions = range(len(_FUSIONS))
-    return [key(x, w, *added, geometry, number, fusion, with_before) for fusion in fusions]
+    return [key(x, w, added, total, geometry, number, fusion, with_before) for fusion in fusions]
 
 
-def norm_plan_key(
+def norm_plan_key(op: str, input: TensorSpec, **options: Any) -> Sequence[int]:
+    """The key of the plan of one of :data:`NORMS`; arguments as in :func:`explain`."""
+    return _norm_plan_key(op, input, **with_effect(op, options))
+
+
+def _norm_plan_key(
     op: str,
     input: TensorSpec,
     *,
     normalized_shape: Sequence[int] | None = None,
-    weight: torch.dtype | bool = True,
-    bias: torch.dtype | bool = False,
+    weight: TensorSpec | torch.dtype | bool | None = True,
+    bias: TensorSpec | torch.dtype | bool | None = None,
     zero_centered: bool = False,
     with_stats: bool = False,
 ) -> Sequence[int]:
-    """The key of the plan of one of :data:`NORMS`; arguments as in :func:`explain`."""
     x = _meta_tensor(input, "q")
     shape = x.shape[-1:] if normalized_shape is None else normalized_shape
 
-    def parameter(kind: torch.dtype | bool) -> Tensor | None:
-        if kind is False:
-            return None
-        return torch.empty(shape, dtype=x.dtype if kind is True else kind, device="meta")
+    def parameter(kind: TensorSpec | torch.dtype | bool | None, name: str) -> Tensor | None:
+        if isinstance(kind, torch.dtype):
+            return torch.empty(shape, dtype=kind, device="meta")
+        return _optional(kind, name, shape, x.dtype)
 
     return torch.ops.cudnn_ops._norm_plan_key(
         x,
         shape,
-        weight=parameter(weight),
-        bias=parameter(bias),
+        weight=parameter(weight, "weight"),
+        bias=parameter(bias, "bias"),
         is_layer=op.startswith("layer"),
         zero_centered=zero_centered,
         with_stats=with_stats,
@@ -362,6 +379,15 @@ def _meta_tensor(spec: TensorSpec, name: str) -> Tensor:
     if len(spec) == 3:
         return torch.empty_strided(shape, spec[2], dtype=dtype, device="meta")
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _optional(
+    spec: TensorSpec | bool | None, name: str, shape: Sequence[int], dtype: torch.dtype
+) -> Tensor | None:
+    """What may be there: True stands for a tensor of this shape and dtype."""
+    if spec is None or isinstance(spec, bool):
+        return torch.empty(shape, dtype=dtype, device="meta") if spec else None
+    return _meta_tensor(spec, name)
 
 
 def prepare(device: str | Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -103,6 +104,135 @@ def test_every_description_serves(name):
 def test_mistakes(kwargs, message):
     with pytest.raises(ValueError, match=message):
         explain(**({"op": "sdpa", "q": SPEC, "device": "h200"} | kwargs))
+
+
+#: Every argument of every operator's function, as a call has it.
+CALLS = {
+    "sdpa": {
+        **dict.fromkeys(("query", "key", "value"), SPEC),
+        "attn_mask": ((128, 128), torch.bfloat16),
+        "dropout_p": 0.0,
+        "is_causal": True,
+        "scale": 0.5,
+        "enable_gqa": True,
+        "window_size": (64, 0),
+        "bottom_right": True,
+        "softcap": 3.0,
+        "alibi_slopes": None,
+        "sinks": torch.zeros(8),
+        "seq_lens_q": torch.full((2,), 5),
+        "seq_lens_kv": ((2,), torch.int32),
+        "deterministic": False,
+        "rng_state": torch.zeros(2, dtype=torch.int64),
+    },
+    "paged_attention": {
+        "query": ((2, 1, 8, 64), torch.bfloat16),
+        **dict.fromkeys(("key_cache", "value_cache"), ((100, 8, 16, 64), torch.bfloat16)),
+        "page_table": torch.zeros(2, 32, dtype=torch.int32),
+        "seq_lens_kv": torch.zeros(2, dtype=torch.int32),
+        "cu_seqlens_q": None,
+        "max_seqlen_q": 0,
+        "scale": 0.5,
+        "is_causal": False,
+        "window_size": (64, 0),
+        "softcap": 0.0,
+        "sinks": ((8,), torch.float32),
+        "kv_layout": "HND",
+        "out": torch.zeros(2, 1, 8, 64, dtype=torch.bfloat16),
+    },
+    "layer_norm": {
+        "input": ((64, 512), torch.bfloat16),
+        "normalized_shape": (512,),
+        "weight": torch.ones(512),
+        "bias": ((512,), torch.float32),
+        "eps": 1e-3,
+        "zero_centered": False,
+    },
+    "conv2d": {
+        "input": ((4, 64, 14, 14), torch.bfloat16),
+        "weight": ((32, 64, 3, 3), torch.bfloat16),
+        "bias": ((32,), torch.bfloat16),
+        "stride": 2,
+        "padding": (1, 1),
+        "dilation": 1,
+        "groups": 1,
+        "activation": "relu",
+        "residual": torch.zeros(4, 32, 7, 7, dtype=torch.bfloat16),
+    },
+}
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_every_argument_of_a_call_is_taken(op):
+    function = {"sdpa": cudnn_ops.scaled_dot_product_attention}.get(op) or getattr(cudnn_ops, op)
+    assert list(CALLS[op]) == list(inspect.signature(function).parameters)
+    assert explain(op, **CALLS[op], device="h200").supported
+
+
+@pytest.mark.parametrize(
+    ("op", "function", "shapes"),
+    [
+        ("sdpa_backward", cudnn_ops.scaled_dot_product_attention, [SHAPE]),
+        ("rms_norm", cudnn_ops.rms_norm, [(64, 512)]),
+        ("conv1d_backward", cudnn_ops.conv1d, [(4, 64, 14), (32, 64, 3)]),
+        ("conv3d", cudnn_ops.conv3d, [(4, 64, 3, 9, 9), (32, 64, 3, 3, 3)]),
+    ],
+)
+def test_defaults_are_taken_where_a_call_has_them(op, function, shapes):
+    parameters = inspect.signature(function).parameters.items()
+    defaults = {name: one.default for name, one in parameters if one.default is not one.empty}
+    specs = [(shape, torch.bfloat16) for shape in shapes]
+    assert explain(op, *specs, **defaults, device="h200").supported
+
+
+def test_arguments_without_effect_change_no_plan():
+    plain = support.plan_key("sdpa", SPEC, None, None, with_lse=False, polymorphic=False)
+    other = support.plan_key(
+        "sdpa", SPEC, None, None, with_lse=False, polymorphic=False, scale=0.3, enable_gqa=True
+    )
+    assert plain == other
+
+
+@pytest.mark.parametrize(
+    ("op", "options", "message"),
+    [
+        (
+            "sdpa",
+            {"causal": True},
+            r"sdpa has no argument causal; did you mean is_causal\? It takes ",
+        ),
+        ("sdpa_backward", {"attn_bias": None}, "did you mean attn_mask"),
+        ("sdpa", {"zzz": 1}, r"no argument zzz\. It takes attn_mask, dropout_p, .*grad_mask"),
+        ("paged_attention", {"k": SPEC, "page_tables": 1}, "did you mean page_table"),
+        ("layer_norm", {"epsilon": 1}, "did you mean eps"),
+        ("rms_norm", {"bias": True}, "rms_norm has no argument bias"),
+        (
+            "conv2d",
+            {"k": SPEC, "strides": 1},
+            r"conv2d has no argument strides; did you mean stride",
+        ),
+        ("sdpa", {"query": SPEC}, "got query twice: it is q of sdpa"),
+    ],
+)
+def test_an_argument_that_there_is_not(op, options, message):
+    with pytest.raises(TypeError, match=message):
+        explain(op, SPEC, device="h200", **options)
+
+
+def test_mistakes_in_what_is_taken():
+    with pytest.raises(ValueError, match=r"sinks must be a tensor, \(shape, dtype\)"):
+        explain("sdpa", SPEC, sinks=(8,), device="h200")
+    with pytest.raises(ValueError, match="sinks must hold one floating-point number"):
+        explain("sdpa", SPEC, sinks=((9,), torch.float32), device="h200")
+    with pytest.raises(ValueError, match="activation is one of none, relu"):
+        explain("conv2d", SPEC, ((8, 8, 3, 3), torch.bfloat16), activation="tanh", device="h200")
+    residual = ((1, 2, 3, 4), torch.bfloat16)
+    with pytest.raises(ValueError, match="residual"):
+        explain("conv2d", SPEC, ((8, 8, 3, 3), torch.bfloat16), residual=residual, device="h200")
+    with pytest.raises(ValueError, match='packed sequences have the plans of "sdpa"'):
+        explain("varlen_attention", SPEC, device="h200")
+    with pytest.raises(TypeError, match="explain needs q, the query"):
+        explain("paged_attention", device="h200")
 
 
 def test_a_description_that_is_none(tmp_path):
