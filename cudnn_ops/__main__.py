@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
 from cudnn_ops import cache, support, support_table
 from cudnn_ops.norm_tuning import tune_norms, write_table
@@ -75,14 +77,23 @@ def _features(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _support(args: argparse.Namespace) -> int:
-    answers = support_table.support_table(args.device, progress=sys.stderr.isatty())
-    lines = support_table.as_lines(answers)
-    print((support_table.as_markdown if args.markdown else support_table.as_text)(lines))
-    if args.reasons:
+    refused = []
+
+    def noted(answers: Iterable[support_table.Answer]) -> Iterator[support_table.Answer]:
         for answer in answers:
             if not answer.supported:
-                sizes = "/".join(map(str, answer.head_sizes))
-                print(f"{answer.direction}, {answer.feature}, {sizes}: {answer.reason}")
+                refused.append(answer)
+            yield answer
+
+    answers = support_table.support_table(args.device, progress=sys.stderr.isatty())
+    rows = support_table.as_markdown if args.markdown else support_table.as_text
+    for row in rows(support_table.as_lines(noted(answers))):
+        # Each as soon as it is known: all take minutes. Above the bar where there is one.
+        tqdm.write(row, file=sys.stdout)
+        sys.stdout.flush()
+    for answer in refused if args.reasons else ():
+        sizes = "/".join(map(str, answer.head_sizes))
+        print(f"{answer.direction}, {answer.feature}, {sizes}: {answer.reason}")
     return 0
 
 

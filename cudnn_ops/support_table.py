@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from os import cpu_count
 from pathlib import Path
 from typing import Any
@@ -68,8 +70,10 @@ class Answer:
 
 def support_table(
     device: str | Path = "current", *, progress: bool = False, threads: int | None = None
-) -> list[Answer]:
+) -> Iterator[Answer]:
     """Asks for every feature of attention at every head size, forward and backward.
+
+    The answers come as they are known, feature by feature in the order of :data:`FEATURES`.
 
     Args:
         device: as :func:`cudnn_ops.support.explain` takes it.
@@ -119,16 +123,19 @@ def support_table(
         supported, reason, *_ = _C.make_plan(words, description)
         return Answer(feature, sizes, direction, supported, reason)
 
-    questions = [(f, s, d) for f in FEATURES for s in HEAD_SIZES for d in DIRECTIONS]
-    with (
-        ThreadPoolExecutor(threads or cpu_count() or 1) as pool,
-        tqdm(total=len(questions), desc="cuDNN plans", disable=not progress, leave=False) as bar,
-    ):
-        answers = []
-        for answer in pool.map(lambda question: ask(*question), questions):
-            answers.append(answer)
-            bar.update()
-    return answers
+    def answers() -> Iterator[Answer]:
+        questions = [(f, s, d) for f in FEATURES for s in HEAD_SIZES for d in DIRECTIONS]
+        with (
+            ThreadPoolExecutor(threads or cpu_count() or 1) as pool,
+            tqdm(
+                total=len(questions), desc="cuDNN plans", disable=not progress, leave=False
+            ) as bar,
+        ):
+            for answer in pool.map(lambda question: ask(*question), questions):
+                bar.update()
+                yield answer
+
+    return answers()
 
 
 def _spec(length: int, size: int) -> torch.Tensor:
@@ -136,29 +143,30 @@ def _spec(length: int, size: int) -> torch.Tensor:
     return memory.transpose(1, 2)
 
 
-def as_lines(answers: list[Answer]) -> list[list[str]]:
+def as_lines(answers: Iterable[Answer]) -> Iterator[list[str]]:
     """A line a feature, a column a head size, header first: "yes", "forward" alone, or "no"."""
-    found = {(a.feature, a.head_sizes, a.direction): a.supported for a in answers}
-
-    def cell(feature: str, sizes: tuple[int, int]) -> str:
-        forward, backward = (found[feature, sizes, direction] for direction in DIRECTIONS)
-        return "yes" if forward and backward else "forward" if forward else "no"
-
-    header = ["", *(str(d) if d == dv else f"{d}/{dv}" for d, dv in HEAD_SIZES)]
-    return [header, *([name, *(cell(name, sizes) for sizes in HEAD_SIZES)] for name in FEATURES)]
-
-
-def as_markdown(lines: list[list[str]]) -> str:
-    """A table for a README."""
-    header, *rows = (f"| {' | '.join(line)} |" for line in lines)
-    rule = f"| --- |{' :---: |' * (len(lines[0]) - 1)}"
-    return "\n".join([header, rule, *rows])
+    yield ["", *(str(d) if d == dv else f"{d}/{dv}" for d, dv in HEAD_SIZES)]
+    answers = iter(answers)
+    while of_feature := list(islice(answers, len(HEAD_SIZES) * len(DIRECTIONS))):
+        found = {(a.head_sizes, a.direction): a.supported for a in of_feature}
+        cells = []
+        for sizes in HEAD_SIZES:
+            forward, backward = (found[sizes, direction] for direction in DIRECTIONS)
+            cells.append("yes" if forward and backward else "forward" if forward else "no")
+        yield [of_feature[0].feature, *cells]
 
 
-def as_text(lines: list[list[str]]) -> str:
-    """A table for a terminal."""
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
+def as_markdown(lines: Iterable[list[str]]) -> Iterator[str]:
+    """A table for a README, row by row."""
+    for number, line in enumerate(lines):
+        yield f"| {' | '.join(line)} |"
+        if number == 0:
+            yield f"| --- |{' :---: |' * (len(line) - 1)}"
+
+
+def as_text(lines: Iterable[list[str]]) -> Iterator[str]:
+    """A table for a terminal, row by row."""
+    widths = [max(map(len, FEATURES)), *(len("forward") for _ in HEAD_SIZES)]
+    for line in lines:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        yield "  ".join(cells).rstrip()
