@@ -48,7 +48,7 @@ class DeviceKernel {
   static constexpr int kMajors = 32;
   // By the major compute capability.
   mutable std::array<std::atomic<const void*>, kMajors> functions_{};
-  // The last answer of resident_blocks(): its arguments and blocks per multiprocessor.
+  // The last answer of resident_blocks(): device, arguments and blocks per multiprocessor.
   mutable std::atomic<uint64_t> resident_ = 0;
 };
 

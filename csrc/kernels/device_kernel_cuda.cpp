@@ -2,6 +2,7 @@
 
 #include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/Exception.h>
 #include <cuda_runtime_api.h>
@@ -12,12 +13,17 @@
 namespace cudnn_ops {
 
 const void* DeviceKernel::function() const {
-  const int major = at::cuda::getCurrentDeviceProperties()->major;
+  const auto* properties = at::cuda::getCurrentDeviceProperties();
+  const int major = properties->major;
   auto& function = functions_.at(static_cast<size_t>(major));
   if (const void* known = function.load(std::memory_order_acquire)) return known;
   static std::mutex mutex;
   const std::lock_guard<std::mutex> lock(mutex);
   if (function == nullptr) {
+    constexpr int kLeastMajor = 8;
+    TORCH_CHECK_NOT_IMPLEMENTED(major >= kLeastMajor, "cudnn_ops: ", properties->name,
+                                " has compute capability ", major, ".", properties->minor,
+                                "; the kernels need 8.0 (A100) or newer");
     const KernelImage* image = images_;
     while (image->major != 0 && image->major != major) ++image;
     cudaLibrary_t library = nullptr;
@@ -57,8 +63,10 @@ void DeviceKernel::launch(int64_t blocks, int rows, int threads, void** argument
 
 int64_t DeviceKernel::resident_blocks(int threads, int shared_bytes) const {
   constexpr int kCountBits = 8;
+  const auto device = static_cast<uint64_t>(c10::cuda::current_device());
   const uint64_t asked =
-      (static_cast<uint64_t>(threads) << 32 | static_cast<uint64_t>(shared_bytes)) << kCountBits;
+      (device << 48 | static_cast<uint64_t>(threads) << 32 | static_cast<uint64_t>(shared_bytes))
+      << kCountBits;
   uint64_t known = resident_.load(std::memory_order_relaxed);
   if (known >> kCountBits << kCountBits != asked) {
     allow(shared_bytes);

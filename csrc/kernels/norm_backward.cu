@@ -161,11 +161,13 @@ __device__ void write_sums(const NormCall& call, bool is_weight,
 // What a thread sums up for its columns is, at the end, one row of `partial`, which norm_columns
 // adds up; of a single block it is the result. Of the widest rows nothing is left for the sums:
 // norm_partial computes them.
-template <int kBytes, int kVectors, bool kIsLayer>
+template <int kBytes, int kVectors>
+constexpr bool kHasSums = kBytes < 16 || kVectors < 8;
+
+template <int kBytes, int kVectors, bool kIsLayer, int kStages = kHasSums<kBytes, kVectors> ? 3 : 1>
 __device__ void backward(const NormCall& call) {
   constexpr int kWidth = kBytes / sizeof(Bits);
-  constexpr bool kSums = kBytes < 16 || kVectors < 8;
-  constexpr int kStages = kSums ? 3 : 1;
+  constexpr bool kSums = kHasSums<kBytes, kVectors>;
   constexpr bool kKeeps = kVectors * kWidth <= kMostKept;
   constexpr int kKept = kKeeps ? kVectors : 1;
   using Vector = Piece<Type, kWidth>;
@@ -399,10 +401,25 @@ __device__ void columns(const NormCall& call) {
 
 }  // namespace
 
+// With fewer rows under way, for GPUs with less shared memory (norm_launch.cpp).
+#define NORM_STAGES(bytes, vectors, stages)                                     \
+  extern "C" __global__ void __launch_bounds__(512, 1)                          \
+      rms_norm_backward_##bytes##_##vectors##_stages_##stages(                  \
+          const __grid_constant__ NormCall call) {                              \
+    backward<bytes, vectors, false, stages>(call);                              \
+  }                                                                             \
+  extern "C" __global__ void __launch_bounds__(512, 1)                          \
+      layer_norm_backward_##bytes##_##vectors##_stages_##stages(                \
+          const __grid_constant__ NormCall call) {                              \
+    backward<bytes, vectors, true, stages>(call);                               \
+  }
+
 NORM(backward, 16, 1, 256, 3)
 NORM(backward, 16, 2, 512, 1)
 NORM(backward, 16, 4, 512, 1)
 NORM(backward, 16, 8, 512, 1)
+NORM_STAGES(16, 4, 2)
+NORM_STAGES(16, 4, 1)
 NORM(backward, 8, 1, 256, 3)
 NORM(backward, 8, 4, 512, 1)
 NORM(backward, n, 2, 256, 3)

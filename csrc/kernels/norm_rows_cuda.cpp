@@ -9,21 +9,18 @@
 #include "norm_rows_call.h"
 #include "../ops/norm_problem.h"
 #include "device_kernel.h"
+#include "norm_launch.h"
 
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/cuda/EmptyTensor.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 
 namespace cudnn_ops {
 namespace {
-
-constexpr unsigned kWarp = 32;
-
-unsigned divide_up(unsigned number, unsigned by) {
-  return (number + by - 1) / by;
-}
 
 // The rows of a tensor, seen as they lie or copied where three strides do not say where they are.
 class Rows {
@@ -97,12 +94,6 @@ at::Tensor dense(const OptionalTensor& parameter) {
   return parameter ? parameter->contiguous() : at::Tensor();
 }
 
-// Of a row that is copied whole, with what lies beside it in the same 16 bytes.
-unsigned whole_row_bytes(const NormCall& call, unsigned number_bytes) {
-  constexpr unsigned kCopied = 16;
-  return (divide_up(call.columns * number_bytes, kCopied) + 1) * kCopied;
-}
-
 // What both directions have in common.
 NormCall call_of(const Norm& args, const Rows& input, const at::Tensor& weight) {
   NormCall call{};
@@ -114,7 +105,6 @@ NormCall call_of(const Norm& args, const Rows& input, const at::Tensor& weight) 
   call.weight = data_of(weight);
   call.rows = static_cast<unsigned>(rows);
   call.columns = static_cast<unsigned>(columns);
-  call.row_bytes = whole_row_bytes(call, static_cast<unsigned>(args.input.element_size()));
   call.eps = static_cast<float>(args.eps);
   call.is_layer = args.is_layer;
   call.zero_centered = args.zero_centered;
@@ -122,72 +112,32 @@ NormCall call_of(const Norm& args, const Rows& input, const at::Tensor& weight) 
   return call;
 }
 
-// The bytes that a thread can load at once: 16, 8 or one number's.
-unsigned piece_bytes(const NormCall& call, unsigned number_bytes, uint64_t row_bits) {
+// `row_bits`: those that are set in the address of some row.
+NormProblem problem_of(const NormCall& call, unsigned number_bytes, uint64_t row_bits) {
   const auto parameter_bits =
       reinterpret_cast<uintptr_t>(call.weight) | reinterpret_cast<uintptr_t>(call.bias);
   const uint64_t bits = row_bits | static_cast<uint64_t>(call.columns) * number_bytes;
-  if (bits % 16 == 0 && parameter_bits % 16 == 0) return 16;
-  return bits % 8 == 0 && parameter_bits % 16 == 0 ? 8 : number_bytes;
-}
-
-// How a row is spread over threads, and rows over a block: `vectors` pieces a thread; 0: a row is
-// too long for that.
-struct Spread {
-  unsigned bytes, vectors, group, threads;
-};
-
-constexpr Spread kAnyRows{0, 0, 0, 0};
-
-Spread within_warp(unsigned bytes, unsigned vectors, unsigned pieces) {
-  unsigned group = 1;
-  while (group * vectors < pieces) group *= 2;
-  return {bytes, vectors, group, 256};
-}
-
-Spread within_block(unsigned bytes, unsigned vectors, unsigned pieces) {
-  const unsigned group = divide_up(divide_up(pieces, vectors), kWarp) * kWarp;
-  return {bytes, vectors, group, group};
-}
-
-// Of pieces of fewer than 16 bytes.
-Spread spread_small(unsigned bytes, unsigned pieces, unsigned most_threads) {
-  const unsigned few = bytes == 8 ? 1 : 2, most = bytes == 8 ? 4 : 8;
-  if (pieces <= few * kWarp) return within_warp(bytes, few, pieces);
-  if (pieces <= most * kWarp) return within_warp(bytes, most, pieces);
-  return pieces <= most * most_threads ? within_block(bytes, most, pieces) : kAnyRows;
-}
-
-// As many pieces a thread as still leave threads enough: the sums over threads are a good part of
-// the instructions, which limit the forward. Few rows wait for memory: more threads each.
-Spread spread_forward(unsigned bytes, unsigned pieces, unsigned rows) {
-  if (bytes < 16) return spread_small(bytes, pieces, /*most_threads=*/1024);
-  if (pieces <= 4 * kWarp) return within_warp(bytes, pieces <= 8 ? 2 : 4, pieces);
-  constexpr unsigned kMost = 512, kFewRows = 512;
-  if (rows <= kFewRows && pieces <= 4 * kMost) return within_block(bytes, 2, pieces);
-  if (pieces <= 4 * kMost) return within_block(bytes, 4, pieces);
-  return pieces <= 8 * kMost ? within_block(bytes, 8, pieces) : kAnyRows;
-}
-
-// Few pieces a thread as long as a warp or a block has them all, for more loads under way.
-Spread spread_backward(unsigned bytes, unsigned pieces) {
-  constexpr unsigned kMost = 512;
-  if (bytes < 16) return spread_small(bytes, pieces, kMost);
-  if (pieces <= kWarp) return within_warp(bytes, 1, pieces);
-  if (pieces <= 2 * kWarp) return within_warp(bytes, 2, pieces);
-  if (pieces <= 2 * kMost) return within_block(bytes, 2, pieces);
-  if (pieces <= 4 * kMost) return within_block(bytes, 4, pieces);
-  return pieces <= 8 * kMost ? within_block(bytes, 8, pieces) : kAnyRows;
+  const bool is_aligned = parameter_bits % 16 == 0;
+  const unsigned piece_bytes = is_aligned && bits % 16 == 0  ? 16
+                               : is_aligned && bits % 8 == 0 ? 8
+                                                             : number_bytes;
+  return {call.rows, call.columns, number_bytes, piece_bytes};
 }
 
 // The kernels that keep a row in registers: by type, kind, and the index of their spread, which not
 // every direction uses.
-constexpr int kSpreads = 8;
+constexpr int kSpreads = 10;
 
-int index_of(const Spread& how) {
+int index_of(const NormSpread& how) {
   if (how.bytes == 16)
     return how.vectors == 1 ? 0 : how.vectors == 2 ? 1 : how.vectors == 4 ? 2 : 7;
   return (how.bytes == 8 ? 3 : 5) + (how.vectors <= 2 ? 0 : 1);
+}
+
+// Of the backward, of which there are some with fewer stages.
+int index_of(const NormBackwardLaunch& launch) {
+  const int index = index_of(launch.how);
+  return index == 2 ? launch.stages == 2 ? 8 : launch.stages == 1 ? 9 : index : index;
 }
 
 using Kernels = DeviceKernel[2][kSpreads];
@@ -196,8 +146,9 @@ using Kernels = DeviceKernel[2][kSpreads];
   {                                                                                            \
     {images, name "_16_1", true}, {images, name "_16_2", true}, {images, name "_16_4", true},  \
         {images, name "_8_1", true}, {images, name "_8_4", true}, {images, name "_n_2", true}, \
-        {images, name "_n_8", true}, {                                                         \
-      images, name "_16_8", true                                                               \
+        {images, name "_n_8", true}, {images, name "_16_8", true},                             \
+        {images, name "_16_4_stages_2", true}, {                                               \
+      images, name "_16_4_stages_1", true                                                      \
     }                                                                                          \
   }
 #define CUDNN_OPS_KINDS(images, direction) \
@@ -213,29 +164,16 @@ using Kernels = DeviceKernel[2][kSpreads];
     }                                                                                             \
   }
 
-void launch_forward(NormCall& call, int type, unsigned number_bytes, uint64_t row_bits) {
+void launch_forward(NormCall& call, int type, const NormProblem& problem) {
   static const Kernels kernels[3] = CUDNN_OPS_TYPES(Forward, "forward");
   static const DeviceKernel any[2][3] = {CUDNN_OPS_ANY(Forward, "norm_forward_any_n"),
                                          CUDNN_OPS_ANY(Forward, "norm_forward_any_16")};
-  const unsigned bytes = piece_bytes(call, number_bytes, row_bits);
-  const Spread how = spread_forward(bytes, call.columns * number_bytes / bytes, call.rows);
+  const NormForwardLaunch launch = norm_forward_launch(problem);
+  call.group = launch.how.group;
+  const auto& kernel = launch.how.vectors == 0 ? any[problem.piece_bytes == 16][type]
+                                               : kernels[type][call.is_layer][index_of(launch.how)];
   void* argument = &call;
-  if (how.vectors == 0) return any[bytes == 16][type].launch(call.rows, 1, 1024, &argument);
-  call.group = how.group;
-  kernels[type][call.is_layer][index_of(how)].launch(divide_up(call.rows, how.threads / how.group),
-                                                     1, static_cast<int>(how.threads), &argument);
-}
-
-// Of the backward's pipeline through shared memory, as in norm_backward.cu.
-constexpr unsigned kStages = 3;
-constexpr unsigned kMaxShared = 220 << 10;
-
-// The shared memory of a block's rows of one tensor; those of pieces that cp.async cannot take are
-// copied whole.
-unsigned stage_bytes(const NormCall& call, const Spread& how) {
-  const bool is_whole = how.vectors > 0 && how.bytes < 4;
-  return is_whole ? call.row_bytes * (how.threads / how.group)
-                  : how.vectors * how.bytes * how.threads;
+  kernel.launch(launch.blocks, 1, launch.threads, &argument);
 }
 
 // The rows of sums that the backward leaves.
@@ -247,7 +185,21 @@ at::Tensor allocate_partials(NormCall& call, int64_t count, const at::Device& de
   return memory;
 }
 
-void launch_backward(NormCall& call, int type, unsigned number_bytes, uint64_t row_bits,
+// What tests set, to run what GPUs with less shared memory do; else 0.
+std::atomic<int64_t> most_shared_bytes = 0;
+
+void limit_shared_memory(int64_t bytes) {
+  most_shared_bytes = bytes;
+}
+
+NormLimits current_limits() {
+  const auto* properties = at::cuda::getCurrentDeviceProperties();
+  const auto there = static_cast<int64_t>(properties->sharedMemPerBlockOptin);
+  const int64_t most = most_shared_bytes.load(std::memory_order_relaxed);
+  return {most == 0 ? there : std::min(there, most), properties->multiProcessorCount};
+}
+
+void launch_backward(NormCall& call, int type, const NormBackwardProblem& problem,
                      const at::Device& device) {
   static const Kernels kernels[3] = CUDNN_OPS_TYPES(Backward, "backward");
   static const DeviceKernel any[2][3] = {CUDNN_OPS_ANY(Backward, "norm_backward_any_n"),
@@ -257,62 +209,37 @@ void launch_backward(NormCall& call, int type, unsigned number_bytes, uint64_t r
   static const DeviceKernel partial[2][3] = {CUDNN_OPS_ANY(Backward, "norm_partial_n"),
                                              CUDNN_OPS_ANY(Backward, "norm_partial_16")};
   static const DeviceKernel columns[3] = CUDNN_OPS_ANY(Backward, "norm_columns");
-  const bool needs_columns = call.grad_weight != nullptr || call.grad_bias != nullptr;
-  const unsigned bytes = piece_bytes(call, number_bytes, row_bits);
-  Spread how = spread_backward(bytes, call.columns * number_bytes / bytes);
-  const bool is_wide = how.vectors == 8 && how.bytes == 16;  // nothing left for the sums
-  const unsigned numbers = how.vectors * how.threads * (how.bytes / number_bytes);
-  const auto sums_bytes = numbers * static_cast<unsigned>(sizeof(float));
-  const unsigned shared =
-      std::max((is_wide ? 1 : kStages) * 2 * stage_bytes(call, how), is_wide ? 0 : sums_bytes);
-  if (shared > kMaxShared) how = kAnyRows;
-  at::Tensor partials;
+  constexpr int kPartialThreads = 512, kColumnThreads = 1024, kColumns = 32;  // as they declare
+  const NormBackwardLaunch launch = norm_backward_launch(problem, current_limits());
+  const bool is_wide_piece = problem.piece_bytes == 16;
+  const auto shared = static_cast<int>(launch.shared_bytes);
   void* argument = &call;
-  call.group = how.group;
-  // Of few rows one kernel does it all; the longer they are, the more of them.
-  const unsigned few_rows = std::max(256U, call.columns * number_bytes / 32);
-  const bool is_block = how.group > kWarp || how.vectors == 0;
-  if (needs_columns && call.out != nullptr && call.rows <= few_rows && is_block) {
-    const unsigned strips = divide_up(call.columns, kWarp * (bytes == 16 ? 4 / number_bytes : 1));
-    return few[bytes == 16][type].launch(strips + call.rows, 1, 512, &argument);
+  call.group = launch.how.group;
+  call.row_bytes = launch.row_bytes;
+  if (launch.way == NormBackwardWay::kFew) {
+    return few[is_wide_piece][type].launch(launch.blocks, 1, launch.threads, &argument);
   }
-  if (how.vectors > 0 && !is_wide) {
-    const auto& kernel = kernels[type][call.is_layer][index_of(how)];
-    const auto threads = static_cast<int>(how.threads);
-    // A few rows a block: for less, their sums would take longer to add up than they.
-    constexpr unsigned kRows = 4;
-    const unsigned turns = divide_up(call.rows, how.threads / how.group);
-    const auto processors =
-        static_cast<unsigned>(at::cuda::getDeviceProperties(device.index())->multiProcessorCount);
-    const int64_t blocks =
-        std::min<int64_t>({turns, std::max(processors, divide_up(turns, kRows)),
-                           kernel.resident_blocks(threads, static_cast<int>(shared))});
-    if (needs_columns) partials = allocate_partials(call, blocks, device);
-    kernel.launch(blocks, 1, threads, &argument, static_cast<int>(shared));
-    if (blocks == 1) return;  // it wrote the sums
-  } else {
-    if (call.out != nullptr && is_wide) {
-      const auto& kernel = kernels[type][call.is_layer][index_of(how)];
-      const auto threads = static_cast<int>(how.threads);
-      const int64_t resident = kernel.resident_blocks(threads, static_cast<int>(shared));
-      kernel.launch(std::min<int64_t>(call.rows, resident), 1, threads, &argument,
-                    static_cast<int>(shared));
-    } else if (call.out != nullptr) {
-      any[bytes == 16][type].launch(call.rows, 1, bytes == 16 ? 1024 : 512, &argument);
+  at::Tensor partials;
+  if (launch.way == NormBackwardWay::kAny) {
+    const auto& kernel = any[is_wide_piece][type];
+    if (problem.needs_rows) kernel.launch(launch.blocks, 1, launch.threads, &argument);
+  } else if (launch.has_sums || problem.needs_rows) {
+    const auto& kernel = kernels[type][call.is_layer][index_of(launch)];
+    const int64_t blocks = std::min(launch.blocks, kernel.resident_blocks(launch.threads, shared));
+    if (problem.needs_columns && launch.has_sums) {
+      partials = allocate_partials(call, blocks, device);
     }
-    if (needs_columns) {
-      constexpr int64_t kBlocks = 512, kRows = 16;
-      const int64_t strips =
-          divide_up(call.columns * number_bytes / (bytes == 16 ? 16 : number_bytes), kWarp);
-      const int64_t stretches =
-          std::min<int64_t>(divide_up(call.rows, kRows), (kBlocks + strips - 1) / strips);
-      partials = allocate_partials(call, stretches, device);
-      partial[bytes == 16][type].launch(strips, static_cast<int>(stretches), 512, &argument);
-    }
+    kernel.launch(blocks, 1, launch.threads, &argument, shared);
+    if (launch.has_sums && blocks == 1) return;  // it wrote the sums
   }
-  if (needs_columns) {
-    columns[type].launch(divide_up(call.columns, kWarp), call.is_layer ? 2 : 1, 1024, &argument);
+  if (!problem.needs_columns) return;
+  if (!launch.has_sums) {
+    partials = allocate_partials(call, launch.stretches, device);
+    partial[is_wide_piece][type].launch(launch.strips, static_cast<int>(launch.stretches),
+                                        kPartialThreads, &argument);
   }
+  columns[type].launch((problem.columns + kColumns - 1) / kColumns, call.is_layer ? 2 : 1,
+                       kColumnThreads, &argument);
 }
 
 }  // namespace
@@ -338,8 +265,8 @@ void norm_rows(const Norm& args, const at::Tensor& out, const at::Tensor& sum,
   call.mean = data_of<float>(mean);
   call.rstd = data_of<float>(rstd);
   launch_forward(call, type_index(args.input.scalar_type()),
-                 static_cast<unsigned>(args.input.element_size()),
-                 input.address_bits() | residual.address_bits());
+                 problem_of(call, static_cast<unsigned>(args.input.element_size()),
+                            input.address_bits() | residual.address_bits()));
 }
 
 void norm_rows_backward(const Norm& args, const at::Tensor& grad_out, const at::Tensor& grad_sum,
@@ -358,9 +285,16 @@ void norm_rows_backward(const Norm& args, const at::Tensor& grad_out, const at::
   call.grad_weight = data_of(grad_weight);
   call.grad_bias = data_of(grad_bias);
   call.is_bias_float = grad_bias.defined() && grad_bias.scalar_type() == at::kFloat;
-  launch_backward(
-      call, type_index(args.input.scalar_type()), static_cast<unsigned>(args.input.element_size()),
-      input.address_bits() | grads.address_bits() | more.address_bits(), args.input.device());
+  const auto bits = input.address_bits() | grads.address_bits() | more.address_bits();
+  const bool needs_columns = call.grad_weight != nullptr || call.grad_bias != nullptr;
+  launch_backward(call, type_index(args.input.scalar_type()),
+                  {problem_of(call, static_cast<unsigned>(args.input.element_size()), bits),
+                   call.out != nullptr, needs_columns},
+                  args.input.device());
 }
 
 }  // namespace cudnn_ops
+
+TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
+  m.def("_norm_limit_shared_memory(int bytes) -> ()", cudnn_ops::limit_shared_memory);
+}

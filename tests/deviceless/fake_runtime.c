@@ -1,0 +1,149 @@
+// A CUDA runtime of GPUs that are not there: memory is addresses that nobody reads, and what is
+// launched goes to a callback. Loaded before torch (LD_PRELOAD), it takes the place of libcudart
+// and of the driver, as far as operators that launch kernels of ours need them. See launches.py.
+#include <cuda_runtime_api.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { kMostDevices = 16, kNameSize = 128 };
+
+// What a handle of a kernel points to.
+struct Kernel {
+  const char* image;
+  char name[kNameSize];
+};
+
+typedef int (*OnLaunch)(int device, const struct Kernel* kernel, const unsigned* numbers);
+typedef int (*OnOccupancy)(int device, const struct Kernel* kernel, int threads, int shared);
+typedef void (*OnAllow)(int device, const struct Kernel* kernel, int shared);
+
+static struct cudaDeviceProp devices[kMostDevices];
+static int device_count;
+static _Thread_local int current_device;
+static OnLaunch on_launch;
+static OnOccupancy on_occupancy;
+static OnAllow on_allow;
+
+void fake_callbacks(OnLaunch launch, OnOccupancy occupancy, OnAllow allow) {
+  on_launch = launch;
+  on_occupancy = occupancy;
+  on_allow = allow;
+}
+
+void fake_device(const char* name, int sm_version, int processors, int shared_bytes) {
+  struct cudaDeviceProp* device = &devices[device_count++];
+  strncpy(device->name, name, sizeof(device->name) - 1);
+  device->major = sm_version / 10;
+  device->minor = sm_version % 10;
+  device->multiProcessorCount = processors;
+  device->sharedMemPerBlock = 48 << 10;
+  device->sharedMemPerBlockOptin = (size_t)shared_bytes;
+  device->warpSize = 32;
+  device->maxThreadsPerBlock = 1024;
+  device->maxThreadsPerMultiProcessor = 1536;
+  device->totalGlobalMem = (size_t)1 << 40;
+}
+
+#define SUCCEEDS(name, ...)       \
+  cudaError_t name(__VA_ARGS__) { \
+    return cudaSuccess;           \
+  }
+#define GIVES(name, value, type, ...)           \
+  cudaError_t name(type* result, __VA_ARGS__) { \
+    *result = value;                            \
+    return cudaSuccess;                         \
+  }
+#define GIVES_ONE(name, value, type) \
+  cudaError_t name(type* result) {   \
+    *result = value;                 \
+    return cudaSuccess;              \
+  }
+
+GIVES_ONE(cudaGetDeviceCount, device_count, int)
+GIVES_ONE(cudaGetDevice, current_device, int)
+GIVES_ONE(cudaDriverGetVersion, CUDART_VERSION, int)
+GIVES_ONE(cudaRuntimeGetVersion, CUDART_VERSION, int)
+GIVES(cudaGetDeviceProperties, devices[index], struct cudaDeviceProp, int index)
+SUCCEEDS(cudaGetLastError, void)
+SUCCEEDS(cudaPeekAtLastError, void)
+SUCCEEDS(cudaDeviceSynchronize, void)
+SUCCEEDS(cudaFree, void* memory)
+SUCCEEDS(cudaMemsetAsync, void* memory, int value, size_t bytes, cudaStream_t stream)
+SUCCEEDS(cudaMemcpyAsync, void* to, const void* from, size_t bytes, enum cudaMemcpyKind kind,
+         cudaStream_t stream)
+SUCCEEDS(cudaLaunchKernel, const void* function, dim3 grid, dim3 block, void** arguments,
+         size_t shared, cudaStream_t stream)
+SUCCEEDS(__cudaLaunchKernel, const void* function, dim3 grid, dim3 block, void** arguments,
+         size_t shared, cudaStream_t stream)
+
+cudaError_t cudaSetDevice(int index) {
+  current_device = index;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  *least = *greatest = 0;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus* status) {
+  *status = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemGetInfo(size_t* left, size_t* all) {
+  *left = *all = (size_t)1 << 40;
+  return cudaSuccess;
+}
+
+// Never the same twice, and not within reach of any real memory.
+cudaError_t cudaMalloc(void** memory, size_t bytes) {
+  static size_t next = (size_t)1 << 48;
+  *memory = (void*)next;
+  next += (bytes | 511) + 1;
+  return cudaSuccess;
+}
+
+cudaError_t cudaLibraryLoadData(cudaLibrary_t* library, const void* image,
+                                enum cudaJitOption* options, void** values, unsigned count,
+                                enum cudaLibraryOption* more, void** more_values,
+                                unsigned more_count) {
+  *library = (cudaLibrary_t)image;
+  return cudaSuccess;
+}
+
+cudaError_t cudaLibraryGetKernel(cudaKernel_t* result, cudaLibrary_t library, const char* name) {
+  struct Kernel* kernel = calloc(1, sizeof(*kernel));
+  kernel->image = (const char*)library;
+  strncpy(kernel->name, name, kNameSize - 1);
+  *result = (cudaKernel_t)kernel;
+  return cudaSuccess;
+}
+
+cudaError_t cudaFuncSetAttribute(const void* kernel, enum cudaFuncAttribute attribute, int value) {
+  if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize) {
+    on_allow(current_device, kernel, value);
+  }
+  return cudaSuccess;
+}
+
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void* kernel,
+                                                          int threads, size_t shared) {
+  *blocks = on_occupancy(current_device, kernel, threads, (int)shared);
+  return cudaSuccess;
+}
+
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel,
+                                void** arguments) {
+  const unsigned numbers[] = {config->gridDim.x, config->gridDim.y, config->blockDim.x,
+                              (unsigned)config->dynamicSmemBytes};
+  on_launch(current_device, kernel, numbers);
+  return cudaSuccess;
+}
+
+// Of the driver: torch asks whether a device is in use.
+int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* is_active) {
+  *flags = 0;
+  *is_active = 1;
+  return 0;
+}

@@ -1,0 +1,255 @@
+"""Launches our kernels on GPUs that are not there, and holds every launch against their limits.
+
+    LD_PRELOAD=fake_runtime.so python -m tests.deviceless.launches fake_runtime.so
+
+Runs the operators as they are on tensors that have addresses and no memory (fake_runtime.c), on
+every GPU that the package describes, and prints as JSON which kernels were launched and what went
+over a limit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cudnn_ops
+from cudnn_ops import _C
+from tests.deviceless.kernel_images import KernelFacts, image_at, images_of_library
+
+_ops = torch.ops.cudnn_ops
+DESCRIPTIONS = Path(cudnn_ops.__file__).parent / "devices"
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+WIDTHS = (
+    *(1, 2, 3, 7, 8, 16, 31, 64, 65, 100, 127, 128, 256, 500, 512, 768, 1000, 1023, 1024, 1025),
+    *(2048, 2056, 3072, 4095, 4096, 4100, 5120, 8191, 8192, 8200, 9000, 10240, 12288, 13312, 13320),
+    *(16383, 16384, 16392, 20480, 24576, 24584, 28672, 32760, 32768, 32776, 40000, 65536, 65537),
+    *(100_000, 262_144, 999_999, 1_000_000),
+)
+ROWS = (1, 2, 33, 257, 1000, 4097, 70_001, 1_000_003)
+SIZES = [(rows, width) for rows in ROWS for width in WIDTHS if rows * width < 1 << 37]
+
+
+class _Kernel(ctypes.Structure):
+    """As in fake_runtime.c."""
+
+    _fields_ = (("image", ctypes.c_void_p), ("name", ctypes.c_char * 128))
+
+
+_Pointer = ctypes.POINTER(_Kernel)
+_OnLaunch = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, _Pointer, ctypes.POINTER(ctypes.c_uint))
+_OnOccupancy = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, _Pointer, ctypes.c_int, ctypes.c_int)
+_OnAllow = ctypes.CFUNCTYPE(None, ctypes.c_int, _Pointer, ctypes.c_int)
+
+
+def describe_gpus() -> list[dict[str, Any]]:
+    """Those of the package, and one of compute capability 8.6, with what an L40S has."""
+    gpus = [json.loads(path.read_text()) for path in sorted(DESCRIPTIONS.glob("*.json"))]
+    like = next(gpu for gpu in gpus if gpu["deviceVer"] == 890)
+    older = {"deviceName": "GeForce RTX 3090", "deviceVer": 860, "multiProcessorCount": 82}
+    return [*gpus, like | older]
+
+
+class Recorder:
+    """Holds what is launched against the limits of the GPU that it is launched on."""
+
+    def __init__(self, gpus: list[dict[str, Any]]) -> None:
+        self.gpus = gpus
+        self.launched: list[set[str]] = [set() for _ in gpus]
+        self.wrong: set[str] = set()
+        self.call = ""
+        """What the operator is called with, for messages."""
+        self._allowed: dict[tuple[int, int], int] = {}
+        self.callbacks = (
+            _OnLaunch(self._on_launch),
+            _OnOccupancy(self._on_occupancy),
+            _OnAllow(self._on_allow),
+        )
+
+    def _facts(self, device: int, image: int, name: str) -> KernelFacts:
+        found = image_at(image)
+        version = self.gpus[device]["deviceVer"] // 10
+        # Machine code runs on later ones of its major version, PTX on all later ones.
+        major = found.architecture // 10 * 10
+        runs = found.architecture <= version and (found.is_ptx or version < major + 10)
+        if not runs:
+            self.wrong.add(f"{name}: code for {found.architecture} on a GPU of {version}")
+        return found.kernels[name]
+
+    def _facts_of(self, device: int, kernel: Any) -> tuple[str, KernelFacts]:
+        name = kernel.contents.name.decode()
+        return name, self._facts(device, kernel.contents.image, name)
+
+    def _on_allow(self, device: int, kernel: Any, shared: int) -> None:
+        address = ctypes.addressof(kernel.contents)
+        self._allowed[device, address] = max(shared, self._allowed.get((device, address), 0))
+        name, facts = self._facts_of(device, kernel)
+        if facts.shared + shared > self.gpus[device]["maxSharedMemoryPerBlockOptin"]:
+            self._report(device, name, f"asks for {facts.shared} + {shared} bytes of shared memory")
+
+    def _on_occupancy(self, device: int, kernel: Any, threads: int, shared: int) -> int:
+        _, facts = self._facts_of(device, kernel)
+        gpu = self.gpus[device]
+        reserved = gpu["reservedSharedMemoryPerBlock"]
+        all_shared = gpu["maxSharedMemoryPerBlockOptin"] + reserved
+        registers = -(-facts.registers // 8) * 8 * threads
+        return int(
+            min(
+                gpu["maxThreadsPerSM"] // threads,
+                gpu["maxRegistersPerSM"] // registers,
+                all_shared // (facts.shared + shared + reserved),
+                gpu["maxCtasPerSM"],
+            )
+        )
+
+    def _on_launch(self, device: int, kernel: Any, numbers: Any) -> int:
+        blocks, rows, threads, shared = numbers[:4]
+        name, facts = self._facts_of(device, kernel)
+        gpu = self.gpus[device]
+        self.launched[device].add(name)
+        if not 1 <= blocks <= gpu["maxGridSize"][0] or not 1 <= rows <= gpu["maxGridSize"][1]:
+            self._report(device, name, f"a grid of {blocks} x {rows} blocks")
+        most_threads = facts.most_threads or gpu["maxThreadsPerBlock"]
+        if not 1 <= threads <= min(most_threads, gpu["maxThreadsPerBlock"]):
+            self._report(device, name, f"{threads} threads where {most_threads} are declared")
+        registers = -(-facts.registers // 8) * 8 * threads
+        if registers > gpu["regsPerBlock"]:
+            self._report(device, name, f"{registers} registers")
+        all_shared = facts.shared + shared
+        if all_shared > gpu["maxSharedMemoryPerBlockOptin"]:
+            self._report(device, name, f"{all_shared} bytes of shared memory")
+        elif all_shared > gpu["maxSharedMemoryPerBlock"]:
+            allowed = self._allowed.get((device, ctypes.addressof(kernel.contents)), 0)
+            if allowed < shared:
+                self._report(device, name, f"{all_shared} bytes of shared memory, not asked for")
+        return 0
+
+    def _report(self, device: int, name: str, what: str) -> None:
+        self.wrong.add(f"{self.gpus[device]['deviceName']}: {name}: {what} ({self.call})")
+
+    @contextmanager
+    def calling(self, *words: object) -> Iterator[None]:
+        """Names the call that is made in it; what it raises is reported."""
+        self.call = " ".join(map(str, words))
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            self.wrong.add(f"{self.call}: {error}")
+
+
+def memory(device: torch.device, dtype: torch.dtype, *sizes: int, start: int = 0) -> Tensor:
+    """A dense tensor that starts that many numbers behind an aligned address."""
+    return buffer(device, dtype).as_strided(sizes, contiguous_strides(sizes), start)
+
+
+@cache
+def buffer(device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.empty(1 << 41, dtype=dtype, device=device)
+
+
+def contiguous_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(itertools.accumulate(sizes[:0:-1], lambda x, y: x * y, initial=1))[::-1]
+
+
+def run_norms(recorder: Recorder, device: torch.device) -> None:
+    for dtype, (rows, width), is_layer in itertools.product(DTYPES, SIZES, (False, True)):
+        # Aligned, and rows that start anywhere in a flat buffer; those take the same ways
+        # at any number of rows beyond a few.
+        for start in (0, 1) if rows in (1, 4097) else (0,):
+            x = memory(device, dtype, rows, width, start=start)
+            weight = memory(device, dtype, width, start=start)
+            bias = weight if is_layer else None
+            stats = memory(device, torch.float32, rows)
+            words = (dtype, rows, width, "layer" if is_layer else "rms", start)
+            with recorder.calling(*words):
+                _ops._norm.default(x, None, (width,), weight, bias, 1e-5, is_layer, False, True)
+            for mask in ((True, True, is_layer), (True, False, False), (False, True, False)):
+                with recorder.calling(*words, mask):
+                    _ops._norm_backward.default(
+                        x, None, x, (width,), weight, stats, stats, is_layer, False, mask
+                    )
+
+
+def run_gated(recorder: Recorder, device: torch.device) -> None:
+    for dtype, (rows, width), start in itertools.product(DTYPES, SIZES, (0, 1)):
+        x = memory(device, dtype, rows, width, start=start)
+        for activation in range(3):
+            with recorder.calling("gated", dtype, rows, width, start):
+                _ops._gated.default(x, x, activation)
+                _ops._gated_backward.default(x, x, x, activation)
+
+
+def run_rotary(recorder: Recorder, device: torch.device) -> None:
+    sizes = itertools.product((1, 7, 100_000), (1, 32), (2, 6, 64, 128, 256), (0, 1))
+    for (tokens, heads, size, start), dtype in itertools.product(sizes, DTYPES):
+        x = memory(device, dtype, 3, heads, tokens, size, start=start)
+        for angles in {dtype, torch.float32}:
+            cos = memory(device, angles, 1, tokens, size)
+            with recorder.calling("rotary", dtype, tokens, heads, size, start):
+                _ops._rotary.default(x, cos, cos, False)
+
+
+def run_epilogues(recorder: Recorder, device: torch.device) -> None:
+    """The backward's, of which no gradient is asked that a plan of cuDNN's computes."""
+    names = {name for image in images_of_library() for name in image.kernels}
+    activations = sum(
+        name.startswith("conv_epilogue_") and name.endswith("_half_1") for name in names
+    )
+    geometry = [1, 1, 0, 0, 0, 0, 1, 1, 1]
+    shapes = itertools.product((1, 3, 64, 100, 1000, 2048, 100_000), (1, 7, 56, 1024), (1, 256))
+    for (channels, size, batch), dtype in itertools.product(shapes, DTYPES):
+        if channels * size * size * batch >= 1 << 40:
+            continue
+        x = memory(device, dtype, batch, size, size, channels).permute(0, 3, 1, 2)
+        weight = memory(device, dtype, channels, channels, 1, 1)
+        for activation in range(activations):
+            saved = x if activation > 0 else None
+            with recorder.calling("conv", dtype, batch, channels, size, activation):
+                _ops._conv_backward.default(
+                    x, x, weight, saved, geometry, activation, (False, False, True, False)
+                )
+
+
+def run_append(recorder: Recorder, device: torch.device) -> None:
+    dtypes = (*DTYPES, torch.float8_e4m3fn)
+    for dtype, tokens, size in itertools.product(dtypes, (1, 1000, 1_000_003), (1, 4, 6, 8, 128)):
+        cache = memory(device, dtype, 100, 16, 8, size)
+        key = memory(device, dtype, tokens, 8, size)
+        slots = memory(device, torch.int64, tokens)
+        with recorder.calling("append", dtype, tokens, size):
+            _ops.paged_kv_append_.default(cache, cache.clone(), key, key, slots, False)
+
+
+def main() -> None:
+    gpus = describe_gpus()
+    recorder = Recorder(gpus)
+    runtime = ctypes.CDLL(sys.argv[1])
+    runtime.fake_callbacks(*recorder.callbacks)
+    for gpu in gpus:
+        runtime.fake_device(
+            gpu["deviceName"].encode(),
+            gpu["deviceVer"] // 10,
+            gpu["multiProcessorCount"],
+            gpu["maxSharedMemoryPerBlockOptin"],
+        )
+        # Nowhere a plan of cuDNN's.
+        _C.set_norm_table(gpu["deviceVer"] // 10, 0, [])
+    for index in range(len(gpus)):
+        device = torch.device("cuda", index)
+        for run in (run_norms, run_gated, run_rotary, run_epilogues, run_append):
+            run(recorder, device)
+    launched = [sorted(names) for names in recorder.launched]
+    print(json.dumps({"launched": launched, "wrong": sorted(recorder.wrong)}))
+
+
+if __name__ == "__main__":
+    main()
