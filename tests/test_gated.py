@@ -73,6 +73,20 @@ def test_results_and_gradients(name, device, poisoned):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_strange_strides(device):
+    """Of dimensions of size 1 they say nothing; and a flat buffer starts anywhere."""
+    memory = torch.randn(1000, device=device)
+    for gate in (
+        memory.as_strided((2, 1, 3, 8), (100, 100, 16, 1)),
+        memory.as_strided((2, 1, 3, 8), (100, 7, 16, 1), 1),
+        memory.as_strided((1, 3, 1, 8), (5, 30, 1, 1)),
+        memory.as_strided((4, 1), (9, 3)),
+        memory[1:65].view(8, 8),
+    ):
+        torch.testing.assert_close(cudnn_ops.swiglu(gate, gate), F.silu(gate) * gate)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device):
     gate, up = halves((3, 16), "halves", torch.float32, device)
     for activation in range(3):
@@ -107,6 +121,14 @@ def test_mistakes(device):
         cudnn_ops.geglu(x, x.half())
     with pytest.raises(ValueError, match='approximate must be "none" or "tanh", got "fast"'):
         cudnn_ops.geglu(x, x, approximate="fast")
+    with pytest.raises(TypeError, match=r"^cudnn_ops\.swiglu: gate and up must be of one dtype"):
+        cudnn_ops.swiglu(x.to(torch.float8_e4m3fn), x.to(torch.float8_e4m3fn))
+    with pytest.raises(TypeError, match=r"^cudnn_ops\.swiglu: up must be a tensor, got 1.0$"):
+        cudnn_ops.swiglu(x, 1.0)
+    with pytest.raises(TypeError, match=r"^cudnn_ops\.swiglu: gate and up must be tensors"):
+        cudnn_ops.swiglu(x, None)
+    with pytest.raises(TypeError, match=r"^cudnn_ops\.geglu: approximate must be a string, got T"):
+        cudnn_ops.geglu(x, x, approximate=True)
     leaf = x.clone().requires_grad_()
     (grad,) = torch.autograd.grad(cudnn_ops.swiglu(leaf, x).sum(), leaf, create_graph=True)
     with pytest.raises(RuntimeError, match="double backward of swiglu"):

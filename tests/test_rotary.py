@@ -74,6 +74,12 @@ def test_opcheck_and_derivatives_of_any_order(device):
         ({"cos": torch.ones(2, 6, 8)}, ValueError, r"cos and sin must be \[B or 1, S, D\]"),
         ({"cos": torch.ones(2, 7, 8).half()}, TypeError, "must be of the input's dtype"),
         ({"sin": torch.ones(2, 7, 8, requires_grad=True)}, NotImplementedError, "no gradient"),
+        ({"cos": None}, TypeError, "cos and sin must be tensors"),
+        (
+            {"cos": [1.0]},
+            TypeError,
+            r"^cudnn_ops\.rotary_embedding: cos must be a tensor, got list",
+        ),
     ],
     ids=str,
 )
@@ -81,7 +87,12 @@ def test_bad_input(change, error, match, device):
     arguments = {"input": torch.ones(2, 3, 7, 8), "cos": torch.ones(2, 7, 8)}
     arguments = {**arguments, "sin": arguments["cos"], **change}
     with pytest.raises(error, match=match):
-        cudnn_ops.rotary_embedding(**{name: t.to(device) for name, t in arguments.items()})
+        cudnn_ops.rotary_embedding(
+            **{
+                name: value.to(device) if isinstance(value, Tensor) else value
+                for name, value in arguments.items()
+            }
+        )
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -9,8 +9,7 @@ struct Gated {
   const void *gate, *up, *grad_out;  // grad_out: of the backward
   void *first, *second;              // the output; or the gradients of gate and up
   long long gate_stride, up_stride, grad_stride, out_stride;
-  long long pieces;  // in all rows, each of the kernel's vector width
-  unsigned pieces_per_row;
+  long long pieces, pieces_per_row;  // in all rows, and in one, each of the kernel's vector width
 };
 
 template <class Type, class Activation, int kWidth, bool kBackward>
@@ -19,7 +18,8 @@ __device__ void gated(const Gated& g) {
   const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= g.pieces) return;
   // A long division takes longer than the rest.
-  const long long row = g.pieces >> 32 ? i / g.pieces_per_row : (unsigned)i / g.pieces_per_row;
+  const long long row =
+      g.pieces >> 32 ? i / g.pieces_per_row : (unsigned)i / (unsigned)g.pieces_per_row;
   const long long column = (i - row * g.pieces_per_row) * kWidth;
   const auto at = [&](const void* memory, long long stride) {
     return (const Vector*)((const typename Type::Bits*)memory + row * stride + column);

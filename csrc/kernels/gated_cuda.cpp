@@ -20,8 +20,7 @@ struct Gated {
   const void *gate, *up, *grad_out;
   void *first, *second;
   long long gate_stride, up_stride, grad_stride, out_stride;
-  long long pieces;
-  unsigned pieces_per_row;
+  long long pieces, pieces_per_row;
 };
 
 // The tensor as [rows, columns] with a unit last stride, copied only if it cannot be seen as that.
@@ -30,10 +29,13 @@ at::Tensor as_rows(const at::Tensor& tensor) {
   if (tensor.is_contiguous()) return tensor.view({-1, columns});
   if (tensor.stride(-1) == 1 || columns == 1) {
     const auto sizes = tensor.sizes(), strides = tensor.strides();
-    bool is_regular = true;
-    for (int64_t dim = tensor.dim() - 3; dim >= 0; --dim) {
-      is_regular =
-          is_regular && (sizes[dim] == 1 || strides[dim] == strides[dim + 1] * sizes[dim + 1]);
+    bool is_regular = true, is_first = true;
+    int64_t expected = 0;
+    for (int64_t dim = tensor.dim() - 2; dim >= 0; --dim) {
+      if (sizes[dim] == 1) continue;
+      is_regular = is_regular && (is_first || strides[dim] == expected);
+      expected = strides[dim] * sizes[dim];
+      is_first = false;
     }
     if (is_regular) return tensor.view({-1, columns});
   }
@@ -89,7 +91,7 @@ void launch(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& grad
                   is_backward ? d.stride(0) : 0,
                   columns,
                   g.numel() / width,
-                  static_cast<unsigned>(columns / width)};
+                  columns / width};
   std::array<void*, 1> pointers{&arguments};
   kernel_of(activation, gate.scalar_type(), is_wide, is_backward)
       .launch((arguments.pieces + kThreads - 1) / kThreads, 1, kThreads, pointers.data());
@@ -110,6 +112,7 @@ at::Tensor gated_cuda(const at::Tensor& gate, const at::Tensor& up, int64_t acti
 
 GatedGradients gated_backward_cuda(const at::Tensor& grad_out, const at::Tensor& gate,
                                    const at::Tensor& up, int64_t activation) {
+  check_gated_backward(grad_out, gate, up, activation);
   const c10::cuda::CUDAGuard device_guard(gate.device());
   const at::Tensor grad_gate = empty_like(gate), grad_up = empty_like(gate);
   launch(gate, up, grad_out, static_cast<Activation>(activation), grad_gate, grad_up);

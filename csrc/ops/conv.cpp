@@ -3,6 +3,7 @@
 // kernels are in cudnn_ops/ops/conv.py).
 
 #include "conv.h"
+#include "backward_check.h"
 
 #include <ATen/ops/add.h>
 #include <ATen/ops/gelu.h>
@@ -206,6 +207,15 @@ std::vector<c10::SymInt> conv_size(const at::Tensor& input, const at::Tensor& we
   return {sizes.begin(), sizes.end()};
 }
 
+void conv_backward_check(const at::Tensor& grad_out, const at::Tensor& input,
+                         const at::Tensor& weight, const OptionalTensor& saved, Numbers geometry,
+                         int64_t activation) {
+  const OptionalTensor none;
+  check_conv_backward(
+      {input, weight, none, none, geometry, static_cast<ConvActivation>(activation)}, grad_out,
+      saved);
+}
+
 template <int64_t dims>
 void define_dims(torch::Library& m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
@@ -258,10 +268,11 @@ at::SymDimVector conv_output_sizes(const Conv& args) {
 void check_conv(const Conv& args) {
   const auto &input = args.input, &weight = args.weight;
   const char* op = "cudnn_ops.conv";
-  TORCH_CHECK_TYPE(input.is_floating_point() && weight.scalar_type() == input.scalar_type(), op,
-                   ": input and weight must be of one dtype, float16, bfloat16 or float32 (float64 "
-                   "too on a CPU); got ",
-                   input.scalar_type(), " and ", weight.scalar_type());
+  TORCH_CHECK_TYPE(
+      is_computed_in(input.scalar_type()) && weight.scalar_type() == input.scalar_type(), op,
+      ": input and weight must be of one dtype, float16, bfloat16 or float32 (float64 "
+      "too on a CPU); got ",
+      input.scalar_type(), " and ", weight.scalar_type());
   TORCH_CHECK_VALUE(weight.device() == input.device(), op, ": weight must be on ", input.device(),
                     ", got ", weight.device());
   TORCH_CHECK_VALUE(args.geometry.size() == 4 * args.dims() + 1 &&
@@ -301,6 +312,26 @@ void check_conv(const Conv& args) {
   }
 }
 
+void check_conv_backward(const Conv& args, const at::Tensor& grad_out,
+                         const OptionalTensor& saved) {
+  const char* op = "cudnn_ops.conv";
+  check_conv(args);
+  const auto check = [&](const at::Tensor& tensor, const char* name) {
+    const auto sizes = conv_output_sizes(args);
+    TORCH_CHECK_VALUE(tensor.sym_sizes() == c10::SymIntArrayRef(sizes) &&
+                          tensor.scalar_type() == args.input.scalar_type() &&
+                          tensor.device() == args.input.device(),
+                      op, " backward: ", name, " must be like the output, ",
+                      c10::SymIntArrayRef(sizes), ", ", args.input.scalar_type(), " on ",
+                      args.input.device(), "; got ", tensor.sym_sizes(), ", ", tensor.scalar_type(),
+                      " on ", tensor.device());
+  };
+  check(grad_out, "grad_out");
+  if (args.activation == ConvActivation::kNone) return;
+  TORCH_CHECK_VALUE(saved, op, " backward: an activation needs saved, what it was computed from");
+  check(*saved, "saved");
+}
+
 const c10::TypedOperatorHandle<ConvOp>& conv_op() {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("cudnn_ops::_conv", "").typed<ConvOp>();
@@ -332,6 +363,10 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
       "int activation, bool[4] output_mask) -> (Tensor grad_input, Tensor grad_weight, "
       "Tensor grad_bias, Tensor grad_residual)",
       tags);
+  m.def(
+      "_conv_backward_check(Tensor grad_out, Tensor input, Tensor weight, Tensor? saved, "
+      "int[] geometry, int activation) -> ()",
+      conv_backward_check, tags);
   m.def(("_conv_size" + tensors + ") -> SymInt[]").c_str(), conv_size, tags);
   m.def(
       "_conv_geometry(int dims, Tensor weight, int[] stride, int[] padding, int[] dilation, "

@@ -60,6 +60,8 @@ inline bool needs_before(ConvActivation activation) {
 
 at::Tensor activate(const at::Tensor& before, ConvActivation activation);
 void check_conv(const Conv& args);
+// And what the backward is given beside them.
+void check_conv_backward(const Conv& args, const at::Tensor& grad_out, const OptionalTensor& saved);
 at::SymDimVector conv_output_sizes(const Conv& args);
 at::MemoryFormat channels_last(const at::Tensor& tensor);
 

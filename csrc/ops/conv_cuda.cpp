@@ -169,6 +169,7 @@ ConvGradients conv_backward_cuda(const at::Tensor& grad_out, const at::Tensor& i
   const OptionalTensor nothing;
   const auto kind = static_cast<ConvActivation>(activation);
   const Conv args{input, weight, nothing, nothing, geometry, kind};
+  check_conv_backward(args, grad_out, saved);
   const auto format = channels_last(input);
   const at::Tensor of_out = grad_out.contiguous(format);
   const bool is_linear = kind == ConvActivation::kNone;

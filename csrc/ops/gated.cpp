@@ -4,6 +4,7 @@
 
 #include "gated.h"
 #include "autograd_node.h"
+#include "backward_check.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
@@ -77,6 +78,11 @@ GatedGradients gated_backward_autograd(c10::DispatchKeySet keys, const at::Tenso
   return grads;
 }
 
+const char* name_of(int64_t activation) {
+  return activation == static_cast<int64_t>(Activation::kSilu) ? "cudnn_ops.swiglu"
+                                                               : "cudnn_ops.geglu";
+}
+
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
   return gated_op().call(gate, up, static_cast<int64_t>(Activation::kSilu));
 }
@@ -92,14 +98,23 @@ at::Tensor geglu(const at::Tensor& gate, const at::Tensor& up, std::string_view 
 }  // namespace
 
 void check_gated(const at::Tensor& gate, const at::Tensor& up, int64_t activation) {
-  const char* op = activation == 0 ? "cudnn_ops.swiglu" : "cudnn_ops.geglu";
-  TORCH_CHECK_TYPE(gate.is_floating_point() && gate.scalar_type() == up.scalar_type(), op,
+  const char* op = name_of(activation);
+  TORCH_CHECK_VALUE(activation >= 0 && activation <= static_cast<int64_t>(Activation::kGeluTanh),
+                    op, ": activation must be 0, 1 or 2, got ", activation);
+  TORCH_CHECK_TYPE(gate.defined() && up.defined(), op, ": gate and up must be tensors, got None");
+  TORCH_CHECK_TYPE(is_computed_in(gate.scalar_type()) && gate.scalar_type() == up.scalar_type(), op,
                    ": gate and up must be of one dtype, float16, bfloat16 or float32 (float64 too "
                    "on a CPU); got ",
                    gate.scalar_type(), " and ", up.scalar_type());
   TORCH_CHECK_VALUE(gate.sym_sizes() == up.sym_sizes() && gate.device() == up.device(), op,
                     ": gate and up must be of one shape, on one device; got ", gate.sym_sizes(),
                     " on ", gate.device(), " and ", up.sym_sizes(), " on ", up.device());
+}
+
+void check_gated_backward(const at::Tensor& grad_out, const at::Tensor& gate, const at::Tensor& up,
+                          int64_t activation) {
+  check_gated(gate, up, activation);
+  check_like(grad_out, gate, name_of(activation), "grad_out");
 }
 
 const c10::TypedOperatorHandle<at::Tensor(const at::Tensor&, const at::Tensor&, int64_t)>&
@@ -133,6 +148,8 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
       "(Tensor grad_gate, Tensor grad_up)",
       tags);
   m.def("_gated_check(Tensor gate, Tensor up, int activation) -> ()", cudnn_ops::check_gated, tags);
+  m.def("_gated_backward_check(Tensor grad_out, Tensor gate, Tensor up, int activation) -> ()",
+        cudnn_ops::check_gated_backward, tags);
 }
 
 TORCH_LIBRARY_IMPL(cudnn_ops, Autograd, m) {

@@ -14,6 +14,8 @@ enum class Activation : int64_t { kSilu, kGelu, kGeluTanh };
 using GatedGradients = std::tuple<at::Tensor, at::Tensor>;  // of gate and up
 
 void check_gated(const at::Tensor& gate, const at::Tensor& up, int64_t activation);
+void check_gated_backward(const at::Tensor& grad_out, const at::Tensor& gate, const at::Tensor& up,
+                          int64_t activation);
 
 const c10::TypedOperatorHandle<at::Tensor(const at::Tensor&, const at::Tensor&, int64_t)>&
 gated_op();

@@ -27,8 +27,13 @@ using NormResults = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 // Of input, weight and bias; [0] where they are not asked for.
 using NormGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
+// The public operator's.
 const char* name_of(const Norm& args);
 void check_norm(const Norm& args);
+// And the rest of what the backward is given, for what it is called with is read as it is.
+void check_norm_backward(const Norm& args, const at::Tensor& grad_out,
+                         const OptionalTensor& grad_sum, const at::Tensor& mean,
+                         const at::Tensor& rstd, std::array<bool, 3> output_mask);
 
 using NormOp = NormResults(const at::Tensor& input, const OptionalTensor& residual,
                            c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,

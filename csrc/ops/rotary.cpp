@@ -4,6 +4,7 @@
 
 #include "rotary.h"
 #include "autograd_node.h"
+#include "backward_check.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -63,9 +64,12 @@ at::Tensor rotary(const at::Tensor& input, const at::Tensor& cos, const at::Tens
 }  // namespace
 
 void check_rotary(const at::Tensor& input, const at::Tensor& cos, const at::Tensor& sin) {
+  TORCH_CHECK_TYPE(cos.defined() && sin.defined(), kOp, ": cos and sin must be tensors, got None");
+  TORCH_CHECK_TYPE(is_computed_in(input.scalar_type()), kOp,
+                   ": input must be float16, bfloat16 or float32 (float64 too on a CPU); got ",
+                   input.scalar_type());
   TORCH_CHECK_TYPE(
-      input.is_floating_point() && cos.is_floating_point() &&
-          sin.scalar_type() == cos.scalar_type() &&
+      sin.scalar_type() == cos.scalar_type() &&
           (cos.scalar_type() == input.scalar_type() || cos.scalar_type() == at::kFloat),
       kOp, ": cos and sin must be of the input's dtype, ", input.scalar_type(),
       ", or float32; got ", cos.scalar_type(), " and ", sin.scalar_type());

@@ -205,6 +205,8 @@ def _conv_backward_fake(
     activation: int,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _ops._conv_backward_check.default(grad_out, input, weight, saved, geometry, activation)
+
     def result(wanted: bool, size: Sequence[int], channels_last: bool = True) -> Tensor:
         if not wanted:
             return input.new_empty(0)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cudnn_ops.ops.wrong_types import refuse_wrong_types
+
 _ops = torch.ops.cudnn_ops
 
 
@@ -32,7 +34,11 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         ValueError: shapes or devices that differ.
         TypeError: a dtype that is not taken, or two of them.
     """
-    return _ops.swiglu.default(gate, up)
+    try:
+        return _ops.swiglu.default(gate, up)
+    except RuntimeError:
+        refuse_wrong_types(_ops.swiglu.default, gate, up)
+        raise
 
 
 def geglu(gate: Tensor, up: Tensor, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
@@ -52,7 +58,11 @@ def geglu(gate: Tensor, up: Tensor, *, approximate: Literal["none", "tanh"] = "n
     Raises:
         ValueError: as :func:`swiglu`, and so is TypeError; another ``approximate``.
     """
-    return _ops.geglu.default(gate, up, approximate=approximate)
+    try:
+        return _ops.geglu.default(gate, up, approximate=approximate)
+    except RuntimeError:
+        refuse_wrong_types(_ops.geglu.default, gate, up, approximate)
+        raise
 
 
 def _gated_fake(gate: Tensor, up: Tensor, activation: int) -> Tensor:
@@ -63,6 +73,7 @@ def _gated_fake(gate: Tensor, up: Tensor, activation: int) -> Tensor:
 def _gated_backward_fake(
     grad_out: Tensor, gate: Tensor, up: Tensor, activation: int
 ) -> tuple[Tensor, Tensor]:
+    _ops._gated_backward_check.default(grad_out, gate, up, activation)
     return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cudnn_ops.ops.wrong_types import refuse_wrong_types
+
 _ops = torch.ops.cudnn_ops
 
 
@@ -34,7 +36,11 @@ def rotary_embedding(input: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         TypeError: dtypes that do not.
         NotImplementedError: ``cos`` or ``sin`` requires a gradient.
     """
-    return _ops.rotary_embedding.default(input, cos, sin)
+    try:
+        return _ops.rotary_embedding.default(input, cos, sin)
+    except RuntimeError:
+        refuse_wrong_types(_ops.rotary_embedding.default, input, cos, sin)
+        raise
 
 
 def _rotary_fake(input: Tensor, cos: Tensor, sin: Tensor, is_backward: bool) -> Tensor:

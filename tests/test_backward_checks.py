@@ -1,0 +1,194 @@
+"""Backward operators can be called with anything: what does not fit is refused, not read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from tests.conftest import DEVICES
+
+_ops = torch.ops.cudnn_ops
+Arguments = dict[str, object]
+
+
+def norm(device: str, is_layer: bool) -> Arguments:
+    x = torch.ones(2, 3, 64, device=device)
+    stats = torch.ones(6, device=device)
+    return {
+        "grad_out": x,
+        "grad_sum": x,
+        "input": x,
+        "normalized_shape": [64],
+        "weight": torch.ones(64, device=device),
+        "mean": stats if is_layer else stats[:0],
+        "rstd": stats,
+        "is_layer": is_layer,
+        "zero_centered": False,
+        "output_mask": [True, True, is_layer],
+    }
+
+
+def gated(device: str, activation: int) -> Arguments:
+    x = torch.ones(3, 64, device=device)
+    return {"grad_out": x, "gate": x, "up": x, "activation": activation}
+
+
+def rotary(device: str) -> Arguments:
+    x, angle = torch.ones(2, 3, 5, 8, device=device), torch.ones(2, 5, 8, device=device)
+    return {"input": x, "cos": angle, "sin": angle, "is_backward": True}
+
+
+def conv(device: str) -> Arguments:
+    image = torch.ones(2, 8, 6, 6, device=device)
+    image = image.contiguous(memory_format=torch.channels_last)
+    return {
+        "grad_out": image[:, :4, 1:5, 1:5],
+        "input": image,
+        "weight": torch.ones(4, 8, 3, 3, device=device),
+        "saved": image[:, :4, 1:5, 1:5],
+        "geometry": [1, 1, 0, 0, 0, 0, 1, 1, 1],
+        "activation": 1,
+        "output_mask": [True, True, True, False],
+    }
+
+
+CALLS: dict[str, tuple[str, Callable[[str], Arguments]]] = {
+    "rms_norm": ("_norm_backward", lambda device: norm(device, False)),
+    "layer_norm": ("_norm_backward", lambda device: norm(device, True)),
+    "swiglu": ("_gated_backward", lambda device: gated(device, 0)),
+    "geglu": ("_gated_backward", lambda device: gated(device, 2)),
+    "rotary_embedding": ("_rotary", rotary),
+    "conv": ("_conv_backward", conv),
+}
+
+
+def half(tensor: Tensor) -> Tensor:
+    return tensor.half()
+
+
+def narrow(tensor: Tensor) -> Tensor:
+    return tensor[..., :-1]
+
+
+def short(tensor: Tensor) -> Tensor:
+    return tensor[:-1]
+
+
+def eight_bits(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float8_e4m3fn)
+
+
+#: Operator, argument, what is done to it, and what is raised.
+MISTAKES = [
+    *[
+        (op, name, change, error, rf"{op} backward: {name} must be")
+        for op in ("rms_norm", "layer_norm")
+        for name in ("grad_out", "grad_sum")
+        for change, error in ((narrow, ValueError), (short, ValueError), (half, TypeError))
+    ],
+    ("rms_norm", "input", narrow, ValueError, "input must end with normalized_shape"),
+    ("rms_norm", "input", eight_bits, TypeError, "input must be float16"),
+    ("rms_norm", "weight", narrow, ValueError, "weight must be of normalized_shape"),
+    ("rms_norm", "weight", half, TypeError, "weight must be of the input's dtype"),
+    ("rms_norm", "rstd", short, ValueError, r"rms_norm backward: rstd must be .*\[6\]"),
+    ("rms_norm", "rstd", half, ValueError, "rms_norm backward: rstd must be"),
+    ("rms_norm", "output_mask", lambda _: [True] * 3, ValueError, "the gradient of a bias"),
+    ("layer_norm", "mean", short, ValueError, r"layer_norm backward: mean must be .*\[6\]"),
+    ("layer_norm", "mean", lambda stats: stats.double(), ValueError, "mean must be"),
+    ("layer_norm", "mean", lambda stats: stats[:1].expand(6), ValueError, "mean must be"),
+    ("layer_norm", "normalized_shape", lambda _: [3, 64], ValueError, "weight must be"),
+    *[
+        (op, name, change, error, rf"{op}.*: .*{name}")
+        for op in ("swiglu", "geglu")
+        for name in ("grad_out", "gate", "up")
+        for change, error in ((narrow, ValueError), (short, ValueError), (half, TypeError))
+    ],
+    ("swiglu", "activation", lambda _: 3, ValueError, "activation must be 0, 1 or 2, got 3"),
+    ("swiglu", "activation", lambda _: -1, ValueError, "activation must be 0, 1 or 2, got -1"),
+    ("rotary_embedding", "input", narrow, ValueError, "input must be"),
+    ("rotary_embedding", "input", eight_bits, TypeError, "input must be float16"),
+    ("rotary_embedding", "input", half, None, ""),  # with angles of float32
+    ("rotary_embedding", "cos", narrow, ValueError, "cos and sin must be"),
+    ("rotary_embedding", "sin", short, ValueError, "cos and sin must be"),
+    ("rotary_embedding", "sin", half, TypeError, "cos and sin must be"),
+    ("conv", "grad_out", narrow, ValueError, "backward: grad_out must be like the output"),
+    ("conv", "grad_out", half, ValueError, "backward: grad_out must be like the output"),
+    ("conv", "saved", short, ValueError, "backward: saved must be like the output"),
+    ("conv", "saved", lambda _: None, ValueError, "an activation needs saved"),
+    ("conv", "weight", half, TypeError, "input and weight must be of one dtype"),
+    ("conv", "geometry", lambda numbers: numbers[:-1], ValueError, "do not fit"),
+]
+
+
+def check(mistake: int, device: str, where: AbstractContextManager[object]) -> None:
+    op, name, change, error, match = MISTAKES[mistake]
+    backward, make = CALLS[op]
+    with where:
+        arguments = make(device)
+        call = getattr(_ops, backward)
+        wrong = {**arguments, name: change(arguments[name])}
+        if error is None:
+            call(**wrong)
+        else:
+            with pytest.raises(error, match=match):
+                call(**wrong)
+        call(**arguments)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mistake", range(len(MISTAKES)))
+def test_real(mistake, device):
+    check(mistake, device, nullcontext())
+
+
+# A torch without CUDA cannot make views of fake CUDA tensors.
+@pytest.mark.parametrize("device", ["cpu", "cuda"] if torch.version.cuda else ["cpu"])
+@pytest.mark.parametrize("mistake", range(len(MISTAKES)))
+def test_fake(mistake, device):
+    check(mistake, device, FakeTensorMode())
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        *[("layer_norm", name) for name in ("grad_out", "grad_sum", "weight", "mean", "rstd")],
+        *[("swiglu", name) for name in ("grad_out", "up")],
+        *[("rotary_embedding", name) for name in ("cos", "sin")],
+        # Of views.
+        *[("conv", name) for name in ("grad_out", "weight", "saved") if torch.version.cuda],
+    ],
+)
+def test_another_device(op, name):
+    backward, make = CALLS[op]
+    with FakeTensorMode():
+        arguments = {**make("cuda"), name: make("cpu")[name]}
+        with pytest.raises(ValueError, match=f"(?s)cudnn_ops.*{name}.*(cpu|cuda)"):
+            getattr(_ops, backward)(**arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("op", "name"), [("layer_norm", "rstd"), ("swiglu", "grad_out"), ("conv", "saved")]
+)
+def test_one_tensor_left_on_the_cpu(op, name):
+    backward, make = CALLS[op]
+    arguments = {**make("cuda"), name: make("cpu")[name]}
+    with pytest.raises(ValueError, match=name):
+        getattr(_ops, backward)(**arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ["rms_norm", "swiglu", "rotary_embedding"])
+def test_float64_is_for_cpus(op):
+    backward, make = CALLS[op]
+    arguments = {
+        name: value.double() if isinstance(value, Tensor) else value
+        for name, value in make("cuda").items()
+    }
+    with pytest.raises(TypeError, match="float16, bfloat16 or float32"):
+        getattr(_ops, backward)(**arguments)
