@@ -6,7 +6,9 @@ import random
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cudnn_ops
 from tests.cases import norm as cases
@@ -138,6 +140,159 @@ def test_a_large_mean_keeps_three_digits(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("policy", ["auto", "exact"])
+@pytest.mark.parametrize("is_layer", [False, True])
+def test_addresses_that_are_no_multiple_of_16(is_layer, policy, device, poisoned):
+    """Rows and parameters in flat buffers; cuDNN's plans want other addresses."""
+    with cudnn_ops.using_plan_policy(policy):
+        for size, weight in ((1024, "same"), (1000, "float32")):
+            bias = weight if is_layer else ""
+            case = NormCase((33, size), (size,), is_layer, weight, bias, layout="flat")
+            cases.check(case, cases.make(case, torch.bfloat16, device, seed=size))
+        t = cases.make(NormCase((34, 1024), (1024,), is_layer), torch.bfloat16, device, seed=1)
+        residual = cases.in_flat_buffer(t.grad_out[1:])
+        x = cases.in_flat_buffer(t.input.detach()[1:])
+        fused = cudnn_ops.add_layer_norm if is_layer else cudnn_ops.add_rms_norm
+        out, total = fused(x, residual, (1024,), t.weight)
+        right = fused(x.clone(), residual.clone(), (1024,), t.weight)
+        assert torch.equal(total, right[1])
+        torch.testing.assert_close(out, right[0])
+
+
+#: Rows that take more shared memory than others have than Hopper and Blackwell's largest; more of
+#: them than one kernel does with all gradients.
+WIDE = [
+    (1100, 16384, torch.bfloat16),
+    (600, 9000, torch.float16),
+    (1100, 8192, torch.float32),
+    (2060, 32768, torch.float16),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+@pytest.mark.parametrize("kilobytes", [163, 99])
+@pytest.mark.parametrize("is_layer", [False, True])
+def test_with_less_shared_memory(is_layer, kilobytes, device, poisoned):
+    """What an A100 and an L40S have, on any GPU."""
+    _ops._norm_limit_shared_memory(kilobytes << 10)
+    try:
+        for rows, size, dtype in WIDE:
+            bias = "same" if is_layer else ""
+            case = NormCase((rows, size), (size,), is_layer, "same", bias)
+            cases.check(case, cases.make(case, dtype, device, seed=rows))
+    finally:
+        _ops._norm_limit_shared_memory(0)
+
+
+#: Widths that every way to spread a row takes.
+WIDTHS = (1, 7, 64, 100, 1000, 1024, 4096, 4100, 8192, 16384, 20000, 32768, 40000)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_equal_numbers_are_their_own_mean(dtype, device):
+    """A little beside it, and a small eps makes much of that."""
+    value = torch.tensor(10000.123, dtype=dtype).item()
+    for width in WIDTHS:
+        for rows in (1, 600):
+            if rows * width > 1 << 20 and device == "cpu":
+                continue
+            x = torch.full((rows, width), value, dtype=dtype, device=device, requires_grad=True)
+            out = cudnn_ops.layer_norm(x, (width,))
+            assert not out.any(), f"{rows} x {width}: {out.abs().max().item()}"
+            (grad,) = torch.autograd.grad(out, x, torch.ones_like(out))
+            assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_layer", [False, True])
+def test_numbers_near_the_largest(is_layer, device):
+    """float16 as exactly as any others; of bfloat16, whose squares float32 cannot hold, finite."""
+    norm = cudnn_ops.layer_norm if is_layer else cudnn_ops.rms_norm
+    for width in WIDTHS:
+        x = torch.full((3, width), 65504.0, dtype=torch.float16, device=device)
+        x[:, ::2] = -65504.0
+        exact = F.layer_norm(x.double(), (width,)) if is_layer else x.double().sign()
+        sdpa.check(norm(x, (width,)), exact, exact.half(), f"float16 {width}")
+        for value in (3e38, -3e38, 1e36):
+            x = torch.full((3, width), value, dtype=torch.bfloat16, device=device)
+            leaf = x.requires_grad_()
+            out = norm(leaf, (width,))
+            (grad,) = torch.autograd.grad(out, leaf, torch.ones_like(out))
+            assert not out.any()
+            assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_zeros_without_eps_are_no_numbers_as_in_torch(device):
+    zeros = torch.zeros(3, 64, device=device)
+    assert cudnn_ops.rms_norm(zeros, (64,), eps=0.0).isnan().all()
+    assert cudnn_ops.layer_norm(zeros, (64,), eps=0.0).isnan().all()
+    x = torch.randn(3, 64, device=device)
+    for ours, torchs in ((cudnn_ops.rms_norm, F.rms_norm), (cudnn_ops.layer_norm, F.layer_norm)):
+        torch.testing.assert_close(ours(x, (64,), eps=0.0), torchs(x, (64,), eps=0.0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_layer", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "normalized"),
+    [((0, 64), (64,)), ((3, 0), (0,)), ((2, 0, 64), (64,)), ((2, 3, 0), (3, 0)), ((0, 0), (0,))],
+)
+def test_nothing_to_norm(shape, normalized, is_layer, device):
+    x = torch.ones(shape, device=device, requires_grad=True)
+    weight = torch.ones(normalized, device=device, requires_grad=True)
+    out = (cudnn_ops.layer_norm if is_layer else cudnn_ops.rms_norm)(x, normalized, weight)
+    assert out.shape == shape
+    grads = torch.autograd.grad(out.sum(), (x, weight))
+    assert [grad.shape for grad in grads] == [x.shape, weight.shape]
+    assert not grads[1].any()
+    # And as fake tensors have it, statistics included.
+    arguments = (normalized, None, None, 1e-5, is_layer, False, True)
+    found = _ops._norm(x.detach(), None, *arguments)
+    with FakeTensorMode():
+        fake = _ops._norm(torch.ones(shape, device=device), None, *arguments)
+    assert [tensor.shape for tensor in found] == [tensor.shape for tensor in fake]
+
+
+class Masks(TorchDispatchMode):
+    """The gradients that backwards are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[bool, ...]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is _ops._norm_backward.default:
+            self.seen.append(tuple(args[-1]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("rows", "size"), [(1, 20000), (3, 1000), (700, 64), (700, 1000), (40, 12000)]
+)
+def test_frozen_parameters_cost_nothing(size, rows, device):
+    """And rows that lie apart, or one behind the other at no distance."""
+    torch.manual_seed(0)
+    memory = torch.randn(rows, size + 3, device=device)
+    for view in (memory[:, 3:], memory[:1, :size].expand(rows, size), memory[:, :size]):
+        x = view.detach().requires_grad_()
+        weight, bias = torch.randn(2, size, device=device)
+        out = cudnn_ops.layer_norm(x, (size,), weight, bias)
+        grad_out = torch.randn(size, device=device).expand(rows, size)
+        with Masks() as masks:
+            (grad,) = torch.autograd.grad(out, x, grad_out)
+        assert masks.seen == [(True, False, False)]
+        leaf = x.detach().double().requires_grad_()
+        right = F.layer_norm(leaf, (size,), weight.double(), bias.double())
+        (right_grad,) = torch.autograd.grad(right, leaf, grad_out.double())
+        torch.testing.assert_close(out.double(), right, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(grad.double(), right_grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_rows_of_zeros(device):
     zeros = torch.zeros(3, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.ones(64, device=device, dtype=torch.bfloat16)
@@ -220,6 +375,12 @@ def test_autocast_is_that_of_torch(device):
         ({"weight": torch.ones(99)}, ValueError, r"weight must be of normalized_shape, \[100\]"),
         ({"weight": torch.ones(100, dtype=torch.float16)}, TypeError, "weight must be of the inp"),
         ({"input": torch.ones(6, 100, dtype=torch.int32)}, TypeError, "input must be float16"),
+        ({"input": torch.ones(6, 100).to(torch.float8_e5m2)}, TypeError, "input must be float16"),
+        ({"input": None}, TypeError, ": input must be a tensor, got None"),
+        ({"normalized_shape": 100}, TypeError, r"be a sequence of integers, .*, got 100$"),
+        ({"normalized_shape": (100.5,)}, TypeError, r"be a sequence of integers, .*, got tuple$"),
+        ({"weight": "ones"}, TypeError, r": weight must be a tensor or None, got 'ones'$"),
+        ({"eps": "small"}, TypeError, r": eps must be a number.*, got 'small'$"),
     ],
     ids=str,
 )
@@ -229,8 +390,28 @@ def test_bad_input(change, error, match, device):
         if isinstance(value, torch.Tensor):
             arguments[name] = value.to(device)
     for function in (cudnn_ops.rms_norm, cudnn_ops.layer_norm):
-        with pytest.raises(error, match=match):
+        with pytest.raises(error, match=rf"^cudnn_ops\.{function.__name__}.*{match}"):
             function(**arguments)
+    arguments["residual"] = torch.ones(6, 100, device=device)
+    for function in (cudnn_ops.add_rms_norm, cudnn_ops.add_layer_norm):
+        changed = arguments["input"]
+        if isinstance(changed, torch.Tensor):
+            arguments["residual"] = torch.ones(6, 100, device=device).to(changed.dtype)
+        with pytest.raises(error, match=rf"^cudnn_ops\.{function.__name__}.*{match}"):
+            function(**arguments)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_bad_residual(device):
+    x = torch.ones(6, 100, device=device)
+    for function in (cudnn_ops.add_rms_norm, cudnn_ops.add_layer_norm):
+        name = rf"^cudnn_ops\.{function.__name__}: residual must be"
+        with pytest.raises(TypeError, match=f"{name} a tensor, got None"):
+            function(x, None, (100,))
+        with pytest.raises(TypeError, match=f"{name} of input's dtype, Float; got Half"):
+            function(x, x.half(), (100,))
+        with pytest.raises(ValueError, match=rf"{name} of input's shape, \[6, 100\]"):
+            function(x, x[:5], (100,))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -33,6 +33,37 @@ __device__ void stay_packed(Piece<Type, kWidth> (&pieces)[kVectors]) {
   }
 }
 
+// The mean of a row. Its numbers are added up by a power of two, one of their count or less, for the
+// sum of large ones to stay finite; and exactly where there are not too many for their digits, else
+// less the first of them. Equal numbers so are their own mean: a little beside it all of them would
+// be far from zero where eps is small.
+struct Mean {
+  float scale, count, inverse, base;
+
+  __device__ Mean(unsigned columns, float per_column, float base) : base(base) {
+    const unsigned exponent = 32 - __clz(columns - 1);
+    scale = __uint_as_float((127 - exponent) << 23);
+    count = columns * scale;
+    inverse = per_column * __uint_as_float((127 + exponent) << 23);
+  }
+  __device__ void add(float value, float& sum) const {
+    sum += (value - base) * scale;
+  }
+  // As exact as a division, in less time.
+  __device__ float of(float sum) const {
+    const float quotient = sum * inverse;
+    return base + fmaf(fmaf(-count, quotient, sum), inverse, quotient);
+  }
+};
+
+constexpr unsigned kExactColumns = 1u << (24 - Type::kDigits);
+
+__device__ float first_of(const NormCall& call, unsigned row) {
+  const float input = Type::read(*row_of(call.input, row));
+  return call.residual.data == nullptr ? input
+                                       : input + Type::read(*row_of(call.residual, row));
+}
+
 // The norm of a thread's pieces. A weight and bias are of one type, Parameters.
 template <class Parameters, bool kIsLayer, bool kIsFull, int kVectors, int kWidth>
 __device__ void write(const NormCall& call, const Piece<Type, kWidth> (&pieces)[kVectors],
@@ -70,6 +101,8 @@ __device__ void write(const NormCall& call, const Piece<Type, kWidth> (&pieces)[
   });
 }
 
+constexpr unsigned kMostThreads = 1024;  // that share a row
+
 template <int kBytes, int kVectors, bool kIsLayer, bool kIsFull>
 __device__ void forward_rows(const NormCall& call) {
   constexpr int kWidth = kBytes / sizeof(Bits);
@@ -97,15 +130,20 @@ __device__ void forward_rows(const NormCall& call) {
   float sums[1] = {0};
   float mean = 0;
   if constexpr (kIsLayer) {
+    float base = 0;
+    if constexpr (kVectors * kWidth * kMostThreads > kExactColumns) {
+      if (vectors > 0) base = first_of(call, row);
+    }
+    const Mean mean_of(call.columns, per_column, base);
     each<kVectors, kIsFull>(group, vectors, [&](int v, unsigned) {
       float values[kWidth];
       pieces[v].read(values);
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) sums[0] += values[k];
+      for (int k = 0; k < kWidth; ++k) mean_of.add(values[k], sums[0]);
     });
     sum_up(sums, group, scratch);
     stay_packed(pieces);
-    mean = sums[0] * per_column;
+    mean = mean_of.of(sums[0]);
     sums[0] = 0;
   }
   each<kVectors, kIsFull>(group, vectors, [&](int v, unsigned) {
@@ -170,12 +208,13 @@ __device__ void forward_any(const NormCall& call) {
   float sums[1] = {0};
   float mean = 0;
   if (call.is_layer) {
+    const Mean mean_of(call.columns, 1.0f / call.columns, first_of(call, row));
     Row::each(input, vectors, [&](const float (&values)[kWidth], unsigned) {
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) sums[0] += values[k];
+      for (int k = 0; k < kWidth; ++k) mean_of.add(values[k], sums[0]);
     });
     sum_up(sums, blockDim.x, scratch);
-    mean = sums[0] / call.columns;
+    mean = mean_of.of(sums[0]);
     sums[0] = 0;
   }
   Row::each(input, vectors, [&](const float (&values)[kWidth], unsigned) {

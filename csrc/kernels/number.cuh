@@ -4,6 +4,7 @@
 
 struct Half {
   using Bits = unsigned short;
+  static constexpr int kDigits = 11;  // binary ones, that are significant
   static __device__ float read(Bits bits) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
@@ -27,6 +28,7 @@ struct Half {
 
 struct BFloat16 {
   using Bits = unsigned short;
+  static constexpr int kDigits = 8;
   static __device__ float read(Bits bits) {
     return __uint_as_float((unsigned)bits << 16);
   }
@@ -48,6 +50,7 @@ struct BFloat16 {
 
 struct Float {
   using Bits = float;
+  static constexpr int kDigits = 24;
   static __device__ float read(Bits bits) {
     return bits;
   }

@@ -15,6 +15,7 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <c10/util/accumulate.h>
 #include <torch/library.h>
 
 namespace cudnn_ops {
@@ -24,11 +25,10 @@ at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, const at::Device& 
   return at::detail::empty_cuda(sizes, dtype, device, std::nullopt);
 }
 
-graph::Call call_of(const graph::CallPointers& pointers, bool is_layer) {
+graph::Call call_of(const graph::CallPointers& pointers, const char* op, bool is_layer) {
   const char* advice = is_layer ? "torch.nn.functional.layer_norm has kernels for the rest"
                                 : "torch.nn.functional.rms_norm has kernels for the rest";
-  return {is_layer ? "cudnn_ops.layer_norm" : "cudnn_ops.rms_norm", advice, pointers.all,
-          pointers.written};
+  return {op, advice, pointers.all, pointers.written};
 }
 
 void check_cuda_dtype(const Norm& args) {
@@ -39,16 +39,29 @@ void check_cuda_dtype(const Norm& args) {
 
 // Runs the plan; where it is not a must, only if there is one for a size that is called often.
 template <class Params>
-bool run(const Params& params, const graph::CallPointers& pointers, int device, bool is_must) {
-  const graph::Call call = call_of(pointers, params.is_layer);
+bool run(const Params& params, const graph::CallPointers& pointers, const char* op, int device,
+         bool is_must) {
+  const graph::Call call = call_of(pointers, op, params.is_layer);
   const auto key = graph::PlanKey::of(params, device);
   const auto plan = is_must ? graph::get_plan(call, key) : graph::often_called_plan(call, key);
   if (plan != nullptr) graph::execute(call, *plan);
   return plan != nullptr;
 }
 
-at::Tensor dense(const OptionalTensor& parameter) {
-  return parameter ? parameter->contiguous() : at::Tensor();
+constexpr int64_t kAlignment = 16;  // bytes, as plans want it
+
+bool is_dense(const at::Tensor& tensor) {
+  return tensor.is_contiguous() &&
+         reinterpret_cast<intptr_t>(tensor.const_data_ptr()) % kAlignment == 0;
+}
+
+// Copied where no plan could read it: rows apart, or what begins anywhere in a flat buffer.
+at::Tensor dense(const at::Tensor& tensor) {
+  return is_dense(tensor) ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
+}
+
+at::Tensor dense_or_none(const OptionalTensor& parameter) {
+  return parameter ? dense(*parameter) : at::Tensor();
 }
 
 // The weight that changes nothing.
@@ -58,11 +71,12 @@ at::Tensor neutral_weight(const Norm& args) {
   return args.zero_centered ? at::zeros(sizes, options) : at::ones(sizes, options);
 }
 
-bool run_forward(const Norm& args, const at::Tensor& out, const at::Tensor& mean,
+// Of the input alone; `op` is named in messages.
+bool run_forward(const Norm& args, const char* op, const at::Tensor& out, const at::Tensor& mean,
                  const at::Tensor& rstd, bool is_must) {
-  const at::Tensor x = args.input.contiguous(), shift = dense(args.bias);
+  const at::Tensor x = dense(args.input), shift = dense_or_none(args.bias);
   const at::Tensor factor =
-      needs_weight(args, /*backward=*/false) ? neutral_weight(args) : dense(args.weight);
+      needs_weight(args, /*backward=*/false) ? neutral_weight(args) : dense_or_none(args.weight);
   auto epsilon = static_cast<float>(args.eps);
   graph::CallPointers pointers;
   pointers.read(x);
@@ -72,14 +86,15 @@ bool run_forward(const Norm& args, const at::Tensor& out, const at::Tensor& mean
   pointers.write(mean);
   pointers.write(rstd);
   pointers.write(out);
-  return run(norm_params(args, rstd.defined()), pointers, x.get_device(), is_must);
+  return run(norm_params(args, rstd.defined()), pointers, op, x.get_device(), is_must);
 }
 
 bool run_backward(const Norm& args, const at::Tensor& grad_out, const at::Tensor& mean,
                   const at::Tensor& rstd, const at::Tensor& grad_input,
                   const at::Tensor& grad_weight, const at::Tensor& grad_bias, bool is_must) {
-  const at::Tensor x = args.input.contiguous(), g = grad_out.contiguous();
-  const at::Tensor factor = args.weight ? args.weight->contiguous() : neutral_weight(args);
+  const at::Tensor x = dense(args.input), g = dense(grad_out);
+  const at::Tensor factor = args.weight ? dense(*args.weight) : neutral_weight(args);
+  const at::Tensor center = args.is_layer ? dense(mean) : at::Tensor(), scale = dense(rstd);
   // cuDNN computes all of them.
   const auto or_scratch = [&](const at::Tensor& tensor, const at::Tensor& like) {
     return tensor.defined() ? tensor : empty(like.sizes(), like.scalar_type(), like.device());
@@ -90,21 +105,14 @@ bool run_backward(const Norm& args, const at::Tensor& grad_out, const at::Tensor
   pointers.read(x);
   pointers.read(factor);
   pointers.read(g);
-  if (args.is_layer) pointers.read(mean);
-  pointers.read(rstd);
+  pointers.read(center);
+  pointers.read(scale);
   for (const auto& result : results) pointers.write(result);
-  return run(norm_backward_params(args), pointers, x.get_device(), is_must);
+  return run(norm_backward_params(args), pointers, name_of(args), x.get_device(), is_must);
 }
 
 bool is_exact() {
   return graph::PlanPolicy::global().policy() == graph::Policy::kExact;
-}
-
-constexpr int64_t kAlignment = 16;  // bytes, as plans want it
-
-bool is_dense(const at::Tensor& tensor) {
-  return tensor.is_contiguous() &&
-         reinterpret_cast<intptr_t>(tensor.const_data_ptr()) % kAlignment == 0;
 }
 
 // Whether cuDNN's plan may be worth having, once the size is called often. A plan takes the host
@@ -137,24 +145,24 @@ NormResults norm_cuda(const at::Tensor& input, const OptionalTensor& residual,
   const c10::cuda::CUDAGuard device_guard(input.device());
   graph::require_sm80(name_of(args), input.get_device());
   check_cuda_dtype(args);
-  const bool is_empty = input.numel() == 0;
-  const int64_t rows = is_empty ? 0 : input.numel() / row_size(normalized_shape);
+  const auto row_dims = static_cast<size_t>(input.dim()) - normalized_shape.size();
+  const int64_t rows = c10::multiply_integers(input.sizes().slice(0, row_dims));
   const at::Tensor out = empty(input.sizes(), input.scalar_type(), input.device());
   at::Tensor sum, mean, rstd;
   if (residual) sum = empty(input.sizes(), input.scalar_type(), input.device());
   if (with_stats) rstd = empty({rows}, at::kFloat, input.device());
   if (with_stats && is_layer) mean = empty({rows}, at::kFloat, input.device());
-  if (is_empty) {
+  if (input.numel() == 0) {
     // nothing to compute
   } else if (is_exact()) {
     const OptionalTensor none;
     if (residual) at::add_out(sum, input, *residual);
     run_forward({residual ? sum : input, none, normalized_shape, weight, bias, eps, is_layer,
                  zero_centered},
-                out, mean, rstd, /*is_must=*/true);
+                name_of(args), out, mean, rstd, /*is_must=*/true);
   } else if (!is_for_cudnn(args, with_stats ? NormPlan::kTraining : NormPlan::kInference,
                            std::nullopt) ||
-             !run_forward(args, out, mean, rstd, /*is_must=*/false)) {
+             !run_forward(args, name_of(args), out, mean, rstd, /*is_must=*/false)) {
     norm_rows(args, out, sum, mean, rstd);
   }
   return {out, or_none(sum, input, input.scalar_type()), or_none(mean, input, at::kFloat),
@@ -166,9 +174,11 @@ NormGradients norm_backward_cuda(const at::Tensor& grad_out, const OptionalTenso
                                  const OptionalTensor& weight, const at::Tensor& mean,
                                  const at::Tensor& rstd, bool is_layer, bool zero_centered,
                                  std::array<bool, 3> output_mask) {
-  const c10::cuda::CUDAGuard device_guard(input.device());
   const OptionalTensor none;
   const Norm args{input, none, normalized_shape, weight, none, 0, is_layer, zero_centered};
+  check_norm_backward(args, grad_out, grad_sum, mean, rstd, output_mask);
+  check_cuda_dtype(args);
+  const c10::cuda::CUDAGuard device_guard(input.device());
   const auto dtype = weight ? weight->scalar_type() : input.scalar_type();
   const auto sizes = C10_AS_INTARRAYREF_SLOW(normalized_shape);
   at::Tensor grad_input, grad_weight, grad_bias;

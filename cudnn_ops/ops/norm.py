@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cudnn_ops.ops.wrong_types import refuse_wrong_types
+
 _ops = torch.ops.cudnn_ops
 
 
@@ -42,14 +44,20 @@ def rms_norm(
 
     Raises:
         ValueError: shapes or devices that do not fit.
-        TypeError: a dtype that is not taken.
+        TypeError: a dtype that is not supported; an argument of another type.
         NotImplementedError: the GPU is older than the A100; or, under the plan policy ``"exact"``,
             cuDNN has no kernel for this: the message has its reason.
     """
-    if zero_centered:
-        return _ops.rms_norm.default(input, normalized_shape, weight, eps, zero_centered=True)
-    # Keywords take half a microsecond.
-    return _ops.rms_norm.default(input, normalized_shape, weight, eps)
+    try:
+        if zero_centered:
+            return _ops.rms_norm.default(input, normalized_shape, weight, eps, zero_centered=True)
+        # Keywords take half a microsecond.
+        return _ops.rms_norm.default(input, normalized_shape, weight, eps)
+    except RuntimeError:
+        refuse_wrong_types(
+            _ops.rms_norm.default, input, normalized_shape, weight, eps, zero_centered
+        )
+        raise
 
 
 def layer_norm(
@@ -84,11 +92,17 @@ def layer_norm(
     Raises:
         ValueError: as :func:`rms_norm`, and so are TypeError and NotImplementedError.
     """
-    if zero_centered:
-        return _ops.layer_norm.default(
-            input, normalized_shape, weight, bias, eps, zero_centered=True
+    try:
+        if zero_centered:
+            return _ops.layer_norm.default(
+                input, normalized_shape, weight, bias, eps, zero_centered=True
+            )
+        return _ops.layer_norm.default(input, normalized_shape, weight, bias, eps)
+    except RuntimeError:
+        refuse_wrong_types(
+            _ops.layer_norm.default, input, normalized_shape, weight, bias, eps, zero_centered
         )
-    return _ops.layer_norm.default(input, normalized_shape, weight, bias, eps)
+        raise
 
 
 def add_rms_norm(
@@ -113,9 +127,21 @@ def add_rms_norm(
     Returns:
         The norm and the sum.
     """
-    return _ops.add_rms_norm.default(
-        input, residual, normalized_shape, weight, eps, zero_centered=zero_centered
-    )
+    try:
+        return _ops.add_rms_norm.default(
+            input, residual, normalized_shape, weight, eps, zero_centered=zero_centered
+        )
+    except RuntimeError:
+        refuse_wrong_types(
+            _ops.add_rms_norm.default,
+            input,
+            residual,
+            normalized_shape,
+            weight,
+            eps,
+            zero_centered,
+        )
+        raise
 
 
 def add_layer_norm(
@@ -142,9 +168,22 @@ def add_layer_norm(
     Returns:
         The norm and the sum.
     """
-    return _ops.add_layer_norm.default(
-        input, residual, normalized_shape, weight, bias, eps, zero_centered=zero_centered
-    )
+    try:
+        return _ops.add_layer_norm.default(
+            input, residual, normalized_shape, weight, bias, eps, zero_centered=zero_centered
+        )
+    except RuntimeError:
+        refuse_wrong_types(
+            _ops.add_layer_norm.default,
+            input,
+            residual,
+            normalized_shape,
+            weight,
+            bias,
+            eps,
+            zero_centered,
+        )
+        raise
 
 
 def _stats_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -194,6 +233,18 @@ def _norm_backward_fake(
     zero_centered: bool,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _ops._norm_backward_check.default(
+        grad_out,
+        grad_sum,
+        input,
+        normalized_shape,
+        weight,
+        mean,
+        rstd,
+        is_layer,
+        zero_centered,
+        output_mask,
+    )
     none = input.new_empty(0, dtype=_stats_dtype(input.dtype))
     like = input if weight is None else weight
     return (
@@ -228,7 +279,10 @@ def _norm_cpu(
     dtype = _stats_dtype(input.dtype)
     dims = tuple(range(input.dim() - len(normalized_shape), input.dim()))
     x = input.to(dtype)
-    center = x.mean(dims, keepdim=True) if is_layer else x.new_zeros(())
+    # In float64, or equal numbers would be far from their mean where eps is small, and the sum of
+    # large ones infinite.
+    center = x.mean(dims, keepdim=True, dtype=torch.float64) if is_layer else x.new_zeros(())
+    center = center.to(dtype)
     centered = x - center
     scale = (centered.square().mean(dims, keepdim=True) + eps).rsqrt()
     result = centered * scale * _factor(weight, zero_centered, dtype)

@@ -26,7 +26,8 @@ class NormCase:
     zero_centered: bool = False
     eps: float = 1e-5
     layout: str = "dense"
-    """"sliced": rows with gaps; "heads": a [B, S, H, D] view of a fused projection."""
+    """"sliced": rows with gaps; "heads": a [B, S, H, D] view of a fused projection; "flat": all
+    tensors are views of flat buffers, at addresses that are no multiple of 16."""
     shift: float = 0.0
     """What the values lie around."""
 
@@ -49,6 +50,12 @@ class Tensors:
         return [tensor for tensor in (self.input, self.weight, self.bias) if tensor is not None]
 
 
+def in_flat_buffer(values: Tensor) -> Tensor:
+    """The same, one number behind the start of a buffer, as parameters lie in a flat one."""
+    buffer = values.new_empty(values.numel() + 1)
+    return buffer[1:].view(values.shape).copy_(values)
+
+
 def make(case: NormCase, dtype: torch.dtype, device: str, seed: int) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
 
@@ -65,17 +72,20 @@ def make(case: NormCase, dtype: torch.dtype, device: str, seed: int) -> Tensors:
     else:
         values = (draw(*case.shape) + case.shift).to(dtype).to(device)
 
+    def placed(tensor: Tensor) -> Tensor:
+        return in_flat_buffer(tensor) if case.layout == "flat" else tensor
+
     def parameter(kind: str) -> Tensor | None:
         if not kind:
             return None
         wanted = torch.float32 if kind == "float32" else dtype
-        return draw(*case.normalized).to(wanted).to(device).requires_grad_()
+        return placed(draw(*case.normalized).to(wanted).to(device)).requires_grad_()
 
     return Tensors(
-        values.requires_grad_(),
+        placed(values).requires_grad_(),
         parameter(case.weight),
         parameter(case.bias),
-        draw(*case.shape).to(dtype).to(device),
+        placed(draw(*case.shape).to(dtype).to(device)),
     )
 
 
@@ -126,7 +136,7 @@ def draw(rng: random.Random) -> NormCase:
     size = rng.choice([1, 7, 64, 96, 100, 128, 256, 1000, 1024, rng.randint(1, 700)])
     normalized = (size,) if rng.random() < 0.8 else (rng.randint(1, 5), size)
     leading = rng.choice([(), (1,), (rng.randint(1, 70),), (3, rng.randint(1, 9)), (2, 3, 4), (0,)])
-    layout = "dense"
+    layout = rng.choice(["dense", "dense", "flat"])
     if len(normalized) == 1 and leading and rng.random() < 0.4:
         layout = "heads" if len(leading) > 1 else "sliced"
     is_layer = rng.random() < 0.5
