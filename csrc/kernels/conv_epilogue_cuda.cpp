@@ -51,9 +51,11 @@ void conv_epilogue_backward(const at::Tensor& grad_out, const OptionalTensor& sa
                             ConvActivation activation, const at::Tensor& grad,
                             const at::Tensor& grad_bias) {
   const int64_t columns = grad_out.size(1), rows = grad_out.numel() / columns;
+  // A saved-tensor hook may have brought it back in another memory format.
+  const at::Tensor kept = saved ? saved->contiguous(channels_last(grad_out)) : at::Tensor();
   ConvEpilogueCall call{};
   call.grad_out = grad_out.const_data_ptr();
-  call.saved = saved ? saved->const_data_ptr() : nullptr;
+  call.saved = kept.defined() ? kept.const_data_ptr() : nullptr;
   call.grad = grad.defined() ? grad.mutable_data_ptr() : nullptr;
   call.grad_bias = grad_bias.defined() ? grad_bias.mutable_data_ptr() : nullptr;
   call.rows = rows;

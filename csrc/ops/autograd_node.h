@@ -1,20 +1,28 @@
-// What every derivative is written with. Making an autograd Node, in the words of the torch that is
-// compiled against: newer ones count references inside the Node (intrusive_ptr), older ones beside
-// it (shared_ptr).
+// What every derivative is written with: one template for the autograd Nodes, made of the function
+// that computes the gradients, in the words of the torch that is compiled against.
 #pragma once
+
+#include "autograd_field.h"
 
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 
+#include <algorithm>
+#include <array>
 #include <functional>
 #include <initializer_list>
 #include <memory>
+#include <string>
+#include <tuple>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 namespace cudnn_ops {
 
+// Newer torches count references inside the Node (intrusive_ptr), older ones beside it
+// (shared_ptr).
 template <class Node>
 constexpr bool is_intrusive = std::is_base_of_v<c10::intrusive_ptr_target, Node>;
 
@@ -37,6 +45,125 @@ auto owner_of(Node& node) {
   } else {
     return node.shared_from_this();
   }
+}
+
+using torch::autograd::variable_list;
+
+// Of each input that has a gradient, whether it is asked for.
+template <size_t inputs>
+using Wanted = std::array<bool, inputs>;
+
+// The Node of a derivative. `gradients` computes those of the inputs from those of the outputs, of
+// which one at least is defined; its further parameters are what is kept for it, and the only list
+// of that. It runs below in eager mode, and as a node of a graph under compiled autograd, with
+// tensors in whatever memory format saved-tensor hooks brought them back.
+template <const char* name_, auto gradients>
+class BackwardNode;
+
+template <const char* name_, size_t inputs, class... Args,
+          variable_list (*gradients)(const variable_list&, const Wanted<inputs>&, Args...)>
+class BackwardNode<name_, gradients> final : public torch::autograd::Node {
+ public:
+  std::string name() const override {
+    return name_;
+  }
+
+  // After set_history(), which says what is an output of this Node.
+  void save(const std::decay_t<Args>&... args) {
+    std::apply([&](auto&... field) { (field.keep(args, this), ...); }, fields_);
+  }
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::apply([](auto&... field) { (field.release(), ...); }, fields_);
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (are_undefined(grads)) return variable_list(inputs);
+    const auto owner = owner_of(*this);
+    return std::apply(
+        [&](const auto&... field) { return gradients(grads, wanted(), field.get(owner)...); },
+        fields_);
+  }
+
+  void compiled_args(torch::autograd::CompiledNodeArgs& args) const override {
+    std::apply([&](const auto&... field) { (field.collect(args), ...); }, fields_);
+  }
+
+  variable_list apply_with_saved(const variable_list& grads,
+                                 torch::autograd::SwapSavedVariables& saved) override {
+    using namespace torch::dynamo::autograd;
+    const auto& compiler = getPyCompilerInterface();
+    // Once, as the functions of torch's own Nodes; the types are those that call_packed() unpacks.
+    static const std::string function =
+        compiler->bind_function(saved.get_py_compiler(), name_, call_packed,
+                                {IValuePacker<std::vector<bool>>::packed_type(),
+                                 IValuePacker<Packed<Args>>::packed_type()...},
+                                /*is_custom_function=*/true);
+    std::apply([&](auto&... field) { (field.before(saved), ...); }, fields_);
+    PackedArgs packed;
+    const auto mask = wanted();
+    packed.pack(std::vector<bool>(mask.begin(), mask.end()));
+    const auto owner = owner_of(*this);
+    std::apply([&](const auto&... field) { (packed.pack(field.pack(owner)), ...); }, fields_);
+    auto results = compiler->call_function(
+        saved.get_py_compiler(), "apply_functional", function, grads, packed.vec(),
+        IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
+            get_input_metadata(next_edges())));
+    std::apply([&](auto&... field) { (field.after(saved), ...); }, fields_);
+    return results;
+  }
+
+ private:
+  template <class Arg>
+  using Packed = typename Field<std::decay_t<Arg>>::Packed;
+
+  static bool are_undefined(const variable_list& grads) {
+    return std::none_of(grads.begin(), grads.end(),
+                        [](const auto& grad) { return grad.defined(); });
+  }
+
+  Wanted<inputs> wanted() const {
+    Wanted<inputs> result{};
+    for (size_t i = 0; i < inputs; ++i) result[i] = task_should_compute_output(i);
+    return result;
+  }
+
+  // What the node of a graph runs.
+  static variable_list call_packed(const variable_list& grads,
+                                   const std::vector<c10::IValue>& packed) {
+    if (are_undefined(grads)) return variable_list(inputs);
+    torch::autograd::PackedArgs args(packed);
+    const auto mask = args.unpack<std::vector<bool>>();
+    Wanted<inputs> wanted{};
+    std::copy_n(mask.begin(), inputs, wanted.begin());
+    // In braces: from left to right.
+    const std::tuple<Packed<Args>...> fields{args.unpack<Packed<Args>>()...};
+    return std::apply([&](const auto&... field) { return gradients(grads, wanted, field...); },
+                      fields);
+  }
+
+  std::tuple<Field<std::decay_t<Args>>...> fields_;
+};
+
+// Of a tuple of gradients those that are asked for.
+template <size_t inputs, class Gradients>
+variable_list only_wanted(const Wanted<inputs>& wanted, const Gradients& gradients) {
+  static_assert(std::tuple_size_v<Gradients> == inputs);
+  variable_list result(inputs);
+  size_t i = 0;
+  const auto put = [&](const at::Tensor& gradient) {
+    if (wanted[i]) result[i] = gradient;
+    ++i;
+  };
+  std::apply([&](const auto&... gradient) { (put(gradient), ...); }, gradients);
+  return result;
+}
+
+// As attention's inputs lie, where a saved-tensor hook brought one back otherwise.
+inline at::Tensor with_unit_last_stride(const at::Tensor& tensor) {
+  return tensor.sym_stride(-1) == 1 ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
 }
 
 inline c10::DispatchKeySet below_autograd(c10::DispatchKeySet keys) {

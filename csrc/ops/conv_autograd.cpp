@@ -4,59 +4,32 @@
 #include "conv.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
 namespace cudnn_ops {
 namespace {
 
-using torch::autograd::SavedVariable;
-using torch::autograd::variable_list;
+constexpr char kBackward[] = "ConvBackward";
 
-struct ConvBackwardNode : public torch::autograd::Node {
-  SavedVariable input, weight, out;
-  at::Tensor before;  // never differentiated
-  ConvNumbers geometry;
-  ConvActivation activation = ConvActivation::kNone;
+// `saved` as of _conv_backward.
+variable_list conv_gradients(const variable_list& grads, const Wanted<4>& wanted,
+                             const at::Tensor& input, const at::Tensor& weight,
+                             const OptionalTensor& saved, c10::IntArrayRef geometry,
+                             int64_t activation) {
+  // Without an activation the residual's is the output's.
+  const bool passes_on = activation == static_cast<int64_t>(ConvActivation::kNone) && wanted[3];
+  Wanted<4> computed = wanted;
+  if (passes_on) computed[3] = false;
+  variable_list result = only_wanted(
+      computed,
+      conv_backward_op().call(grads[0], input, weight, saved, geometry, activation, computed));
+  if (passes_on) result[3] = grads[0];
+  return result;
+}
 
-  std::string name() const override {
-    return "ConvBackward";
-  }
-
-  void release_variables() override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    input.reset_data();
-    weight.reset_data();
-    out.reset_data();
-    before.reset();
-  }
-
-  variable_list apply(variable_list&& grads) override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    variable_list result(4);
-    if (!grads[0].defined()) return result;
-    OptionalTensor saved;
-    if (needs_before(activation)) saved = before;
-    if (activation == ConvActivation::kRelu) saved = out.unpack(owner_of(*this));
-    // Without an activation the residual's is the output's.
-    const bool passes_on = activation == ConvActivation::kNone;
-    if (passes_on && task_should_compute_output(3)) result[3] = grads[0];
-    const std::array<bool, 4> wanted{task_should_compute_output(0), task_should_compute_output(1),
-                                     task_should_compute_output(2),
-                                     !passes_on && task_should_compute_output(3)};
-    const auto [of_input, of_weight, of_bias, of_residual] =
-        conv_backward_op().call(grads[0], input.unpack(), weight.unpack(), saved, geometry,
-                                static_cast<int64_t>(activation), wanted);
-    if (wanted[0]) result[0] = of_input;
-    if (wanted[1]) result[1] = of_weight;
-    if (wanted[2]) result[2] = of_bias;
-    if (wanted[3]) result[3] = of_residual;
-    return result;
-  }
-};
+using ConvBackwardNode = BackwardNode<kBackward, conv_gradients>;
 
 ConvResults conv_autograd(c10::DispatchKeySet keys, const at::Tensor& input,
                           const at::Tensor& weight, const OptionalTensor& bias,
@@ -76,13 +49,11 @@ ConvResults conv_autograd(c10::DispatchKeySet keys, const at::Tensor& input,
   auto& [out, before] = results;
   auto node = make_node<ConvBackwardNode>();
   node->set_next_edges(torch::autograd::collect_next_edges(input, weight, bias, residual));
-  node->input = SavedVariable(input, /*is_output=*/false);
-  node->weight = SavedVariable(weight, /*is_output=*/false);
-  node->before = before;
-  node->geometry = ConvNumbers(geometry.begin(), geometry.end());
-  node->activation = kind;
   torch::autograd::set_history(out, node);
-  if (kind == ConvActivation::kRelu) node->out = SavedVariable(out, /*is_output=*/true);
+  OptionalTensor saved;
+  if (needs_before(kind)) saved = before;
+  if (kind == ConvActivation::kRelu) saved = out;
+  node->save(input, weight, saved, geometry, activation);
   return results;
 }
 

@@ -8,38 +8,19 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
-#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
 namespace cudnn_ops {
 namespace {
 
-using torch::autograd::SavedVariable;
-using torch::autograd::variable_list;
+constexpr char kBackward[] = "GatedBackward";
 
-struct GatedBackwardNode : public torch::autograd::Node {
-  SavedVariable gate, up;
-  int64_t activation = 0;
+variable_list gated_gradients(const variable_list& grads, const Wanted<2>& wanted,
+                              const at::Tensor& gate, const at::Tensor& up, int64_t activation) {
+  return only_wanted(wanted, gated_backward_op().call(grads[0], gate, up, activation));
+}
 
-  std::string name() const override {
-    return "GatedBackward";
-  }
-  void release_variables() override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    gate.reset_data();
-    up.reset_data();
-  }
-  variable_list apply(variable_list&& grads) override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    variable_list result(2);
-    if (!grads[0].defined()) return result;
-    const auto [of_gate, of_up] =
-        gated_backward_op().call(grads[0], gate.unpack(), up.unpack(), activation);
-    if (task_should_compute_output(0)) result[0] = of_gate;
-    if (task_should_compute_output(1)) result[1] = of_up;
-    return result;
-  }
-};
+using GatedBackwardNode = BackwardNode<kBackward, gated_gradients>;
 
 at::Tensor gated_autograd(c10::DispatchKeySet keys, const at::Tensor& gate, const at::Tensor& up,
                           int64_t activation) {
@@ -51,10 +32,8 @@ at::Tensor gated_autograd(c10::DispatchKeySet keys, const at::Tensor& gate, cons
   if (torch::autograd::compute_requires_grad(gate, up)) {
     auto node = make_node<GatedBackwardNode>();
     node->set_next_edges(torch::autograd::collect_next_edges(gate, up));
-    node->gate = SavedVariable(gate, /*is_output=*/false);
-    node->up = SavedVariable(up, /*is_output=*/false);
-    node->activation = activation;
     torch::autograd::set_history(out, node);
+    node->save(gate, up, activation);
   }
   return out;
 }

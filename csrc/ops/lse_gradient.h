@@ -42,4 +42,9 @@ inline void add_gradient(at::Tensor& sum, const at::Tensor& term) {
   sum = sum.defined() ? sum.add(term) : term;
 }
 
+// For the value: the log-sum-exp does not depend on it.
+inline void or_zeros(at::Tensor& gradient, const at::Tensor& of) {
+  if (!gradient.defined()) gradient = at::zeros_like(of);
+}
+
 }  // namespace cudnn_ops

@@ -7,35 +7,22 @@
 #include "backward_check.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
 namespace cudnn_ops {
 namespace {
 
-using torch::autograd::SavedVariable;
-using torch::autograd::variable_list;
-
 constexpr const char* kOp = "cudnn_ops.rotary_embedding";
 
-struct RotaryBackwardNode : public torch::autograd::Node {
-  SavedVariable cos, sin;
-  bool is_backward = false;  // of a rotation back: it is linear, and can go on
+constexpr char kBackward[] = "RotaryBackward";
 
-  std::string name() const override {
-    return "RotaryBackward";
-  }
-  void release_variables() override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    cos.reset_data();
-    sin.reset_data();
-  }
-  variable_list apply(variable_list&& grads) override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (!grads[0].defined()) return {at::Tensor()};
-    return {rotary_op().call(grads[0], cos.unpack(), sin.unpack(), !is_backward)};
-  }
-};
+// `is_backward`: of a rotation back. It is linear, and can go on.
+variable_list rotary_gradients(const variable_list& grads, const Wanted<1>& /*wanted*/,
+                               const at::Tensor& cos, const at::Tensor& sin, bool is_backward) {
+  return {rotary_op().call(grads[0], cos, sin, !is_backward)};
+}
+
+using RotaryBackwardNode = BackwardNode<kBackward, rotary_gradients>;
 
 at::Tensor rotary_autograd(c10::DispatchKeySet keys, const at::Tensor& input, const at::Tensor& cos,
                            const at::Tensor& sin, bool is_backward) {
@@ -49,10 +36,8 @@ at::Tensor rotary_autograd(c10::DispatchKeySet keys, const at::Tensor& input, co
   if (torch::autograd::compute_requires_grad(input)) {
     auto node = make_node<RotaryBackwardNode>();
     node->set_next_edges(torch::autograd::collect_next_edges(input));
-    node->cos = SavedVariable(cos, /*is_output=*/false);
-    node->sin = SavedVariable(sin, /*is_output=*/false);
-    node->is_backward = is_backward;
     torch::autograd::set_history(out, node);
+    node->save(cos, sin, is_backward);
   }
   return out;
 }

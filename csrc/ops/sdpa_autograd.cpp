@@ -5,10 +5,8 @@
 #include "sdpa_call.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
 #include <array>
@@ -16,112 +14,80 @@
 namespace cudnn_ops {
 namespace {
 
-using torch::autograd::SavedVariable;
-using torch::autograd::variable_list;
+constexpr char kBackward[] = "SdpaBackward";
 
-// The tensors and options of a call, kept from the forward to the backward.
-struct SdpaBackwardNode : public torch::autograd::Node {
-  SavedVariable query, key, value, attn_mask, sinks, out, lse;
-  OptionalTensor alibi_slopes, seq_lens_q, seq_lens_kv, rng_state;  // never differentiated
-  bool has_mask = false, has_sinks = false;
-  double dropout_p = 0.0;
-  bool is_causal = false;
-  std::optional<double> scale;
-  std::array<int64_t, 2> window_size{};
-  bool bottom_right = false;
-  double softcap = 0.0;
-  std::optional<bool> deterministic;
-
-  std::string name() const override {
-    return "SdpaBackward";
+// Adds the gradients that come by the log-sum-exp.
+void add_lse_gradient(const Attention& args, const at::Tensor& grad_lse, const at::Tensor& lse,
+                      bool grad_mask, bool grad_value, Gradients& results) {
+  const LseGradient of_lse(args.value, grad_lse, lse);
+  const OptionalTensor none;
+  const Attention scores{args.query,
+                         args.key,
+                         of_lse.value,
+                         args.attn_mask,
+                         0.0,
+                         args.is_causal,
+                         args.scale,
+                         true,
+                         args.window_size,
+                         args.bottom_right,
+                         args.softcap,
+                         args.alibi_slopes,
+                         none,
+                         args.seq_lens_q,
+                         args.seq_lens_kv,
+                         args.deterministic,
+                         none};
+  const auto of_scores = call_backward(scores, {of_lse.grad_out, of_lse.out, lse, grad_mask});
+  add_gradient(std::get<0>(results), std::get<0>(of_scores));
+  add_gradient(std::get<1>(results), std::get<1>(of_scores));
+  if (grad_value) or_zeros(std::get<2>(results), args.value);
+  if (grad_mask) add_gradient(std::get<3>(results), std::get<3>(of_scores));
+  if (args.sinks) {
+    add_gradient(std::get<4>(results), LseGradient::of_sinks(*args.sinks, of_lse.g, lse, {0, 2}));
   }
+}
 
-  void release_variables() override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (auto* saved : {&query, &key, &value, &attn_mask, &sinks, &out, &lse}) saved->reset_data();
-    for (auto* saved : {&alibi_slopes, &seq_lens_q, &seq_lens_kv, &rng_state}) saved->reset();
+// `sinks` are in lse already: the backward needs them for their own gradient alone.
+variable_list sdpa_gradients(const variable_list& grads, const Wanted<5>& wanted,
+                             const at::Tensor& query, const at::Tensor& key,
+                             const at::Tensor& value, const OptionalTensor& attn_mask,
+                             double dropout_p, bool is_causal, const std::optional<double>& scale,
+                             c10::IntArrayRef window_size, bool bottom_right, double softcap,
+                             const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
+                             const OptionalTensor& seq_lens_q, const OptionalTensor& seq_lens_kv,
+                             const std::optional<bool>& deterministic,
+                             const OptionalTensor& rng_state, const at::Tensor& out,
+                             const at::Tensor& lse) {
+  const at::Tensor q = with_unit_last_stride(query), k = with_unit_last_stride(key),
+                   v = with_unit_last_stride(value);
+  const OptionalTensor differentiated = wanted[4] ? sinks : std::nullopt;
+  const Attention args{q,
+                       k,
+                       v,
+                       attn_mask,
+                       dropout_p,
+                       is_causal,
+                       scale,
+                       true,
+                       window_size,
+                       bottom_right,
+                       softcap,
+                       alibi_slopes,
+                       differentiated,
+                       seq_lens_q,
+                       seq_lens_kv,
+                       deterministic,
+                       rng_state};
+  Gradients results;
+  if (grads[0].defined()) results = call_backward(args, {grads[0], out, lse, wanted[3]});
+  if (grads.size() > 1 && grads[1].defined()) {
+    add_lse_gradient(args, grads[1], lse, wanted[3], wanted[2], results);
   }
+  return only_wanted(wanted, results);
+}
 
-  void save(const Attention& args) {
-    query = SavedVariable(args.query, /*is_output=*/false);
-    key = SavedVariable(args.key, /*is_output=*/false);
-    value = SavedVariable(args.value, /*is_output=*/false);
-    has_mask = args.attn_mask.has_value();
-    if (has_mask) attn_mask = SavedVariable(*args.attn_mask, /*is_output=*/false);
-    has_sinks = args.sinks.has_value();
-    if (has_sinks) sinks = SavedVariable(*args.sinks, /*is_output=*/false);
-    alibi_slopes = args.alibi_slopes;
-    seq_lens_q = args.seq_lens_q;
-    seq_lens_kv = args.seq_lens_kv;
-    rng_state = args.rng_state;
-    dropout_p = args.dropout_p;
-    is_causal = args.is_causal;
-    scale = args.scale;
-    window_size = {args.window_size[0], args.window_size[1]};
-    bottom_right = args.bottom_right;
-    softcap = args.softcap;
-    deterministic = args.deterministic;
-  }
-
-  variable_list apply(variable_list&& grads) override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const at::Tensor grad_out = grads[0];
-    const at::Tensor grad_lse = grads.size() > 1 ? grads[1] : at::Tensor();
-    const auto self = owner_of(*this);
-    const at::Tensor q = query.unpack(), k = key.unpack(), v = value.unpack();
-    const at::Tensor o = out.unpack(self), l = lse.unpack(self);
-    const OptionalTensor mask = has_mask ? OptionalTensor(attn_mask.unpack()) : std::nullopt;
-    // The sinks are in lse already: the backward needs them for their own gradient alone.
-    const bool grad_sinks = has_sinks && task_should_compute_output(4);
-    const OptionalTensor sink = grad_sinks ? OptionalTensor(sinks.unpack()) : std::nullopt;
-    const Attention args{q,     k,          v,           mask,          dropout_p, is_causal,
-                         scale, true,       window_size, bottom_right,  softcap,   alibi_slopes,
-                         sink,  seq_lens_q, seq_lens_kv, deterministic, rng_state};
-    const bool grad_mask = has_mask && task_should_compute_output(3);
-
-    Gradients results;
-    if (grad_out.defined()) results = call_backward(args, {grad_out, o, l, grad_mask});
-    if (grad_lse.defined()) add_lse_gradient(args, grad_lse, l, grad_mask, results);
-    variable_list result(5);
-    if (task_should_compute_output(0)) result[0] = std::get<0>(results);
-    if (task_should_compute_output(1)) result[1] = std::get<1>(results);
-    if (task_should_compute_output(2)) result[2] = std::get<2>(results);
-    if (grad_mask) result[3] = std::get<3>(results);
-    if (grad_sinks) result[4] = std::get<4>(results);
-    return result;
-  }
-
- private:
-  static void add_lse_gradient(const Attention& args, const at::Tensor& grad_lse,
-                               const at::Tensor& l, bool grad_mask, Gradients& results) {
-    const LseGradient of_lse(args.value, grad_lse, l);
-    const OptionalTensor none;
-    const Attention scores{args.query,
-                           args.key,
-                           of_lse.value,
-                           args.attn_mask,
-                           0.0,
-                           args.is_causal,
-                           args.scale,
-                           true,
-                           args.window_size,
-                           args.bottom_right,
-                           args.softcap,
-                           args.alibi_slopes,
-                           none,
-                           args.seq_lens_q,
-                           args.seq_lens_kv,
-                           args.deterministic,
-                           none};
-    const auto of_scores = call_backward(scores, {of_lse.grad_out, of_lse.out, l, grad_mask});
-    add_gradient(std::get<0>(results), std::get<0>(of_scores));
-    add_gradient(std::get<1>(results), std::get<1>(of_scores));
-    if (grad_mask) add_gradient(std::get<3>(results), std::get<3>(of_scores));
-    if (args.sinks) {
-      add_gradient(std::get<4>(results), LseGradient::of_sinks(*args.sinks, of_lse.g, l, {0, 2}));
-    }
-  }
-};
+using SdpaBackwardNode = BackwardNode<kBackward, sdpa_gradients>;
 
 bool requires_grad(const Attention& args) {
   return torch::autograd::compute_requires_grad(args.query, args.key, args.value, args.attn_mask,
@@ -161,9 +127,12 @@ OutAndLse forward_with_node(c10::DispatchKeySet keys, const Attention& args, boo
   }
   torch::autograd::set_history(out, node);
   if (returns_lse) torch::autograd::set_history(lse, node);
-  node->save(args);
-  node->out = SavedVariable(out, /*is_output=*/true);
-  node->lse = SavedVariable(lse, /*is_output=*/returns_lse);
+  const bool is_of_sinks = torch::autograd::compute_requires_grad(args.sinks);
+  const OptionalTensor none;
+  node->save(args.query, args.key, args.value, args.attn_mask, args.dropout_p, args.is_causal,
+             args.scale, args.window_size, args.bottom_right, args.softcap, args.alibi_slopes,
+             is_of_sinks ? args.sinks : none, args.seq_lens_q, args.seq_lens_kv, args.deterministic,
+             args.rng_state, out, lse);
   return {std::move(out), std::move(lse)};
 }
 

@@ -6,138 +6,95 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
-
-#include <array>
 
 namespace cudnn_ops {
 namespace {
 
-using torch::autograd::SavedVariable;
-using torch::autograd::variable_list;
+constexpr char kBackward[] = "VarlenBackward";
 
-struct VarlenBackwardNode : public torch::autograd::Node {
-  SavedVariable query, key, value, sinks, out, lse;
-  at::Tensor cu_seqlens_q, cu_seqlens_k;  // these and the next are never differentiated
-  OptionalTensor alibi_slopes, seqused_q, seqused_k, rng_state;
-  bool has_sinks = false;
-  c10::SymInt max_seqlen_q, max_seqlen_k;
-  double dropout_p = 0.0;
-  std::optional<double> scale;
-  bool is_causal = false;
-  std::array<int64_t, 2> window_size{};
-  double softcap = 0.0;
-  bool bottom_right = true;
-  std::optional<bool> deterministic;
-
-  std::string name() const override {
-    return "VarlenBackward";
+// Adds the gradients that come by the log-sum-exp.
+void add_lse_gradient(const Varlen& args, const at::Tensor& grad_lse, const at::Tensor& lse,
+                      bool grad_value, VarlenGradients& results) {
+  const LseGradient of_lse(args.value, grad_lse.t(), lse.t());
+  const OptionalTensor none;
+  const Varlen scores{args.query,
+                      args.key,
+                      of_lse.value,
+                      args.cu_seqlens_q,
+                      args.cu_seqlens_k,
+                      args.max_seqlen_q,
+                      args.max_seqlen_k,
+                      0.0,
+                      args.scale,
+                      args.is_causal,
+                      args.window_size,
+                      args.softcap,
+                      args.alibi_slopes,
+                      none,
+                      args.seqused_q,
+                      args.seqused_k,
+                      args.bottom_right,
+                      args.deterministic,
+                      none};
+  const auto of_scores = call_backward(scores, {of_lse.grad_out, of_lse.out, lse});
+  add_gradient(std::get<0>(results), std::get<0>(of_scores));
+  add_gradient(std::get<1>(results), std::get<1>(of_scores));
+  if (grad_value) or_zeros(std::get<2>(results), args.value);
+  if (args.sinks) {
+    add_gradient(std::get<3>(results), LseGradient::of_sinks(*args.sinks, of_lse.g.t(), lse, {1}));
   }
+}
 
-  void release_variables() override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (auto* saved : {&query, &key, &value, &sinks, &out, &lse}) saved->reset_data();
-    for (auto* saved : {&cu_seqlens_q, &cu_seqlens_k}) saved->reset();
-    for (auto* saved : {&alibi_slopes, &seqused_q, &seqused_k, &rng_state}) saved->reset();
+// `cu_seqlens_k`: none where one tensor serves both sides. Which it is decides on the plan, and
+// hooks would bring two tensors back. `sinks`: for their own gradient alone, as in
+// sdpa_autograd.cpp.
+variable_list varlen_gradients(const variable_list& grads, const Wanted<4>& wanted,
+                               const at::Tensor& query, const at::Tensor& key,
+                               const at::Tensor& value, const at::Tensor& cu_seqlens_q,
+                               const OptionalTensor& cu_seqlens_k, const c10::SymInt& max_seqlen_q,
+                               const c10::SymInt& max_seqlen_k, double dropout_p,
+                               const std::optional<double>& scale, bool is_causal,
+                               c10::IntArrayRef window_size, double softcap,
+                               const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
+                               const OptionalTensor& seqused_q, const OptionalTensor& seqused_k,
+                               bool bottom_right, const std::optional<bool>& deterministic,
+                               const OptionalTensor& rng_state, const at::Tensor& out,
+                               const at::Tensor& lse) {
+  const at::Tensor q = with_unit_last_stride(query), k = with_unit_last_stride(key),
+                   v = with_unit_last_stride(value);
+  const at::Tensor offsets_k = cu_seqlens_k.value_or(cu_seqlens_q);
+  const OptionalTensor differentiated = wanted[3] ? sinks : std::nullopt;
+  const Varlen args{q,
+                    k,
+                    v,
+                    cu_seqlens_q,
+                    offsets_k,
+                    max_seqlen_q,
+                    max_seqlen_k,
+                    dropout_p,
+                    scale,
+                    is_causal,
+                    window_size,
+                    softcap,
+                    alibi_slopes,
+                    differentiated,
+                    seqused_q,
+                    seqused_k,
+                    bottom_right,
+                    deterministic,
+                    rng_state};
+  VarlenGradients results;
+  if (grads[0].defined()) results = call_backward(args, {grads[0], out, lse});
+  if (grads.size() > 1 && grads[1].defined()) {
+    add_lse_gradient(args, grads[1], lse, wanted[2], results);
   }
+  return only_wanted(wanted, results);
+}
 
-  void save(const Varlen& args) {
-    query = SavedVariable(args.query, /*is_output=*/false);
-    key = SavedVariable(args.key, /*is_output=*/false);
-    value = SavedVariable(args.value, /*is_output=*/false);
-    has_sinks = args.sinks.has_value();
-    if (has_sinks) sinks = SavedVariable(*args.sinks, /*is_output=*/false);
-    cu_seqlens_q = args.cu_seqlens_q;
-    cu_seqlens_k = args.cu_seqlens_k;
-    max_seqlen_q = args.max_seqlen_q;
-    max_seqlen_k = args.max_seqlen_k;
-    dropout_p = args.dropout_p;
-    scale = args.scale;
-    is_causal = args.is_causal;
-    window_size = {args.window_size[0], args.window_size[1]};
-    softcap = args.softcap;
-    alibi_slopes = args.alibi_slopes;
-    seqused_q = args.seqused_q;
-    seqused_k = args.seqused_k;
-    bottom_right = args.bottom_right;
-    deterministic = args.deterministic;
-    rng_state = args.rng_state;
-  }
-
-  variable_list apply(variable_list&& grads) override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const auto self = owner_of(*this);
-    const at::Tensor q = query.unpack(), k = key.unpack(), v = value.unpack();
-    const at::Tensor o = out.unpack(self), l = lse.unpack(self);
-    // As in sdpa_autograd.cpp: for their own gradient alone.
-    const bool grad_sinks = has_sinks && task_should_compute_output(3);
-    const OptionalTensor sink = grad_sinks ? OptionalTensor(sinks.unpack()) : std::nullopt;
-    const Varlen args{q,
-                      k,
-                      v,
-                      cu_seqlens_q,
-                      cu_seqlens_k,
-                      max_seqlen_q,
-                      max_seqlen_k,
-                      dropout_p,
-                      scale,
-                      is_causal,
-                      window_size,
-                      softcap,
-                      alibi_slopes,
-                      sink,
-                      seqused_q,
-                      seqused_k,
-                      bottom_right,
-                      deterministic,
-                      rng_state};
-    VarlenGradients results;
-    if (grads[0].defined()) results = call_backward(args, {grads[0], o, l});
-    if (grads.size() > 1 && grads[1].defined()) add_lse_gradient(args, grads[1], l, results);
-    variable_list result(4);
-    if (task_should_compute_output(0)) result[0] = std::get<0>(results);
-    if (task_should_compute_output(1)) result[1] = std::get<1>(results);
-    if (task_should_compute_output(2)) result[2] = std::get<2>(results);
-    if (grad_sinks) result[3] = std::get<3>(results);
-    return result;
-  }
-
- private:
-  static void add_lse_gradient(const Varlen& args, const at::Tensor& grad_lse, const at::Tensor& l,
-                               VarlenGradients& results) {
-    const LseGradient of_lse(args.value, grad_lse.t(), l.t());
-    const OptionalTensor none;
-    const Varlen scores{args.query,
-                        args.key,
-                        of_lse.value,
-                        args.cu_seqlens_q,
-                        args.cu_seqlens_k,
-                        args.max_seqlen_q,
-                        args.max_seqlen_k,
-                        0.0,
-                        args.scale,
-                        args.is_causal,
-                        args.window_size,
-                        args.softcap,
-                        args.alibi_slopes,
-                        none,
-                        args.seqused_q,
-                        args.seqused_k,
-                        args.bottom_right,
-                        args.deterministic,
-                        none};
-    const auto of_scores = call_backward(scores, {of_lse.grad_out, of_lse.out, l});
-    add_gradient(std::get<0>(results), std::get<0>(of_scores));
-    add_gradient(std::get<1>(results), std::get<1>(of_scores));
-    if (args.sinks) {
-      add_gradient(std::get<3>(results), LseGradient::of_sinks(*args.sinks, of_lse.g.t(), l, {1}));
-    }
-  }
-};
+using VarlenBackwardNode = BackwardNode<kBackward, varlen_gradients>;
 
 void check_differentiable(const Varlen& args) {
   refuse_forward_mode("cudnn_ops.varlen_attention", {args.query, args.key, args.value});
@@ -172,9 +129,14 @@ OutAndLse forward_with_node(c10::DispatchKeySet keys, const Varlen& args, bool r
   }
   torch::autograd::set_history(out, node);
   if (returns_lse) torch::autograd::set_history(lse, node);
-  node->save(args);
-  node->out = SavedVariable(out, /*is_output=*/true);
-  node->lse = SavedVariable(lse, /*is_output=*/returns_lse);
+  const bool is_same = args.cu_seqlens_k.is_same(args.cu_seqlens_q);
+  const bool is_of_sinks = torch::autograd::compute_requires_grad(args.sinks);
+  const OptionalTensor none;
+  node->save(args.query, args.key, args.value, args.cu_seqlens_q,
+             is_same ? none : OptionalTensor(args.cu_seqlens_k), args.max_seqlen_q,
+             args.max_seqlen_k, args.dropout_p, args.scale, args.is_causal, args.window_size,
+             args.softcap, args.alibi_slopes, is_of_sinks ? args.sinks : none, args.seqused_q,
+             args.seqused_k, args.bottom_right, args.deterministic, args.rng_state, out, lse);
   return {std::move(out), std::move(lse)};
 }
 

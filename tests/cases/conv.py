@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -128,15 +129,21 @@ def reference(case: ConvCase, t: Tensors, dtype: torch.dtype) -> list[Tensor]:
     return [out, *grads]
 
 
-def check(case: ConvCase, t: Tensors) -> None:
-    """Output and gradients against float64; torch's own in the input's dtype is the yardstick."""
-    out = run(case, t)
+def check(case: ConvCase, t: Tensors, within: AbstractContextManager[object] | None = None) -> None:
+    """Output and gradients against float64; torch's own in the input's dtype is the yardstick.
+
+    They are computed within a context, if there is one.
+    """
+    with within or nullcontext():
+        out = run(case, t)
+        grads = torch.autograd.grad(out, list(t.differentiable.values()), t.grad_out)
     assert out.dtype == t.input.dtype
-    leaves = t.differentiable
-    found = [out, *torch.autograd.grad(out, list(leaves.values()), t.grad_out)]
+    found = [out, *grads]
     exact = reference(case, t, torch.float64)
     rough = reference(case, t, t.input.dtype)
-    for name, mine, right, other in zip(["out", *leaves], found, exact, rough, strict=True):
+    for name, mine, right, other in zip(
+        ["out", *t.differentiable], found, exact, rough, strict=True
+    ):
         sdpa.check(mine, right, other, f"{case} {name}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,12 +119,17 @@ def reference(case: NormCase, t: Tensors, dtype: torch.dtype) -> list[Tensor]:
     return [out, *torch.autograd.grad(out, wanted, t.grad_out.to(dtype))]
 
 
-def check(case: NormCase, t: Tensors) -> None:
-    """Output and gradients against float64; torch's own in the input's dtype is the yardstick."""
-    out = run(case, t)
+def check(case: NormCase, t: Tensors, within: AbstractContextManager[object] | None = None) -> None:
+    """Output and gradients against float64; torch's own in the input's dtype is the yardstick.
+
+    They are computed within a context, if there is one.
+    """
+    with within or nullcontext():
+        out = run(case, t)
+        grads = torch.autograd.grad(out, t.differentiable, t.grad_out)
     assert out.is_contiguous()
     assert out.dtype == t.input.dtype
-    found = [out, *torch.autograd.grad(out, t.differentiable, t.grad_out)]
+    found = [out, *grads]
     exact = reference(case, t, torch.float64)
     rough = reference(case, t, t.input.dtype)
     names = ["out", "input", *(["weight"] * bool(case.weight)), *(["bias"] * bool(case.bias))]
