@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, Llama4TextConfig, LlamaConfig, MistralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    DynamicCache,
+    Llama4TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    StaticCache,
+)
 from transformers import masking_utils as masks
 
 import cudnn_ops
@@ -19,10 +27,12 @@ from cudnn_ops.integrations.transformers import (
     cudnn_ops_mask,
     register,
 )
+from cudnn_ops.integrations.transformers_masks import packed_sequences
 from tests.cases.models import (
     LENGTHS,
     SIZES,
     TOKENS,
+    check,
     make_inputs,
     make_model,
     make_tokens,
@@ -110,6 +120,8 @@ def test_masks_hide_what_those_of_transformers_do(seed):
     rows = there[:, seen:].view(batch, 1, length, 1)
     pairs = visible_pairs(found, batch, length, expected.shape[-1])
     assert torch.equal(pairs & rows, expected & rows)
+    if isinstance(found, CompactMask):
+        assert torch.equal(found.to_tensor(), pairs)
 
 
 def test_masks_are_told_by_a_few_numbers():
@@ -120,9 +132,10 @@ def test_masks_are_told_by_a_few_numbers():
         embeddings = torch.empty(2, TOKENS, 0)
         return masks.create_sliding_window_causal_mask(config, embeddings, **given)
 
-    assert create() is None
-    assert create(attention_mask=torch.ones(2, TOKENS)) is None
-    assert create(window=7) == CompactMask((6, 0))
+    causal = CompactMask(sizes=(2, TOKENS, TOKENS), device=torch.device("cpu"))
+    assert create() == causal
+    assert create(attention_mask=torch.ones(2, TOKENS)) == causal
+    assert create(window=7) == causal._replace(window=(6, 0))
     right = create(attention_mask=padding("right", "cpu"))
     assert right.lengths.tolist() == [TOKENS, TOKENS - 6]
     assert right.padding is None
@@ -133,6 +146,91 @@ def test_masks_are_told_by_a_few_numbers():
     assert packed.window == (6, 0)
     blocks = torch.zeros(2, TOKENS, dtype=torch.long)
     assert create(block_sequence_ids=blocks).shape == (2, 1, TOKENS, TOKENS)
+
+
+def remap_positions_for_packed_sequence(mask_function, position_ids):
+    """As transformers has it since 5.18."""
+
+    def inner_mask(batch_idx, head_idx, q_idx, kv_idx):
+        q_idx, kv_idx = position_ids[batch_idx, q_idx], position_ids[batch_idx, kv_idx]
+        return mask_function(batch_idx, head_idx, q_idx, kv_idx)
+
+    return inner_mask
+
+
+@pytest.mark.parametrize("is_remapped", [False, True])
+def test_packed_sequences_are_found_in_every_version(is_remapped):
+    """What the create_ functions of transformers 5.17, and of 5.23, hand to the mask function."""
+    index = positions("cpu").diff(dim=-1, prepend=torch.full((2, 1), -1)).ne(1).cumsum(-1)
+
+    def found_in(base: Any) -> Tensor | None:
+        packed = masks.packed_sequence_mask_function(index)
+        if is_remapped:
+            remapped = remap_positions_for_packed_sequence(base, positions("cpu"))
+            return packed_sequences(masks.and_masks(packed, remapped))
+        return packed_sequences(masks.and_masks(base, packed))
+
+    assert found_in(masks.causal_mask_function) is index
+    assert found_in(masks.sliding_window_causal_mask_function(7)) is index
+    chunks = masks.chunked_causal_mask_function(7, torch.zeros(2, dtype=torch.long))
+    assert found_in(chunks) is None
+    assert found_in(masks.bidirectional_mask_function) is None
+    assert packed_sequences(masks.causal_mask_function) is None
+
+
+def compact_masks() -> dict[str, CompactMask]:
+    empty = CompactMask(sizes=(2, 9, 9), device="cpu")
+    return {
+        "causal": empty,
+        "window": empty._replace(window=(2, 0)),
+        "padding": empty._replace(padding=torch.arange(9).expand(2, -1) > 1),
+        "lengths": empty._replace(lengths=torch.tensor([9, 5], dtype=torch.int32)),
+        "packed": empty._replace(
+            cu_seqlens=torch.tensor([0, 4, 9, 18], dtype=torch.int32), longest=9
+        ),
+        "cache": empty._replace(sizes=(2, 3, 9)),
+        "empty cache": empty._replace(sizes=(2, 3, 9), unwritten=6),
+    }
+
+
+@pytest.mark.parametrize("kind", compact_masks())
+def test_a_compact_mask_is_a_tensor_to_who_wants_one(kind):
+    compact = compact_masks()[kind]
+    batch, length, length_kv = compact.sizes
+    expected = visible_pairs(compact, batch, length, length_kv - compact.unwritten)
+    expected = torch.nn.functional.pad(expected, (0, compact.unwritten))
+    tensors = {
+        "itself": compact.to_tensor(),
+        "operators": compact & True,
+        "operators, second": True & compact,
+        "inverted": ~~compact,
+        "of a tensor": torch.ones((), dtype=torch.bool) & compact,
+        "function": torch.where(compact, 1, 0).bool(),
+        "method": compact.logical_not().logical_not(),
+        "index": compact[:, :, :, :],
+        "argument": torch.ones(expected.shape).masked_fill(~compact, 0).bool(),
+        "joined": torch.cat([compact, compact], -1)[..., :length_kv],
+        "dtype": compact.to(torch.float32).bool(),
+    }
+    for how, tensor in tensors.items():
+        assert type(tensor) is Tensor, how
+        assert torch.equal(tensor, expected), how
+    assert (compact.shape, compact.ndim, compact.dtype) == (expected.shape, 4, torch.bool)
+    assert compact.contiguous() is compact
+    assert compact.to("cpu").to_tensor().equal(expected)
+    assert isinstance(compact.to("meta"), CompactMask)
+    assert compact.to("meta").to_tensor().is_meta
+    assert not hasattr(compact, "no_tensor_has_this")
+    assert compact[0] == compact.window
+
+
+def test_an_empty_static_cache_is_told_by_a_few_numbers():
+    config = LlamaConfig(**SIZES)
+    config._attn_implementation = "cudnn_ops"
+    cache = StaticCache(config=config, max_cache_len=TOKENS + 5)
+    created = masks.create_masks_for_generate(config, torch.empty(2, TOKENS, 0), None, cache)
+    assert isinstance(created, CompactMask)
+    assert (created.unwritten, created.sizes) == (5, (2, TOKENS, TOKENS + 5))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -209,6 +307,73 @@ def test_dropout():
     assert not torch.equal(model.train()(tokens).logits, still)
 
 
+def biased(query, key, value, bias, visible):
+    """Attention by its formula; a query that sees nothing gets 0."""
+    scores = query @ key.mT / query.shape[-1] ** 0.5 + bias
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    return (weights.nan_to_num(0.0) @ value).transpose(1, 2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(kind for kind in compact_masks() if kind != "packed"),
+        "bool",
+        "added",
+        "none",
+        "none, causal",
+    ],
+)
+def test_position_bias(kind, device):
+    """T5's: a bias of every layer, whose gradient goes to its embedding."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float64
+    compact = compact_masks().get(kind)
+    batch, length, length_kv = (2, 9, 9) if compact is None else compact.sizes
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*sizes: int) -> Tensor:
+        drawn = torch.randn(sizes, generator=generator).to(device, dtype)
+        return drawn.requires_grad_()
+
+    query, bias = draw(batch, 4, length, 16), draw(1, 4, length, length_kv)
+    key, value = draw(batch, 4, length_kv, 16), draw(batch, 4, length_kv, 16)
+    given = [query, key, value, bias]
+    visible = torch.ones(batch, 1, length, length_kv, dtype=torch.bool)
+    module, mask = nn.Identity(), None
+    module.is_causal = kind != "none"
+    if compact is not None:
+        mask = compact.to(device)
+        visible = visible_pairs(compact, batch, length, length_kv - compact.unwritten)
+        visible = torch.nn.functional.pad(visible, (0, compact.unwritten))
+        if compact.lengths is not None:  # and queries of padding are not computed
+            visible = visible & (torch.arange(length) < compact.lengths.view(-1, 1)).unsqueeze(
+                1
+            ).unsqueeze(-1)
+    elif kind in ("bool", "added"):
+        visible = torch.rand(visible.shape, generator=generator) < 0.7
+        visible[..., 0] = True
+        mask = visible.to(device)
+        if kind == "added":
+            mask = torch.zeros(visible.shape, device=device, dtype=dtype)
+            mask.masked_fill_(~visible.to(device), torch.finfo(dtype).min)
+    elif kind == "none, causal":
+        visible = visible.tril()
+    visible = visible.to(device)
+    found = cudnn_ops_attention(module, query, key, value, mask, position_bias=bias)[0]
+    grad = torch.randn(found.shape, generator=generator).to(device, dtype)
+    results = [found, *torch.autograd.grad(found, given, grad)]
+
+    def formula(dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.detach().to(dtype).requires_grad_() for x in given]
+        out = biased(*leaves, visible)
+        return [out, *torch.autograd.grad(out, leaves, grad.to(dtype))]
+
+    names = ("out", "query", "key", "value", "bias")
+    for name, *parts in zip(names, results, formula(torch.float64), formula(dtype), strict=True):
+        check(*parts, name)
+
+
 def test_not_causal():
     sizes = (1, 2, 9, 16)
     query, key, value = torch.randn(3, *sizes, generator=torch.Generator().manual_seed(1))
@@ -223,13 +388,35 @@ def test_what_it_does_not_do_raises():
     model = make_model("llama", "cpu")
     with pytest.raises(ValueError, match='set_attn_implementation\\("eager"\\)'):
         model(make_tokens("cpu"), output_attentions=True)
-    with pytest.raises(NotImplementedError, match="position_bias"):
-        attention_of((1, 2, 9, 16), position_bias=torch.zeros(1, 2, 9, 9))
+    packed = CompactMask(cu_seqlens=torch.tensor([0, 4, 9], dtype=torch.int32), longest=5)
+    with pytest.raises(NotImplementedError, match="a row of its own"):
+        attention_of((1, 2, 9, 16), packed, position_bias=torch.zeros(1, 2, 9, 9))
+    with pytest.raises(NotImplementedError, match="one of 9 queries and 7 keys, and Identity has"):
+        attention_of((1, 2, 9, 16), CompactMask(sizes=(1, 9, 7)))
     inputs = make_inputs("packed by offsets", "cpu")
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     inputs["attention_mask"][0, -1] = 0
     with pytest.raises(ValueError, match="leave attention_mask out"):
         model(**inputs)
+
+
+def test_models_with_an_attention_of_their_own_are_refused():
+    config = BloomConfig(vocab_size=97, hidden_size=16, n_layer=1, n_head=2)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="cudnn_ops")
+    with pytest.raises(NotImplementedError, match="BloomPreTrainedModel computes its attention by"):
+        model(make_tokens("cpu"))
+
+
+def test_keys_of_any_strides():
+    sizes = (2, 4, 9, 16)
+    query, key, value = torch.randn(3, *sizes, generator=torch.Generator().manual_seed(1))
+    query, key, value = (x.mT.contiguous().mT for x in (query, key, value))
+    assert key.stride(-1) != 1
+    found = cudnn_ops_attention(nn.Identity(), query, key, value, None)[0]
+    torch.testing.assert_close(found, attention_of(sizes))
+    packed = CompactMask(cu_seqlens=torch.tensor([0, 9, 18], dtype=torch.int32), longest=9)
+    found = cudnn_ops_attention(nn.Identity(), query, key, value, packed)[0]
+    torch.testing.assert_close(found, attention_of(sizes))
 
 
 def test_transformers_is_imported_by_the_adapter_alone():

@@ -1,13 +1,16 @@
-"""Rotary position embedding of transformers' models, one kernel for queries and one for keys.
+"""Rotary embedding of a model of transformers by one kernel.
 
-Their attention calls ``apply_rotary_pos_emb``, a function of the file that it is in. A module whose
-``forward`` names it gets one of its own: the same code, with another function by that name.
+Its attention calls a global function, ``apply_rotary_pos_emb``, of its module. A part of a model is
+changed by giving it a ``forward`` of its own: the same code, with another function by that name.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -16,20 +19,23 @@ from torch import Tensor, nn
 
 from cudnn_ops.ops.rotary import rotary_embedding
 
-_NAME = "apply_rotary_pos_emb"
+#: The second turns neighbours against each other instead of halves, and returns halves.
+_NAMES = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
 Apply = Callable[..., tuple[Tensor, Tensor]]
 
 
 def fuse_rotary_(model: nn.Module) -> list[str]:
     """Makes a model's attention turn its queries and keys by :func:`cudnn_ops.rotary_embedding`.
 
-    Only where the function that it calls now computes the same on random numbers. Calls that ours
-    does not take, such as another ``unsqueeze_dim``, go to that one. Other models, of the same
-    class too, stay as they are; to do it again changes nothing.
+    Only where the functions that it calls now compute the same on random numbers: of whole heads,
+    of their first part (Phi-3, GPT-NeoX), of neighbours (DeepSeek-V3), and by float32 angles (OLMo
+    2 and 3). Calls that ours does not take, such as angles of another shape, go to theirs with a
+    warning. Other models, of the same class too, stay as they are; to do it again changes nothing.
 
     Args:
         model: any module; of its parts those are changed whose class's ``forward`` calls
-            ``apply_rotary_pos_emb``.
+            ``apply_rotary_pos_emb`` or ``apply_rotary_pos_emb_interleave``, if all that it calls of
+            them is understood.
 
     Returns:
         The names of those parts.
@@ -38,7 +44,7 @@ def fuse_rotary_(model: nn.Module) -> list[str]:
     fused = []
     for name, part in model.named_modules():
         forward = type(part).forward
-        if not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names:
+        if not isinstance(forward, FunctionType) or not _called(forward):
             continue
         if forward not in forwards:
             forwards[forward] = _with_ours(forward)
@@ -49,12 +55,19 @@ def fuse_rotary_(model: nn.Module) -> list[str]:
     return fused
 
 
+def _called(forward: FunctionType) -> list[str]:
+    return [name for name in _NAMES if name in forward.__code__.co_names]
+
+
 def _with_ours(forward: FunctionType) -> FunctionType | None:
-    """The same code, where ``apply_rotary_pos_emb`` is ours; None where it computes another."""
-    apply = forward.__globals__.get(_NAME)
-    if apply is None or not _computes_the_same(apply):
-        return None
-    names: dict[str, Any] = {**forward.__globals__, _NAME: _fused(apply)}
+    """The same code, where the functions are ours; None where one of them computes another."""
+    names: dict[str, Any] = dict(forward.__globals__)
+    for name in _called(forward):
+        apply = names.get(name)
+        turn = None if apply is None else _understand(apply)
+        if turn is None:
+            return None
+        names[name] = _fused(turn)
     ours = FunctionType(
         forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
     )
@@ -62,44 +75,99 @@ def _with_ours(forward: FunctionType) -> FunctionType | None:
     return ours
 
 
-def _fused(apply: Apply) -> Apply:
-    @functools.wraps(apply)
+@dataclass(frozen=True)
+class _Turn:
+    """What a function of transformers computes, as far as it is ours too."""
+
+    apply: Apply
+    of_pairs: bool
+    """Neighbours are turned against each other, by the first half of the angles."""
+    of_parts: bool
+    """Where there are fewer angles than numbers in a head, what is behind them stays."""
+    by_wide: bool
+    """By angles of float32 the products are of float32, and the result of the input's dtype."""
+
+    def takes(self, x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+        """Whether ``x``, [B, H, S, D], and angles, [B or 1, S, D], are what the operator takes."""
+        return (
+            x.dim() == 4
+            and cos.shape == sin.shape
+            and cos.dim() == 3
+            and cos.shape[0] in (1, x.shape[0])
+            and cos.shape[1] == x.shape[2]
+            and (cos.shape[2] == x.shape[3] or (self.of_parts and cos.shape[2] < x.shape[3]))
+            and (cos.dtype == x.dtype or (self.by_wide and cos.dtype == torch.float32))
+            and not cos.requires_grad
+        )
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        size = cos.shape[-1]
+        turned = x[..., :size]
+        if self.of_pairs:
+            turned = turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+            cos, sin = (angles[..., : size // 2].repeat(1, 1, 2) for angles in (cos, sin))
+        turned = rotary_embedding(turned, cos, sin)
+        return turned if size == x.shape[-1] else torch.cat([turned, x[..., size:]], -1)
+
+
+def _fused(turn: _Turn) -> Apply:
+    extra = list(inspect.signature(turn.apply).parameters.values())[4:]
+    defaults = {parameter.name: parameter.default for parameter in extra}
+
+    @functools.wraps(turn.apply)
     def fused(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        if args or kwargs or not _takes(q, cos, sin) or not _takes(k, cos, sin):
-            return apply(q, k, cos, sin, *args, **kwargs)
-        return rotary_embedding(q, cos, sin), rotary_embedding(k, cos, sin)
+        given = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+        dim = given.pop("unsqueeze_dim", 1)
+        is_known = all(value is defaults.get(name, value) for name, value in given.items())
+        angles = (cos.unsqueeze(0), sin.unsqueeze(0)) if dim == 0 else (cos, sin)
+        # [B, S, H, D] where the heads come third.
+        tensors = [x.transpose(1, 2) if dim == 2 else x for x in (q, k)]
+        if is_known and dim in (0, 1, 2) and all(turn.takes(x, *angles) for x in tensors):
+            q, k = (turn(x, *angles) for x in tensors)
+            return (q.transpose(1, 2), k.transpose(1, 2)) if dim == 2 else (q, k)
+        if not torch.compiler.is_compiling():
+            warnings.warn(
+                f"cudnn_ops.rotary_embedding does not take this call of {turn.apply.__name__}, "
+                f"with q {tuple(q.shape)} and k {tuple(k.shape)} of {q.dtype}, cos and sin "
+                f"{tuple(cos.shape)} of {cos.dtype}, unsqueeze_dim={dim}; it runs as it is in "
+                "transformers",
+                stacklevel=2,
+            )
+        return turn.apply(q, k, cos, sin, *args, **kwargs)
 
     return fused
 
 
-def _takes(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    return (
-        x.dim() == 4
-        and cos.shape == sin.shape
-        and cos.dim() == 3
-        and cos.shape[0] in (1, x.shape[0])
-        and cos.shape[1:] == x.shape[2:]
-        # Of float32 angles and less the products are float32 there.
-        and cos.dtype == x.dtype
-        and not cos.requires_grad
-    )
+def _understand(apply: Apply) -> _Turn | None:
+    for of_pairs in (False, True):
+        turn = _Turn(apply, of_pairs, of_parts=True, by_wide=True)
+        if _computes(turn, size=8):
+            of_parts = _computes(turn, size=4)
+            by_wide = _computes(turn, size=8, dtype=torch.bfloat16)
+            return _Turn(apply, of_pairs, of_parts, by_wide)
+    return None
 
 
-def _computes_the_same(apply: Apply) -> bool:
+def _computes(turn: _Turn, size: int, dtype: torch.dtype = torch.float64) -> bool:
+    """Whether theirs gives what ours does, of angles of ``size`` numbers of at least float32."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    q, k, cos, sin = draw(2, 3, 5, 8), draw(2, 1, 5, 8), draw(2, 5, 8), draw(2, 5, 8)
+    q, k = draw(2, 3, 5, 8).to(dtype), draw(2, 1, 5, 8).to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    cos, sin = draw(2, 5, size).to(wide), draw(2, 5, size).to(wide)
     try:
-        found = apply(q, k, cos, sin)
+        found = turn.apply(q, k, cos, sin)
     except (TypeError, ValueError, RuntimeError):  # other arguments
         return False
-    expected = (rotary_embedding(q, cos, sin), rotary_embedding(k, cos, sin))
-    return all(
-        isinstance(mine, Tensor) and mine.shape == other.shape and torch.allclose(mine, other)
-        for mine, other in zip(found, expected, strict=True)
+    return len(found) == 2 and all(
+        isinstance(mine, Tensor)
+        and mine.shape == x.shape
+        and mine.dtype == dtype
+        and torch.allclose(mine, turn(x, cos, sin), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+        for mine, x in zip(found, (q, k), strict=True)
     )
