@@ -79,6 +79,7 @@ def cudnn_ops_attention(
     max_length_q: int | Tensor | None = None,
     max_length_k: int | Tensor | None = None,
     position_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     output_attentions: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -108,7 +109,8 @@ def cudnn_ops_attention(
         max_length_k: likewise for the keys.
         position_bias: added to the scores, and differentiable (T5's); broadcasts to [batch, heads,
             length, length_kv].
-        output_attentions: not taken.
+        sinks: a logit for each query (Inkling 2), which is refused.
+        output_attentions: refused.
         kwargs: what other implementations take and this one has no use for.
 
     Returns:
@@ -116,13 +118,18 @@ def cudnn_ops_attention(
 
     Raises:
         ValueError: weights are asked for, or packed sequences come with padding.
-        NotImplementedError: packed sequences come with a ``position_bias``; a layer has keys that
-            its mask does not know. And all that cudnn_ops raises.
+        NotImplementedError: packed sequences come with a ``position_bias``; there are ``sinks``; a
+            layer has keys that its mask does not know. And all that cudnn_ops raises.
     """
     if output_attentions:
         raise ValueError(
             "cudnn_ops does not keep the attention weights that output_attentions=True asks for; "
             'use model.set_attn_implementation("eager") where they are wanted'
+        )
+    if sinks is not None:
+        raise NotImplementedError(
+            f"cudnn_ops has sinks of one logit for each head, and {type(module).__name__} has one "
+            'for each query; use model.set_attn_implementation("eager") for this model'
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     length, length_kv = query.shape[2], key.shape[2]

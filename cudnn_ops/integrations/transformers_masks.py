@@ -17,7 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
-from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
+from transformers.masking_utils import (
+    causal_mask_function,
+    eager_mask,
+    prepare_padding_mask,
+    sdpa_mask,
+)
 from transformers.utils.import_utils import is_tracing
 
 NO_WINDOW = (-1, -1)
@@ -197,8 +202,7 @@ def cudnn_ops_mask(
         NotImplementedError: the model's attention is its own, and would take the mask for another
             kind.
     """
-    if config is not None and not is_tracing():
-        _check_interface(type(config))
+    wants_bias = config is not None and _wants_bias(config.__class__)
     if isinstance(attention_mask, CompactMask):
         return attention_mask
     compact = CompactMask(sizes=(batch_size, q_length, kv_length), device=device)
@@ -219,7 +223,8 @@ def cudnn_ops_mask(
             sequences = packed_sequences(mask_function)
             understood = sequences is not None
     if not understood:
-        mask = sdpa_mask(
+        dense_mask = eager_mask if wants_bias and not allow_is_causal_skip else sdpa_mask
+        mask = dense_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -259,26 +264,36 @@ def cudnn_ops_mask(
     return compact._replace(padding=padding)
 
 
-@functools.cache
-def _check_interface(config: type) -> None:
-    """Whether models of this configuration compute attention where a name chooses among functions.
+@torch.compiler.assume_constant_result
+def _wants_bias(config: type) -> bool:
+    return _models_want_bias(config)
 
-    transformers refuses ``set_attn_implementation`` where they do not, ``from_pretrained`` takes
-    any name that is registered.
+
+@functools.cache
+def _models_want_bias(config: type) -> bool:
+    """Whether models of this configuration may add a mask to scores of their own.
+
+    Those that transformers does not give to torch's attention, which takes masks of bool. A model
+    with no attention but its own is refused: ``set_attn_implementation`` does so itself, and
+    ``from_pretrained`` takes any name that is registered.
     """
     module = sys.modules.get(config.__module__.replace(".configuration_", ".modeling_"))
-    for model in vars(module).values() if module is not None else ():
-        if (
-            isinstance(model, type)
-            and issubclass(model, PreTrainedModel)
-            and model.config_class is config
-            and not model._can_set_attn_implementation()
-        ):
+    parts = vars(module).values() if module is not None else ()
+    models = [
+        part
+        for part in parts
+        if isinstance(part, type)
+        and issubclass(part, PreTrainedModel)
+        and part.config_class is config
+    ]
+    for model in models:
+        if not model._can_set_attn_implementation():
             raise NotImplementedError(
                 f"{model.__name__} computes its attention by itself, without transformers' "
                 "AttentionInterface, so that cudnn_ops cannot; leave attn_implementation out, or "
                 "for a part of a model give one to each of its configurations"
             )
+    return any(not model._supports_sdpa for model in models)
 
 
 def packed_sequences(mask_function: Callable[..., Any]) -> Tensor | None:

@@ -13,8 +13,8 @@ and the activation are one call::
 
 from cudnn_ops.nn.conv import ConvAct1d, ConvAct2d, ConvAct3d
 from cudnn_ops.nn.fuse import FusedConv, fuse_conv_bn_act_
-from cudnn_ops.nn.gated import SwiGLU
-from cudnn_ops.nn.norm import LayerNorm, RMSNorm
+from cudnn_ops.nn.gated import PackedSwiGLU, SwiGLU
+from cudnn_ops.nn.norm import LayerNorm, RMSNorm, UnitRMSNorm
 from cudnn_ops.nn.replace import Replacement, replace_modules_
 
 __all__ = [
@@ -23,9 +23,11 @@ __all__ = [
     "ConvAct3d",
     "FusedConv",
     "LayerNorm",
+    "PackedSwiGLU",
     "RMSNorm",
     "Replacement",
     "SwiGLU",
+    "UnitRMSNorm",
     "fuse_conv_bn_act_",
     "replace_modules_",
 ]

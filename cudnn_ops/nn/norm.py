@@ -32,6 +32,27 @@ class RMSNorm(nn.RMSNorm):
         )
 
 
+class UnitRMSNorm(nn.Module):
+    """An RMS norm of the last dimension, of any size, without a weight; Llama 4's of its queries.
+
+    Args:
+        eps: added to the mean of the squares.
+    """
+
+    def __init__(self, eps: float) -> None:
+        """Keeps ``eps``."""
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] to the same."""
+        return rms_norm(x, x.shape[-1:], None, self.eps)
+
+    def extra_repr(self) -> str:
+        """For ``print``."""
+        return f"eps={self.eps}"
+
+
 class LayerNorm(nn.LayerNorm):
     """``torch.nn.LayerNorm`` on :func:`cudnn_ops.layer_norm`; the same arguments and keys."""
 

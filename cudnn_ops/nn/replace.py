@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from cudnn_ops.nn.gated import PROJECTIONS, SwiGLU
-from cudnn_ops.nn.norm import LayerNorm, RMSNorm
+from cudnn_ops.nn.gated import PROJECTIONS, PackedSwiGLU, SwiGLU
+from cudnn_ops.nn.norm import LayerNorm, RMSNorm, UnitRMSNorm
+
+#: What is not swapped again.
+_OURS = (RMSNorm, UnitRMSNorm, LayerNorm, SwiGLU, PackedSwiGLU)
 
 
 @dataclass(frozen=True)
@@ -27,44 +31,66 @@ class Replacement:
         return f"{self.name}: {type(self.old).__name__} -> {type(self.new).__name__}{centered}"
 
 
+@dataclass(frozen=True)
+class LeftAlone:
+    """One module that looks like one of ours and is another; a dry run tells."""
+
+    name: str
+    old: nn.Module
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {type(self.old).__name__} is left alone: {self.reason}"
+
+
 def replace_modules_(model: nn.Module, *, dry_run: bool = False) -> list[Replacement]:
     """Swaps a model's norms and gated MLPs for those of this package, in place.
 
     A module is swapped if it has the parts of one of ours, and if a copy of it computes the same on
-    random numbers on the CPU: torch's ``RMSNorm`` and ``LayerNorm``; any module whose only
-    parameter is a one-dimensional ``weight`` and that is an RMS norm, zero-centered or not (those
-    of Llama, Qwen, Mistral, Gemma); any with ``gate_proj``, ``up_proj`` and ``down_proj`` that is a
-    gated MLP by SiLU or GELU. Parameters stay the same tensors and keep their names. Modules with
-    hooks are left alone.
+    random numbers on the CPU, in training too:
+
+    - torch's ``RMSNorm`` and ``LayerNorm``;
+    - a module whose only parameter is a one-dimensional ``weight`` and that is an RMS norm,
+      zero-centered or not (Llama, Qwen, Mistral, Gemma), or a layer norm without a bias (Cohere);
+    - a module without parameters that is an RMS norm (Llama 4's of queries and keys);
+    - a module with ``gate_proj``, ``up_proj`` and ``down_proj``, or with two ``nn.Linear`` of which
+      the first gives gate and up in this order (Phi-3, GLM-4, ModernBERT), that is a gated MLP by
+      SiLU or GELU.
+
+    Parameters stay the same tensors and keep their names. Modules with hooks are left alone.
 
     Args:
         model: itself is not swapped, what is in it is.
-        dry_run: print what would be swapped, and swap nothing.
+        dry_run: print what would be swapped, and what is left alone for which reason though it
+            looks like one of these; swap nothing.
 
     Returns:
         What was, or would be, swapped.
     """
-    found = list(_replacements(model))
+    looked_at = list(_look(model))
+    found = [each for each in looked_at if isinstance(each, Replacement)]
+    if dry_run:
+        for each in (*found, *(each for each in looked_at if isinstance(each, LeftAlone))):
+            print(each)
+        return found
     for replacement in found:
-        if dry_run:
-            print(replacement)
-            continue
         parent, _, attribute = replacement.name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, replacement.new)
     return found
 
 
-def _replacements(model: nn.Module) -> Iterator[Replacement]:
-    made: dict[nn.Module, nn.Module] = {}  # a module that is there twice is swapped for one
+def _look(model: nn.Module) -> Iterator[Replacement | LeftAlone]:
+    made: dict[nn.Module, nn.Module | str | None] = {}  # what is there twice is swapped for one
     for name, module in model.named_modules(remove_duplicate=False):
-        if module is model or isinstance(module, (RMSNorm, LayerNorm, SwiGLU)):
+        if module is model or isinstance(module, _OURS):
             continue
         if module not in made:
-            new = None if has_hooks(module) else _counterpart(module)
-            if new is None:
-                continue
-            made[module] = new.train(module.training)
-        yield Replacement(name, module, made[module])
+            made[module] = _counterpart(module)
+        new = made[module]
+        if isinstance(new, str):
+            yield LeftAlone(name, module, new)
+        elif new is not None:
+            yield Replacement(name, module, new)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -75,19 +101,62 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-def _counterpart(module: nn.Module) -> nn.Module | None:
-    if type(module) is nn.LayerNorm:
-        layer = LayerNorm(list(module.normalized_shape), module.eps, device="meta")
-        layer.weight, layer.bias = module.weight, module.bias
-        return layer
-    if type(module) is nn.RMSNorm:
-        return _rms_norm(module.normalized_shape, module.eps, module.weight)
+def _counterpart(module: nn.Module) -> nn.Module | str | None:
+    """Ours; why there is none, for what looks as if there were; None for anything else."""
+    candidate = _candidate(module)
+    if candidate is None:
+        return None
+    make, reason = candidate
+    if has_hooks(module):
+        return reason and "it has hooks"
+    new = make()
+    return reason if new is None else new.train(module.training)
+
+
+#: How to make ours of a module that looks like it, and the reason to give if it is not that.
+_Candidate = tuple[Callable[[], nn.Module | None], str | None]
+
+
+def _candidate(module: nn.Module) -> _Candidate | None:
+    if type(module) in (nn.LayerNorm, nn.RMSNorm):
+        return functools.partial(_like_torch, module), "it is another norm"
     parameters = dict(module.named_parameters())
+    if not parameters:
+        is_known = type(module).__module__.startswith("torch.nn") or any(module.children())
+        return None if is_known else (functools.partial(_like_unit_norm, module), None)
     if set(parameters) == {"weight"} and parameters["weight"].dim() == 1:
-        return _like_rms_norm(module)
+        reason = "it is neither an RMS norm nor a layer norm"
+        return functools.partial(_like_norm, module), reason
+    names: tuple[str, ...] | None = _packed_projections(module)
     if all(isinstance(getattr(module, name, None), nn.Linear) for name in PROJECTIONS):
-        return _like_gated_mlp(module)
+        names = PROJECTIONS
+    if names is not None:
+        reason = "it is not down(act(gate) * up) by silu, gelu or gelu_tanh"
+        return functools.partial(_like_gated_mlp, module, names), reason
+    own = dict(module.named_parameters(recurse=False))
+    if any(weight.dim() == 3 and "gate" in name for name, weight in own.items()):
+        return lambda: None, "each of its weights is of several experts"
     return None
+
+
+def _packed_projections(module: nn.Module) -> tuple[str, str] | None:
+    """The names of two projections of which the first gives two inputs of the second."""
+    linears = [(name, part) for name, part in module.named_children() if type(part) is nn.Linear]
+    if len(linears) != 2:
+        return None
+    (first, wide), (second, down) = linears
+    owners = {name.rpartition(".")[0] for name, _ in module.named_parameters()}
+    is_packed = wide.out_features == 2 * down.in_features and owners == {first, second}
+    return (first, second) if is_packed else None
+
+
+def _like_torch(module: nn.Module) -> LayerNorm | RMSNorm:
+    if isinstance(module, nn.RMSNorm):
+        return _rms_norm(module.normalized_shape, module.eps, module.weight)
+    assert isinstance(module, nn.LayerNorm)
+    layer = LayerNorm(list(module.normalized_shape), module.eps, device="meta")
+    layer.weight, layer.bias = module.weight, module.bias
+    return layer
 
 
 def _rms_norm(
@@ -114,58 +183,88 @@ def _probe(module: nn.Module, sizes: dict[str, tuple[int, ...]]) -> nn.Module | 
 
 
 def _computes(probe: nn.Module, x: Tensor, expected: Tensor) -> bool:
-    try:
-        with torch.no_grad():
-            result = probe(x)
-    except Exception:  # it wants something else
-        return False
-    return (
-        isinstance(result, Tensor)
-        and result.shape == expected.shape
-        and torch.allclose(result.float(), expected, rtol=1e-4, atol=1e-4)
-    )
+    """In training too: what drops something there is another module."""
+    for is_training in (False, True):
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                result = probe.train(is_training)(x)
+        except Exception:  # it wants something else
+            return False
+        if not (
+            isinstance(result, Tensor)
+            and result.shape == expected.shape
+            and torch.allclose(result.float(), expected, rtol=1e-4, atol=1e-4)
+        ):
+            return False
+    return True
 
 
-def _like_rms_norm(module: nn.Module) -> RMSNorm | None:
-    weight = module.weight
-    assert isinstance(weight, nn.Parameter)
-    probe = _probe(module, {"weight": (weight.numel(),)})
+def _small(*shape: int) -> Tensor:
+    """Small values, so that eps shows."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 1e-2
+
+
+def _numbers(module: nn.Module) -> list[float]:
+    """What may be the module's eps."""
+    return list(dict.fromkeys(v for v in vars(module).values() if isinstance(v, float)))
+
+
+def _like_unit_norm(module: nn.Module) -> UnitRMSNorm | None:
+    numbers = _numbers(module)
+    probe = _probe(module, {}) if numbers else None
     if probe is None:
         return None
-    # Small values, so that eps shows.
-    x = torch.randn(3, weight.numel(), generator=torch.Generator().manual_seed(1)) * 1e-2
-    known = dict(probe.named_parameters())["weight"]
-    numbers = {n: v for n, v in vars(module).items() if isinstance(v, float)}
-    for eps in dict.fromkeys(numbers.values()):
-        normed = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
-        for zero_centered in (False, True):
-            if _computes(probe, x, normed * (known + zero_centered)):
-                return _rms_norm((weight.numel(),), eps, weight, zero_centered)
+    inputs = (_small(3, 5, 8), _small(4, 16))  # of the last dimension, of any size
+    for eps in numbers:
+        normed = [x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() for x in inputs]
+        if all(_computes(probe, x, out) for x, out in zip(inputs, normed, strict=True)):
+            return UnitRMSNorm(eps)
     return None
 
 
-def _like_gated_mlp(module: nn.Module) -> SwiGLU | None:
-    width, hidden = 6, 10
-    sizes = {
-        "gate_proj.weight": (hidden, width),
-        "up_proj.weight": (hidden, width),
-        "down_proj.weight": (width, hidden),
-        "gate_proj.bias": (hidden,),
-        "up_proj.bias": (hidden,),
-        "down_proj.bias": (width,),
-    }
+def _like_norm(module: nn.Module) -> RMSNorm | LayerNorm | None:
+    weight = module.weight
+    assert isinstance(weight, nn.Parameter)
+    size = (weight.numel(),)
+    probe = _probe(module, {"weight": size})
+    if probe is None:
+        return None
+    x = _small(3, *size)
+    known = dict(probe.named_parameters())["weight"]
+    for eps in _numbers(module):
+        normed = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+        for zero_centered in (False, True):
+            if _computes(probe, x, normed * (known + zero_centered)):
+                return _rms_norm(size, eps, weight, zero_centered)
+        if _computes(probe, x, nn.functional.layer_norm(x, size, known, None, eps)):
+            layer = LayerNorm(list(size), eps, bias=False, device="meta")
+            layer.weight = weight
+            return layer
+    return None
+
+
+def _like_gated_mlp(module: nn.Module, names: tuple[str, ...]) -> SwiGLU | PackedSwiGLU | None:
+    width, hidden = 6, 64
+    *into, out = names
+    rows = hidden if len(into) == 2 else 2 * hidden
+    sizes: dict[str, tuple[int, ...]] = {f"{out}.weight": (width, hidden), f"{out}.bias": (width,)}
+    for name in into:
+        sizes |= {f"{name}.weight": (rows, width), f"{name}.bias": (rows,)}
     probe = _probe(module, sizes)
     if probe is None:
         return None
-    x = torch.randn(3, width, generator=torch.Generator().manual_seed(1))
-    gate, up, down = (getattr(probe, name) for name in PROJECTIONS)
+    x = torch.randn(33, width, generator=torch.Generator().manual_seed(1))
     activations: dict[str, Callable[[Tensor], Tensor]] = {
         "silu": nn.functional.silu,
         "gelu": nn.functional.gelu,
         "gelu_tanh": lambda value: nn.functional.gelu(value, approximate="tanh"),
     }
     with torch.no_grad():
-        for name, activation in activations.items():
-            if _computes(probe, x, down(activation(gate(x)) * up(x))):
-                return SwiGLU.of(module, name)
+        gate, up = torch.cat([getattr(probe, name)(x) for name in into], -1).chunk(2, -1)
+        for activation, function in activations.items():
+            if not _computes(probe, x, getattr(probe, out)(function(gate) * up)):
+                continue
+            if len(into) == 2:
+                return SwiGLU.of(module, activation)
+            return PackedSwiGLU.of(module, activation, (into[0], out))
     return None
