@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import cudnn_ops
+from cudnn_ops.ops.conv import Activation
 from tests.cases.derivatives import DERIVATIVES
 from tests.conftest import DEVICES
 
@@ -89,11 +91,8 @@ def _attend_packed(**tensors: Tensor) -> Any:
     )
 
 
-def _convolve(activation: str) -> Callable[..., Tensor]:
-    def run(**tensors: Tensor) -> Tensor:
-        return cudnn_ops.conv2d(**tensors, activation=activation)
-
-    return run
+def _convolve(activation: Activation) -> Callable[..., Any]:
+    return functools.partial(cudnn_ops.conv2d, activation=activation)
 
 
 def _calls() -> dict[str, Call]:
