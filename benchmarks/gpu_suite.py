@@ -60,10 +60,15 @@ def main() -> int:
     )
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("gpu_suite needs a CUDA GPU, and torch finds none")
+        parser.error("it needs a CUDA GPU, and torch finds none")
+    if args.jobs < 1:
+        parser.error("--jobs must be at least 1")
     out: Path = args.out or BENCHMARKS / "results" / gpu_slug(torch.cuda.get_device_name())
     out = out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: {error}")
 
     good = True
     summary = [["", "seconds", "outcome"]]

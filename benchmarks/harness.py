@@ -269,7 +269,9 @@ def main(name: str, run: Callable[[Rows, int], None]) -> None:
     )
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit(f"bench_{name} needs a CUDA GPU, and torch finds none")
+        parser.error("it needs a CUDA GPU, and torch finds none")
+    if args.out and not args.out.parent.is_dir():  # said before minutes of measuring, not after
+        parser.error(f"--out: {args.out.parent} is not a folder")
     rounds = QUICK_ROUNDS if args.quick else FULL_ROUNDS
     rows = Rows({**environment(), "rounds": rounds})
     try:

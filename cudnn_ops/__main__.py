@@ -25,11 +25,17 @@ def _parse_shape(text: str) -> tuple[int, ...]:
         shape = tuple(int(part) for part in text.split(","))
     except ValueError:
         shape = ()
-    if len(shape) != 4 or min(shape) < 1:
+    if len(shape) != 4 or min(shape) < 1 or max(shape) >= 2**31:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not batch,heads,length,head_size, such as 4,32,2048,128"
         )
     return shape
+
+
+def _parse_count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return int(text)
 
 
 def _tensors(args: argparse.Namespace) -> list[torch.Tensor | None]:
@@ -119,13 +125,36 @@ def _cache_clear(args: argparse.Namespace) -> int:
     return 0
 
 
+def _table_to_extend(path: Path) -> EngineTable:
+    """The table there, or a new one: looked at before minutes of measuring, not after."""
+    table = EngineTable.of_this_machine()
+    if not path.exists():
+        return table
+    try:
+        kept = EngineTable.read(path)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--table: {path} is not a table of engines ({error})") from error
+    if (kept.gpu, kept.cudnn) != (table.gpu, table.cudnn):
+        raise ValueError(
+            f"{path} is of {kept.gpu} and cuDNN {kept.cudnn}, this is {table.gpu} and "
+            f"{table.cudnn}; write another file"
+        )
+    table.entries = kept.entries
+    return table
+
+
 def _tune(args: argparse.Namespace) -> int:
+    if not torch.cuda.is_available():
+        raise RuntimeError("engines are measured on a GPU, and torch sees none")
+    if args.table and not args.table.parent.is_dir():
+        raise ValueError(f"--table: {args.table.parent} is not a folder")
     if args.op == "norms":
         timings = tune_norms(workers=args.workers)
         print(*timings, sep="\n")
         if args.table:
             write_table(args.table, timings)
         return 0
+    table = _table_to_extend(args.table) if args.table else None
     if args.standard:
         tuned = tune_standard_shapes()
     else:
@@ -136,16 +165,7 @@ def _tune(args: argparse.Namespace) -> int:
         )
     for plan in tuned:
         print(plan)
-    if args.table:
-        table = EngineTable.of_this_machine()
-        if args.table.exists():
-            kept = EngineTable.read(args.table)
-            if (kept.gpu, kept.cudnn) != (table.gpu, table.cudnn):
-                raise ValueError(
-                    f"{args.table} is of {kept.gpu} and cuDNN {kept.cudnn}, this is {table.gpu} "
-                    f"and {table.cudnn}; write another file"
-                )
-            table.entries = kept.entries
+    if table:
         for plan in tuned:
             table.add(plan)
         table.write(args.table)
@@ -254,7 +274,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     tune.add_argument(
         "--workers",
-        type=int,
+        type=_parse_count,
         default=max(1, (os.cpu_count() or 1) - 2),
         metavar="N",
         help="of norms: processes that try engines at once (default: %(default)s)",

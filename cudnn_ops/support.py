@@ -149,6 +149,9 @@ def _check_known(op: str) -> None:
 def describe_device(index: int = 0) -> str:
     """The description of live GPU ``index``: JSON text, for ``explain(device=...)`` anywhere."""
     prepare("current")
+    count = torch.cuda.device_count()
+    if not 0 <= index < count:
+        raise ValueError(f"torch sees {count} GPUs, counted from 0; there is none with {index}")
     return _C.describe_device(index)
 
 
@@ -352,7 +355,10 @@ def _description(device: str | Path) -> str:
         return known.read_text()
     path = Path(device)
     if path.is_file():
-        return path.read_text()
+        try:
+            return path.read_text()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not the description of a GPU: {error}") from error
     raise ValueError(
         f'device {str(device)!r} is not "current", not one of {", ".join(devices())}, and not a '
         "file; `python -m cudnn_ops describe-device` writes one on a machine with a GPU"

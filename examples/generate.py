@@ -9,9 +9,11 @@ line; the engine is `cudnn_ops.generation`, the model is in `llama.py`.
 
 import argparse
 import statistics
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from examples.train_llama import (
     CHECKPOINT,
     RECIPES,
     TrainConfig,
+    check_seed,
     kind_of_device,
     load_text,
 )
@@ -85,16 +88,23 @@ def load_model(config: GenerateConfig, device: torch.device) -> Llama:
     """The trained model, or one of the device's size with random weights.
 
     Raises:
-        SystemExit: there is no checkpoint; the message says how to get one.
+        FileNotFoundError: there is no checkpoint; the message says how to get one.
+        ValueError: the file is something else.
     """
     operators = Operators.named("cudnn_ops")
     if config.random:
         torch.manual_seed(config.seed)
         model = Llama(RECIPES[device.type].model, operators)
     elif config.checkpoint.exists():
-        model = Llama.load(config.checkpoint, operators)
+        try:
+            model = Llama.load(config.checkpoint, operators)
+        except (EOFError, KeyError, TypeError, RuntimeError, UnpicklingError) as error:
+            raise ValueError(
+                f"--checkpoint: {config.checkpoint} is not what `python -m examples.train_llama` "
+                "writes"
+            ) from error
     else:
-        raise SystemExit(
+        raise FileNotFoundError(
             f"{config.checkpoint} is not there: `python -m examples.train_llama` trains a model "
             "and writes it, --checkpoint names another, --random serves random weights"
         )
@@ -185,7 +195,7 @@ def generate(config: GenerateConfig) -> tuple[Summary, list[Request]]:
     model = load_model(config, device)
     sizes = model.config
     if not 1 <= config.max_tokens <= sizes.sequence - 4:
-        raise SystemExit(f"--max-tokens is 1 to {sizes.sequence - 4}, got {config.max_tokens}")
+        raise ValueError(f"--max-tokens is 1 to {sizes.sequence - 4}, got {config.max_tokens}")
     load = LOADS[kind]
     prompts = load.prompts if config.prompts is None else config.prompts
     max_batch = load.max_batch if config.max_batch is None else config.max_batch
@@ -230,7 +240,7 @@ def sample_text(request: Request) -> str:
     return f"--- {prompt!r}\n+++ {output!r}"
 
 
-def parse_args() -> GenerateConfig:
+def parse_args(argv: Sequence[str] | None = None) -> GenerateConfig:
     """The command line as a GenerateConfig."""
     default = GenerateConfig()
     parser = argparse.ArgumentParser(
@@ -262,17 +272,30 @@ def parse_args() -> GenerateConfig:
     )
     parser.add_argument("--temperature", type=float, default=default.temperature, help="0: greedy")
     parser.add_argument("--top-p", type=float, default=default.top_p, help="draw from this much")
-    config = GenerateConfig(**vars(parser.parse_args()))
+    config = GenerateConfig(**vars(parser.parse_args(argv)))
+    check_seed(parser, config.seed)
     for name in ("prompts", "beginnings", "max_batch", "chunk", "page_size"):
         if (number := getattr(config, name)) is not None and number < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if config.samples < 0:
+        parser.error("--samples must be at least 0")
     return config
 
 
-if __name__ == "__main__":
-    chosen = parse_args()
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program; arguments that only it can judge end it with a line and status 2."""
+    config = parse_args(argv)
     # For the CPU: its model is so small that threads wait for each other longer than they compute.
     torch.set_num_threads(1)
-    measured, served = generate(chosen)
-    print("\n".join(sample_text(request) for request in served[: chosen.samples]))
+    try:
+        measured, served = generate(config)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(sample_text(request) for request in served[: config.samples]))
     print(report(measured))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

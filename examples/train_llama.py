@@ -14,8 +14,9 @@ import itertools
 import json
 import math
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -214,7 +215,13 @@ def time_side_by_side(trainers: dict[str, Trainer], batches: list[Tensor]) -> di
 
 
 def kind_of_device(choice: str) -> str:
-    """What --device says, "cpu" or "cuda", or for "auto" which of them there is."""
+    """What --device says, "cpu" or "cuda", or for "auto" which of them there is.
+
+    Raises:
+        ValueError: it says "cuda", and there is none.
+    """
+    if choice == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda needs a GPU, and torch finds none")
     if choice != "auto":
         return choice
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -223,6 +230,7 @@ def kind_of_device(choice: str) -> str:
 def train(config: TrainConfig) -> Summary:
     """Trains, samples, on a GPU compares, and writes the results to `config.out`."""
     began = time.perf_counter()
+    config.out.mkdir(parents=True, exist_ok=True)  # if it cannot be, say so now
     kind = kind_of_device(config.device)
     device, recipe = torch.device(kind), RECIPES[kind]
     steps = recipe.steps if config.steps is None else config.steps
@@ -268,8 +276,7 @@ def train(config: TrainConfig) -> Summary:
 
 
 def write_results(summary: Summary, out: Path) -> None:
-    """Writes loss.png, sample.txt and summary.json into the folder `out`."""
-    out.mkdir(parents=True, exist_ok=True)
+    """Writes loss.png, sample.txt and summary.json into the folder `out`, which is there."""
     (out / "sample.txt").write_text(summary.sample, encoding="utf-8")
     (out / "summary.json").write_text(json.dumps(asdict(summary), indent=2), encoding="utf-8")
     # A Figure made without pyplot draws with Agg and needs no display.
@@ -303,7 +310,13 @@ def report(summary: Summary, out: Path) -> str:
     return "\n".join([*lines, "", summary.sample])
 
 
-def parse_args() -> TrainConfig:
+def check_seed(parser: argparse.ArgumentParser, seed: int) -> None:
+    """Ends the program where torch's generators do not take the seed."""
+    if not -(2**63) <= seed < 2**63:
+        parser.error("--seed must fit into 64 bits")
+
+
+def parse_args(argv: Sequence[str] | None = None) -> TrainConfig:
     """The command line as a TrainConfig."""
     parser = argparse.ArgumentParser(description="Train a byte-level Llama with cudnn_ops.")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -312,12 +325,23 @@ def parse_args() -> TrainConfig:
     parser.add_argument("--out", type=Path, default=TrainConfig.out, help="folder for results")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--seed", type=int, default=TrainConfig.seed)
-    config = TrainConfig(**vars(parser.parse_args()))
+    config = TrainConfig(**vars(parser.parse_args(argv)))
+    check_seed(parser, config.seed)
     if config.steps is not None and config.steps < 1:
         parser.error("--steps must be at least 1")
     return config
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program; arguments that only it can judge end it with a line and status 2."""
+    config = parse_args(argv)
+    try:
+        print(report(train(config), config.out))
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 if __name__ == "__main__":
-    chosen = parse_args()
-    print(report(train(chosen), chosen.out))
+    sys.exit(main())

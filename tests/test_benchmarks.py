@@ -75,6 +75,20 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return Gpu(monkeypatch)
 
 
+@pytest.mark.parametrize(
+    ("has_gpu", "arguments", "message"),
+    [(False, [], "needs a CUDA GPU"), (True, ["--out", "no/such/x.json"], "is not a folder")],
+)
+def test_bad_arguments_end_with_a_line(has_gpu, arguments, message, monkeypatch, capsys):
+    """And status 2, before anything is measured."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr("sys.argv", ["bench_x", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        harness.main("x", lambda rows, rounds: pytest.fail("it measures"))
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_host_time_leaves_synchronization_and_settings_out(gpu: Gpu) -> None:
     times = harness.host_us({"ours": lambda: gpu.log.append("call")}, rounds=1, around=gpu.around)
     warm_up = ["enter ours", *["call"] * harness.WARM_UP_CALLS, "leave ours"]

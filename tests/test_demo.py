@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from examples import generate as generate_example
+from examples import train_llama
 from examples.generate import GenerateConfig, generate, report, sample_text
 from examples.llama import Llama, LlamaConfig, Operators
 from examples.train_llama import CHECKPOINT, Recipe, TrainConfig, Trainer, train
@@ -83,5 +85,41 @@ def test_serving_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_is_not_there_says_how_to_make_one(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"python -m examples.train_llama"):
+    with pytest.raises(FileNotFoundError, match=r"python -m examples.train_llama"):
         generate(GenerateConfig(checkpoint=tmp_path / "none.pt", device="cpu"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("program", [train_llama, generate_example], ids=["train", "generate"])
+def test_no_gpu_is_told_in_a_line(program, capsys) -> None:
+    assert program.main(["--device", "cuda"]) == 2
+    assert capsys.readouterr().err == "error: --device cuda needs a GPU, and torch finds none\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "message"),
+    [
+        (train_llama, ["--out", "{file}"], "File exists"),
+        (train_llama, ["--steps", "0"], "--steps must be at least 1"),
+        (train_llama, ["--seed", str(2**63)], "--seed must fit into 64 bits"),
+        (generate_example, ["--checkpoint", "{file}"], "is not what `python -m examples."),
+        (generate_example, ["--checkpoint", "none.pt"], "none.pt is not there"),
+        (generate_example, ["--random", "--temperature", "-1"], "temperature is at least 0"),
+        (generate_example, ["--random", "--top-p", "3"], "top_p is more than 0"),
+        (generate_example, ["--random", "--max-tokens", "9999"], "--max-tokens is 1 to 252"),
+        (generate_example, ["--random", "--pages", "1"], "a request has room for 16"),
+        (generate_example, ["--samples", "-1"], "--samples must be at least 0"),
+    ],
+)
+def test_bad_arguments_end_with_a_line(program, arguments, message, tmp_path, capsys) -> None:
+    """And status 2: no traceback, and nothing is computed before."""
+    (tmp_path / "file").write_text("no model")
+    arguments = [argument.format(file=tmp_path / "file") for argument in arguments]
+    threads = torch.get_num_threads()
+    try:
+        status = program.main(["--device", "cpu", *arguments])
+    except SystemExit as exit:  # argparse's
+        status = exit.code
+    torch.set_num_threads(threads)
+    assert status == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]

@@ -306,3 +306,36 @@ def test_collect_env():
     ):
         assert f"{name}:" in done.stdout
     assert collect_env.collect_env()["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["explain", "sdpa", "-q", f"1,2,3,{2**70}"], "is not batch,heads,length,head_size"),
+        (["explain", "sdpa", "--device", "{binary}"], "is not the description of a GPU"),
+        (["explain", "sdpa", "--device", "{folder}"], "and not a file"),
+        (["tune", "norms", "--workers", "0"], "'0' is not a number from 1 on"),
+        (["tune", "sdpa", "--mask"], "unrecognized arguments: --mask"),
+    ],
+)
+def test_bad_arguments_end_with_a_line(arguments, message, tmp_path, capsys):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    places = {"binary": tmp_path / "binary", "folder": tmp_path}
+    try:
+        status = command_line.main([argument.format(**places) for argument in arguments])
+    except SystemExit as exit:  # argparse's
+        status = exit.code
+    assert status == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.gpu
+def test_bad_arguments_are_told_before_anything_is_measured(tmp_path, capsys):
+    (tmp_path / "empty.json").write_text("{}")
+    for arguments, message in (
+        (["describe-device", "99"], "there is none with 99"),
+        (["tune", "sdpa", "--table", str(tmp_path / "no" / "x.json")], "is not a folder"),
+        (["tune", "sdpa", "--table", str(tmp_path / "empty.json")], "is not a table of engines"),
+    ):
+        assert command_line.main(arguments) == 2
+        assert message in capsys.readouterr().err
