@@ -25,13 +25,16 @@ struct Merge {
   float scale, softcap;
 };
 
-// By dtype, half or bfloat16, and by head size, up to 128 or 256.
-const std::array<std::array<DeviceKernel, 2>, 2>& kernels() {
-  static const std::array<std::array<DeviceKernel, 2>, 2> all{
-      {{{{kPagedMergeImages, "paged_merge_half_128"}, {kPagedMergeImages, "paged_merge_half_256"}}},
+// By dtype, half or bfloat16, and by head size: up to 128, up to 256, any.
+const DeviceKernel& kernel_of(at::ScalarType dtype, int64_t size) {
+  static const std::array<std::array<DeviceKernel, 3>, 2> all{
+      {{{{kPagedMergeImages, "paged_merge_half_128"},
+         {kPagedMergeImages, "paged_merge_half_256"},
+         {kPagedMergeImages, "paged_merge_half_any"}}},
        {{{kPagedMergeImages, "paged_merge_bfloat16_128"},
-         {kPagedMergeImages, "paged_merge_bfloat16_256"}}}}};
-  return all;
+         {kPagedMergeImages, "paged_merge_bfloat16_256"},
+         {kPagedMergeImages, "paged_merge_bfloat16_any"}}}}};
+  return all[dtype == at::kBFloat16][size <= 128 ? 0 : size <= 256 ? 1 : 2];
 }
 
 }  // namespace
@@ -80,9 +83,8 @@ void merge_paged(const Paged& args, const at::Tensor& query, float scale,
               static_cast<float>(args.softcap)};
   std::array<void*, 1> arguments{&merge};
   const int64_t warps = query.size(0) * query.size(1) * heads;
-  const bool is_large = std::max(query.size(3), values.size(3)) > 128;
-  const auto& kernel = kernels()[query.scalar_type() == at::kBFloat16][is_large];
-  kernel.launch((warps * kWarp + kThreads - 1) / kThreads, 1, kThreads, arguments.data());
+  kernel_of(query.scalar_type(), std::max(query.size(3), values.size(3)))
+      .launch((warps * kWarp + kThreads - 1) / kThreads, 1, kThreads, arguments.data());
 }
 
 }  // namespace cudnn_ops
