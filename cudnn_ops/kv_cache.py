@@ -100,7 +100,7 @@ class PagedKVCache:
         layers: layers of the transformer that have keys and values.
         pages: pages in all. The memory is ``layers * pages * page_size * heads_kv * (head_size +
             value_size)`` elements.
-        page_size: tokens of a page.
+        page_size: tokens of a page, a power of 2.
         heads_kv: key and value heads of a layer.
         head_size: elements of a key.
         value_size: elements of a value; None stands for ``head_size``.
@@ -133,6 +133,8 @@ class PagedKVCache:
         self.layers = _whole("layers", layers, 1)
         self.pages = _whole("pages", pages, 1)
         self.page_size = _whole("page_size", page_size, 1)
+        if page_size & (page_size - 1):
+            raise ValueError(f"page_size is a power of 2, got {page_size}")
         self.heads_kv = _whole("heads_kv", heads_kv, 1)
         self.head_size = _whole("head_size", head_size, 1)
         self.value_size = head_size if value_size is None else _whole("value_size", value_size, 1)

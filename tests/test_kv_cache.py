@@ -527,6 +527,12 @@ def test_sizes_that_are_no_sizes(name, number):
         PagedKVCache(**sizes, dtype=torch.float32, device="cpu")
 
 
+@pytest.mark.parametrize("size", [3, 12, 48])
+def test_page_sizes_that_attention_does_not_take(size):
+    with pytest.raises(ValueError, match=f"page_size is a power of 2, got {size}"):
+        make_cache(2, size)
+
+
 def test_unknown_layouts():
     with pytest.raises(ValueError, match='kv_layout is "NHD" or "HND", got \'BSHD\''):
         make_cache(2, kv_layout="BSHD")

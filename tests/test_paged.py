@@ -55,6 +55,39 @@ CASES = [
     replace(PREFILL, lengths=(1, 1, 1, 1, 1)),
     replace(PREFILL, lengths=(1,), lengths_kv=(1,)),
     replace(DECODE, lengths_kv=(0,) * 5),
+    *(
+        replace(case, top_left=True)
+        for case in (
+            DECODE,
+            # What bounds a single query at the top left bounds its keys.
+            replace(DECODE, one=replace(ONE, is_causal=True)),
+            replace(DECODE, one=replace(ONE, window_size=(3, 40), sinks=True)),
+            replace(DECODE, one=replace(ONE, window_size=(3, 40), softcap=5.0), spare_width=3),
+            replace(PREFILL, lengths=(1,) * 5, one=replace(ONE, is_causal=True, sinks=True)),
+            SPECULATE,
+            replace(SPECULATE, one=replace(ONE, is_causal=True, sinks=True)),
+            replace(SPECULATE, lengths=(33,) * 5, one=replace(ONE, window_size=(5, 9))),
+            PREFILL,
+            replace(PREFILL, head_major=True, one=replace(ONE, is_causal=True, sinks=True)),
+            # The last queries of two sequences see nothing.
+            replace(PREFILL, one=replace(ONE, window_size=(20, 0)), lengths_kv=(33, 5, 33, 64, 90)),
+            replace(PREFILL, one=replace(ONE, is_causal=True, softcap=5.0)),
+        )
+    ),
+]
+#: Head sizes that are more than the 256 columns that kernels of ours take at once, on every route.
+WIDE = [
+    replace(case, one=replace(case.one, head_size=size, value_size=value_size))
+    for size, value_size in ((264, 264), (384, 320), (512, 512), (576, 512), (128, 512), (512, 64))
+    for case in (
+        DECODE,
+        replace(DECODE, one=replace(ONE, sinks=True)),
+        replace(DECODE, one=replace(ONE, window_size=(20, 0))),
+        replace(SPECULATE, one=replace(ONE, is_causal=True)),
+        replace(SPECULATE, lengths=(16,) * 5, one=replace(ONE, is_causal=True, sinks=True)),
+        replace(SPECULATE, lengths=(33,) * 5, one=replace(ONE, is_causal=True)),
+        PREFILL,
+    )
 ]
 
 
@@ -63,7 +96,7 @@ def run(case: PagedCase, t: cases.Tensors) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES + WIDE, ids=str)
 def test_results(case, device, poisoned):
     t = cases.make(case, torch.bfloat16, device, seed=1)
     out, lse = run(case, t)
@@ -104,7 +137,7 @@ def test_any_combination(block, device, poisoned):
     ids=str,
 )
 def test_append(dtype, sizes, head_major, device):
-    """Every byte of the caches is what plain indexing makes it; -1 and no slot at all are left."""
+    """Every byte of the caches is what plain indexing makes it; what has no slot is left out."""
     torch.manual_seed(0)
     pages, page_size, heads, tokens = 7, 5, 3, 20
     inside = (heads, page_size) if head_major else (page_size, heads)
@@ -115,7 +148,8 @@ def test_append(dtype, sizes, head_major, device):
     key, value = together.split(sizes, -1)
     slots = torch.randperm(pages * page_size, device=device)[:tokens]
     slots[[3, 7]] = -1
-    slots[11] = pages * page_size
+    if device == "cuda":  # a CPU refuses
+        slots[11] = pages * page_size
     for cache, new in zip(expected, (key, value), strict=True):
         by_token = cache.transpose(1, 2) if head_major else cache
         for token, slot in enumerate(slots.tolist()):
@@ -194,6 +228,69 @@ def test_flops_are_those_of_the_keys_that_are_there(device):
     with FlopCounterMode(display=False) as counter:
         _ops.paged_attention(*t.arguments, **t.options)
     assert counter.get_total_flops() == 2 * 4 * sum(DECODE.lengths_kv) * (64 + 64)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("empty", ["heads", "sequences", "queries", "packed", "keys"])
+def test_nothing_to_compute(empty, device):
+    """The output has the queries' sizes, and nothing in it or zeros."""
+    heads = 0 if empty == "heads" else 4
+    batch = 0 if empty in ("sequences", "packed") else 2
+    dtype = torch.bfloat16
+    query = torch.ones(batch, 0 if empty == "queries" else 3, heads, 64, dtype=dtype, device=device)
+    pages = 0 if empty == "keys" else 5
+    cache = torch.ones(pages, 16, heads // 2, 64, dtype=dtype, device=device)
+    table = torch.zeros(batch, 2, dtype=torch.int32, device=device)
+    lengths = torch.full((batch,), 0 if empty == "keys" else 3, dtype=torch.int32, device=device)
+    options = {"is_causal": True}
+    if empty == "packed":
+        query = query.flatten(0, 1)
+        options |= {"cu_seqlens_q": torch.zeros(1, dtype=torch.int32, device=device)}
+    out, lse = _ops.paged_attention_with_lse(query, cache, cache, table, lengths, **options)
+    assert out.shape == query.shape
+    assert torch.equal(out, torch.zeros_like(out))
+    by_head = query.transpose(-3, -2).shape[:-1]
+    assert torch.equal(lse, torch.full(by_head, -torch.inf, device=device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("route", ["one", "folded", "packed"])
+def test_more_sequences_than_a_plan_takes(route):
+    """More than 65,535 of up to 8 keys, in a page of its own or one that it shares."""
+    sequences, pages, size, queries = 65_600, 700, 8, 1 if route == "one" else 2
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def random_tensor(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").bfloat16()
+
+    query = random_tensor(sequences, queries, 2, size)
+    key_cache, value_cache = (random_tensor(pages, 8, 1, size) for _ in range(2))
+    table = torch.randint(pages, (sequences, 1), generator=generator, device="cuda").int()
+    lengths = torch.randint(9, (sequences,), generator=generator, device="cuda").int()
+    sinks = torch.randn(2, generator=generator, device="cuda")
+    options = {"is_causal": True, "sinks": sinks}
+    if route == "packed":
+        offsets = torch.arange(sequences + 1, device="cuda", dtype=torch.int32) * queries
+        options |= {"cu_seqlens_q": offsets, "max_seqlen_q": queries}
+        query = query.flatten(0, 1)
+    out, lse = _ops.paged_attention_with_lse(
+        query, key_cache, value_cache, table, lengths, **options
+    )
+    rows = query.view(sequences, queries, 2, size).double().transpose(1, 2)
+    keys, values = (
+        cache[table[:, 0]].double().transpose(1, 2) for cache in (key_cache, value_cache)
+    )
+    scores = rows @ keys.transpose(2, 3) * size**-0.5
+    last = lengths.view(-1, 1) - queries + torch.arange(queries, device="cuda")
+    hidden = torch.arange(8, device="cuda") > last.view(sequences, 1, queries, 1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    scores = torch.cat([scores, sinks.double().view(1, 2, 1, 1).expand_as(scores[..., :1])], -1)
+    exact = (scores.softmax(-1)[..., :8] @ values).transpose(1, 2)
+    exact_lse = scores.logsumexp(-1)
+    if route == "packed":
+        exact_lse = exact_lse.transpose(0, 1).flatten(1)
+    torch.testing.assert_close(out.double(), exact.reshape(out.shape), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse.double(), exact_lse.reshape(lse.shape), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.gpu

@@ -36,6 +36,33 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"window_size": (-2, 0)}, ValueError, "window_size must be"),
     ({"softcap": -1.0}, ValueError, "softcap must be"),
     ({"sinks": lambda q: q.new_ones(2)}, ValueError, r"for each query head, \[4\]"),
+    (
+        {"key_cache": lambda t: t[:, :12], "value_cache": lambda t: t[:, :12]},
+        ValueError,
+        r"key_cache has pages of 12 tokens \(as \[pages, page size, .* must be a power of 2",
+    ),
+    (
+        {
+            "key_cache": lambda t: t[:, :6].transpose(1, 2),
+            "value_cache": lambda t: t[:, :6].transpose(1, 2),
+            "head_major": True,
+        },
+        ValueError,
+        r"key_cache has pages of 6 tokens \(as \[pages, heads, page size, .* must be a power of 2",
+    ),
+    (
+        {"key_cache": lambda t: t[:, :, :0], "value_cache": lambda t: t[:, :, :0]},
+        ValueError,
+        "query has 4 heads and key_cache 0",
+    ),
+]
+#: Of the public functions: what the dispatcher would misread, or refuse in words of its own.
+MISREAD: list[tuple[dict[str, Any], str]] = [
+    ({"seq_lens_kv": [1, 2, 3, 4, 5]}, r"seq_lens_kv must be a tensor .* got a list: torch.tensor"),
+    ({"page_table": [[1]] * 5}, "page_table must be a tensor .* got a list"),
+    ({"cu_seqlens_q": (0, 1, 2, 3, 4, 5)}, "cu_seqlens_q must be a tensor .* got a tuple"),
+    ({"sinks": [0.0] * 4}, "sinks must be a tensor .* got a list"),
+    ({"window_size": 128}, r"window_size must be \(left, right\), got 128"),
 ]
 
 
@@ -67,6 +94,17 @@ def test_mistakes(mistake, device):
                 options[name] = mode.from_tensor(option)
         with pytest.raises(error, match=match):
             _ops.paged_attention(**fakes, **options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("change", "match"), MISREAD, ids=lambda one: str(one)[:20])
+def test_what_the_dispatcher_would_misread(change, match, device):
+    t = cases.make(DECODE, torch.bfloat16, device, seed=1)
+    names = ("query", "key_cache", "value_cache", "page_table", "seq_lens_kv")
+    arguments = dict(zip(names, t.arguments, strict=True)) | change
+    for function in (cudnn_ops.paged_attention, cudnn_ops.paged_attention_with_lse):
+        with pytest.raises(TypeError, match=match):
+            function(**arguments)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -113,13 +151,17 @@ def test_appending(name, change, error, match, device):
 
 
 @pytest.fixture
-def checked(monkeypatch):
-    monkeypatch.setenv("CUDNN_OPS_CHECK", "1")
+def checked(monkeypatch, request):
+    """What tensors hold is checked: on a CPU always, on a GPU when asked."""
+    if request.node.callspec.params["device"] == "cuda":
+        monkeypatch.setenv("CUDNN_OPS_CHECK", "1")
+    else:
+        monkeypatch.delenv("CUDNN_OPS_CHECK", raising=False)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", [DECODE, PREFILL], ids=str)
-def test_contents_are_checked_when_asked(case, device, checked):
+def test_contents_are_checked(case, device, checked):
     t = cases.make(case, torch.bfloat16, device, seed=1)
     _ops.paged_attention(*t.arguments, **t.options)  # numbers beyond a length are nobody's business
     query, *caches, table, lengths = t.arguments
@@ -141,7 +183,7 @@ def test_contents_are_checked_when_asked(case, device, checked):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_values_behind_the_end_are_checked_when_asked(device, checked):
+def test_values_behind_the_end_are_checked(device, checked):
     t = cases.make(PREFILL, torch.bfloat16, device, seed=1)
     sequence = 2
     assert PREFILL.lengths_kv[sequence] == 33  # the third page has one token
@@ -151,7 +193,7 @@ def test_values_behind_the_end_are_checked_when_asked(device, checked):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_slots_are_checked_when_asked(device, checked):
+def test_slots_are_checked(device, checked):
     t = cases.make(replace(DECODE), torch.bfloat16, device, seed=1)
     slots = t.key_cache.shape[0] * 16
     for slot in (slots, -2):

@@ -3,13 +3,15 @@
 // (cmake/compile_kernels.py); paged_pad_cuda.cpp launches it.
 
 // A block a declared row. cuDNN reads a whole tile of keys, pages behind the last one among them:
-// it finds the sequence's first one there. `hidden`: how many keys at the end are kept from it.
+// it finds the sequence's first one there. `hidden`: how many keys at the end are kept from it;
+// `most`: how many of the others it is shown at most.
 extern "C" __global__ void paged_pad(const int* page_table, long long row_stride,
                                      const int* seq_lens_kv, int batch, int width, int page_size,
-                                     int hidden, int declared_width, int* padded_table,
-                                     int* padded_lens, int queries, int* query_lens) {
+                                     int hidden, int most, int declared_width,
+                                     int* padded_table, int* padded_lens, int queries,
+                                     int* query_lens) {
   const int row = blockIdx.x;
-  const int length = row < batch ? max(seq_lens_kv[row] - hidden, 0) : 0;
+  const int length = row < batch ? min(max(seq_lens_kv[row] - hidden, 0), most) : 0;
   const int used = min((length - 1 + page_size) / page_size, width);
   int* to = padded_table + (long long)row * declared_width;
   const int* from = page_table + row * row_stride;

@@ -16,6 +16,7 @@ struct TablePadding {
   int64_t page_size;
   int64_t queries;  // of each sequence that there is
   int64_t hidden;   // keys at the end of each sequence that the plan does not see
+  int64_t most;     // of the rest it sees the first so many, or of -1 all
 };
 
 // On the current device and stream.

@@ -5,7 +5,9 @@
 
 #include <ATen/cuda/EmptyTensor.h>
 
+#include <algorithm>
 #include <array>
+#include <limits>
 
 namespace cudnn_ops {
 
@@ -29,9 +31,11 @@ PaddedTable pad_table(const at::Tensor& page_table, const at::Tensor& seq_lens_k
   auto batch = static_cast<int>(table.size(0)), width = static_cast<int>(table.size(1));
   auto page_size = static_cast<int>(padding.page_size), hidden = static_cast<int>(padding.hidden);
   auto to_width = static_cast<int>(padding.width), queries = static_cast<int>(padding.queries);
-  std::array<void*, 12> arguments{&from_table, &row_stride, &from_lens, &batch,
-                                  &width,      &page_size,  &hidden,    &to_width,
-                                  &to_table,   &to_lens,    &queries,   &to_queries};
+  constexpr int64_t kAll = std::numeric_limits<int>::max();
+  auto most = static_cast<int>(padding.most < 0 ? kAll : std::min(padding.most, kAll));
+  std::array<void*, 13> arguments{&from_table, &row_stride, &from_lens, &batch,    &width,
+                                  &page_size,  &hidden,     &most,      &to_width, &to_table,
+                                  &to_lens,    &queries,    &to_queries};
   kernel.launch(padding.batch, 1, kThreads, arguments.data());
   return padded;
 }

@@ -52,6 +52,14 @@ void check_index(const at::Tensor& tensor, const c10::SymInt& batch, int64_t dim
                     tensor.sym_sizes(), " on ", tensor.device());
 }
 
+void check_page_size(const Paged& args) {
+  // Plans differ by it, so there is little to gain from keeping it symbolic.
+  const int64_t size = args.key_cache.sym_size(args.token_dim()).guard_int(__FILE__, __LINE__);
+  TORCH_CHECK_VALUE(size > 0 && (size & (size - 1)) == 0, kOp, "key_cache has pages of ", size,
+                    " tokens (as ", layout_of(args.head_major),
+                    "); the page size must be a power of 2");
+}
+
 // What lies behind the last token of a sequence in its last page: cuDNN multiplies it by 0.
 void check_tails(const Paged& args) {
   const int64_t page_size = args.key_cache.size(args.token_dim());
@@ -71,9 +79,8 @@ void check_tails(const Paged& args) {
                     "token there; several queries a sequence need finite values in its place");
 }
 
-// What only the device knows: asked for by CUDNN_OPS_CHECK.
 void check_contents(const Paged& args) {
-  if (!checks_values() || args.seq_lens_kv.is_meta() || args.seq_lens_kv.numel() == 0) return;
+  if (!checks_values(args.seq_lens_kv) || args.seq_lens_kv.numel() == 0) return;
   const int64_t page_size = args.key_cache.size(args.token_dim());
   const int64_t reach = args.page_table.size(1) * page_size;
   const auto least = args.seq_lens_kv.min().item<int64_t>();
@@ -115,9 +122,10 @@ void check_paged(const Paged& args) {
                     "query has head size ", query.sym_size(-1), " and key_cache ",
                     args.key_cache.sym_size(3), "; they must be equal");
   const c10::SymInt heads = query.sym_size(-2), heads_kv = args.key_cache.sym_size(args.head_dim());
-  TORCH_CHECK_VALUE(holds(heads_kv.sym_ge(1)) && holds((heads % heads_kv).sym_eq(0)), kOp,
-                    "query has ", heads, " heads and key_cache ", heads_kv, " (as ",
-                    layout_of(args.head_major), "); the first must be a multiple of the second");
+  TORCH_CHECK_VALUE(is_multiple(heads, heads_kv), kOp, "query has ", heads, " heads and key_cache ",
+                    heads_kv, " (as ", layout_of(args.head_major),
+                    "); the first must be a multiple of the second");
+  check_page_size(args);
   c10::SymInt batch = args.is_packed() ? args.cu_seqlens_q->sym_size(0) - 1 : query.sym_size(0);
   check_index(args.page_table, batch, 2, query, "page_table", "[batch, pages of a sequence]");
   check_index(args.seq_lens_kv, batch, 1, query, "seq_lens_kv", "[batch]");
@@ -170,7 +178,7 @@ void check_paged_append(const at::Tensor& key_cache, const at::Tensor& value_cac
                     slot_mapping.scalar_type(), " ", slot_mapping.sym_sizes(), " on ",
                     slot_mapping.device(), ", ", key.sym_size(0), " keys and ", value.sym_size(0),
                     " values on ", key.device());
-  if (!checks_values() || slot_mapping.is_meta() || slot_mapping.numel() == 0) return;
+  if (!checks_values(slot_mapping) || slot_mapping.numel() == 0) return;
   const int64_t slots = key_cache.size(0) * key_cache.size(head_major ? 2 : 1);
   const auto most = slot_mapping.max().item<int64_t>(), least = slot_mapping.min().item<int64_t>();
   TORCH_CHECK_VALUE(least >= -1 && most < slots, kAppend, "slot_mapping holds ",
@@ -184,11 +192,22 @@ void paged_check(const at::Tensor& query, const at::Tensor& key_cache,
                  const at::Tensor& value_cache, const at::Tensor& page_table,
                  const at::Tensor& seq_lens_kv, const OptionalTensor& cu_seqlens_q,
                  c10::SymInt max_seqlen_q, std::optional<double> scale, bool is_causal,
-                 c10::IntArrayRef window_size, double softcap, const OptionalTensor& sinks,
-                 bool head_major, const OptionalTensor& out) {
-  const Paged args{
-      query, key_cache, value_cache, page_table, seq_lens_kv, cu_seqlens_q, std::move(max_seqlen_q),
-      scale, is_causal, window_size, softcap,    sinks,       head_major};
+                 c10::IntArrayRef window_size, bool bottom_right, double softcap,
+                 const OptionalTensor& sinks, bool head_major, const OptionalTensor& out) {
+  const Paged args{query,
+                   key_cache,
+                   value_cache,
+                   page_table,
+                   seq_lens_kv,
+                   cu_seqlens_q,
+                   std::move(max_seqlen_q),
+                   scale,
+                   is_causal,
+                   window_size,
+                   bottom_right,
+                   softcap,
+                   sinks,
+                   head_major};
   check_paged(args);
   if (out) check_paged_out(args, *out);
 }
@@ -201,8 +220,8 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   const std::string arguments =
       "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor page_table, "
       "Tensor seq_lens_kv, *, Tensor? cu_seqlens_q=None, SymInt max_seqlen_q=0, "
-      "float? scale=None, bool is_causal=False, int[2] window_size=[-1, -1], float softcap=0.0, "
-      "Tensor? sinks=None, bool head_major=False";
+      "float? scale=None, bool is_causal=False, int[2] window_size=[-1, -1], "
+      "bool bottom_right=True, float softcap=0.0, Tensor? sinks=None, bool head_major=False";
   m.def(("paged_attention" + arguments + ") -> Tensor").c_str(), tags);
   m.def(("paged_attention_with_lse" + arguments + ") -> (Tensor out, Tensor lse)").c_str(), tags);
   // Nothing is returned: what an operator returns must not be what it was given.

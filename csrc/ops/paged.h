@@ -19,14 +19,19 @@ struct Paged {
   std::optional<double> scale;
   bool is_causal;
   c10::IntArrayRef window_size;
+  bool bottom_right;
   double softcap;
   const OptionalTensor& sinks;
   bool head_major;
 
-  // The same with other queries, which must outlive it.
+  // The same with other queries, or sequences, which must outlive it.
   Paged with_query(const at::Tensor& other, const OptionalTensor& offsets) const {
-    return {other, key_cache, value_cache, page_table, seq_lens_kv, offsets,   max_seqlen_q,
-            scale, is_causal, window_size, softcap,    sinks,       head_major};
+    return with_sequences(other, offsets, page_table, seq_lens_kv);
+  }
+  Paged with_sequences(const at::Tensor& other, const OptionalTensor& offsets,
+                       const at::Tensor& table, const at::Tensor& lengths) const {
+    return {other, key_cache, value_cache, table,        lengths, offsets, max_seqlen_q,
+            scale, is_causal, window_size, bottom_right, softcap, sinks,   head_major};
   }
   bool is_packed() const {
     return cu_seqlens_q.has_value();
@@ -55,10 +60,11 @@ Result paged_kernel(const at::Tensor& query, const at::Tensor& key_cache,
                     const at::Tensor& value_cache, const at::Tensor& page_table,
                     const at::Tensor& seq_lens_kv, const OptionalTensor& cu_seqlens_q,
                     c10::SymInt max_seqlen_q, std::optional<double> scale, bool is_causal,
-                    c10::IntArrayRef window_size, double softcap, const OptionalTensor& sinks,
-                    bool head_major) {
+                    c10::IntArrayRef window_size, bool bottom_right, double softcap,
+                    const OptionalTensor& sinks, bool head_major) {
   return body({query, key_cache, value_cache, page_table, seq_lens_kv, cu_seqlens_q,
-               std::move(max_seqlen_q), scale, is_causal, window_size, softcap, sinks, head_major});
+               std::move(max_seqlen_q), scale, is_causal, window_size, bottom_right, softcap, sinks,
+               head_major});
 }
 
 }  // namespace cudnn_ops

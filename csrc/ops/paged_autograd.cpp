@@ -15,7 +15,7 @@ namespace {
 template <class Result>
 using PagedOp = Result(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
                        const at::Tensor&, const OptionalTensor&, c10::SymInt, std::optional<double>,
-                       bool, c10::IntArrayRef, double, const OptionalTensor&, bool);
+                       bool, c10::IntArrayRef, bool, double, const OptionalTensor&, bool);
 
 template <class Result>
 c10::TypedOperatorHandle<PagedOp<Result>> find_op(const char* name) {
@@ -39,7 +39,7 @@ Result call(const c10::TypedOperatorHandle<PagedOp<Result>>& op, const char* nam
     at::AutoDispatchBelowADInplaceOrView guard;
     return op.redispatch(below_autograd(keys), a.query, a.key_cache, a.value_cache, a.page_table,
                          a.seq_lens_kv, a.cu_seqlens_q, a.max_seqlen_q, a.scale, a.is_causal,
-                         a.window_size, a.softcap, a.sinks, a.head_major);
+                         a.window_size, a.bottom_right, a.softcap, a.sinks, a.head_major);
   }();
   if (torch::autograd::compute_requires_grad(a.query, a.key_cache, a.value_cache, a.sinks)) {
     set_node(results, make_node<torch::autograd::NotImplemented>(
@@ -65,10 +65,11 @@ Result autograd_kernel(c10::DispatchKeySet keys, const at::Tensor& query,
                        const at::Tensor& page_table, const at::Tensor& seq_lens_kv,
                        const OptionalTensor& cu_seqlens_q, c10::SymInt max_seqlen_q,
                        std::optional<double> scale, bool is_causal, c10::IntArrayRef window_size,
-                       double softcap, const OptionalTensor& sinks, bool head_major) {
-  return body(keys,
-              {query, key_cache, value_cache, page_table, seq_lens_kv, cu_seqlens_q,
-               std::move(max_seqlen_q), scale, is_causal, window_size, softcap, sinks, head_major});
+                       bool bottom_right, double softcap, const OptionalTensor& sinks,
+                       bool head_major) {
+  return body(keys, {query, key_cache, value_cache, page_table, seq_lens_kv, cu_seqlens_q,
+                     std::move(max_seqlen_q), scale, is_causal, window_size, bottom_right, softcap,
+                     sinks, head_major});
 }
 
 }  // namespace

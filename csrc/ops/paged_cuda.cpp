@@ -10,41 +10,81 @@
 #include "../kernels/paged_pad.h"
 
 #include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/CUDAEvent.h>
 #include <ATen/cuda/EmptyTensor.h>
-#include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
-#include <tuple>
+#include <utility>
 
 namespace cudnn_ops {
 namespace {
 
+// Of one plan: declared_batch() goes no further.
+constexpr int64_t kMaxSequences = kMaxBackwardRows;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// How many queries each sequence of a full batch has: the same for all calls of a shape, so it is
-// made once. Any stream may read it, for the first waited until it was written.
-at::Tensor query_lengths(const at::Device& device, int64_t batch, int64_t length) {
-  using Key = std::tuple<c10::DeviceIndex, int64_t, int64_t>;
-  static auto& made = *new std::map<Key, at::Tensor>;  // the driver may be gone at exit
+// int32 ones, how many queries each sequence has in decoding: the same for all calls of a batch, so
+// they are made once. No stream waits for them on the host: until they are known to be written,
+// those that did not write them wait on the device.
+class Ones {
+ public:
+  explicit Ones(const at::Tensor& ones) : tensor_(ones) {
+    written_.record();
+  }
+
+  // For the current stream; not defined where only a wait on the host would make them safe.
+  at::Tensor get() {
+    if (!is_written_) {
+      const bool capturing = graph::is_capturing();
+      {
+        // Another thread may be capturing a graph, which a query would break.
+        const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+        is_written_ = written_.query();
+      }
+      if (!is_written_ && capturing) return {};
+      if (!is_written_) written_.block(c10::cuda::getCurrentCUDAStream());
+    }
+    return tensor_;
+  }
+
+ private:
+  at::Tensor tensor_;
+  at::cuda::CUDAEvent written_;
+  bool is_written_ = false;
+};
+
+at::Tensor single_queries(const at::Device& device, int64_t batch) {
+  using Key = std::pair<c10::DeviceIndex, int64_t>;
+  static auto& made = *new std::map<Key, Ones>;  // the driver may be gone at exit
   static std::mutex mutex;
-  const Key key{device.index(), batch, length};
+  const Key key{device.index(), batch};
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (const auto found = made.find(key); found != made.end()) {
+      if (const at::Tensor ones = found->second.get(); ones.defined()) return ones;
+    }
+  }
+  const at::Tensor ones = at::ones({batch}, at::TensorOptions().dtype(at::kInt).device(device));
+  if (graph::is_capturing()) return ones;  // written when the graph is replayed
   const std::lock_guard<std::mutex> lock(mutex);
-  if (const auto found = made.find(key); found != made.end()) return found->second;
-  const at::Tensor lengths =
-      at::full({batch}, length, at::TensorOptions().dtype(at::kInt).device(device));
-  if (graph::is_capturing()) return lengths;  // written when the graph is replayed
-  c10::cuda::getCurrentCUDAStream().synchronize();
-  return made.emplace(key, lengths).first->second;
+  made.try_emplace(key, ones);
+  return ones;
 }
 
 // How many sequences cuDNN writes: those that are declared, whether they are there or not. Packed
 // ones it leaves alone.
 int64_t rows_of(const Paged& args) {
-  return args.is_packed() ? args.query.size(0) : declared_batch(args.query.size(0));
+  if (args.is_packed()) return args.query.size(0);
+  const int64_t batch = args.query.size(0);
+  const int64_t before_last = std::max<int64_t>(batch - 1, 0) / kMaxSequences * kMaxSequences;
+  return before_last + declared_batch(batch - before_last);
 }
 
 // The queries as the plan declares them; what has to be added is read and does not count.
@@ -108,6 +148,12 @@ PartialAttention partial_of(const Paged& args, const PagedProblem& problem, cons
   return partial;
 }
 
+// Where nothing is attended to: the output is 0, and the log-sum-exp that of the sink alone.
+void fill_with_nothing(const at::Tensor& out, const at::Tensor& lse, const OptionalTensor& sinks) {
+  out.zero_();
+  if (lse.defined()) sinks ? lse.copy_(*sinks) : lse.fill_(-kInfinity);
+}
+
 // `out` and `lse` have rows_of() rows.
 void run(const Paged& args, const at::Tensor& out, const at::Tensor& lse) {
   const PagedProblem problem(args, lse.defined());
@@ -115,11 +161,12 @@ void run(const Paged& args, const at::Tensor& out, const at::Tensor& lse) {
   const int64_t declared = params.page_table.sizes[0], width = params.page_table.sizes[2];
   const PartialAttention partial = partial_of(args, problem, out, lse);
   constexpr int kMeasured = 9;  // Hopper
-  if (!problem.is_decoding() || at::cuda::getCurrentDeviceProperties()->major != kMeasured) {
+  const bool writes_all =
+      problem.is_decoding() && at::cuda::getCurrentDeviceProperties()->major == kMeasured;
+  if (!args.is_packed() && !writes_all) {
     // Not every engine writes what belongs to a sequence without keys.
-    partial.out.zero_();
-    if (partial.lse.defined()) partial.lse.fill_(-kInfinity);
-    if (partial.lse.defined() && params.mask.has_sinks) partial.lse.copy_(sinks_of(args));
+    fill_with_nothing(partial.out, partial.lse,
+                      params.mask.has_sinks ? OptionalTensor(sinks_of(args)) : OptionalTensor());
   }
 
   const Scale scale(args.scale, args.query);
@@ -138,14 +185,15 @@ void run(const Paged& args, const at::Tensor& out, const at::Tensor& lse) {
   if (args.is_packed()) queries.emplace(*args.cu_seqlens_q, all, declared);
   const int64_t length = params.query.sizes[2];
   at::Tensor table = args.page_table;
-  if (problem.is_decoding() && problem.hidden == 0 && table.size(0) == declared &&
-      table.size(1) == width && table.is_contiguous() && args.seq_lens_kv.is_contiguous()) {
+  const bool is_told_all = problem.hidden == 0 && problem.most_keys == kUnbounded;
+  if (problem.is_decoding() && is_told_all && table.size(0) == declared && table.size(1) == width &&
+      table.is_contiguous() && args.seq_lens_kv.is_contiguous()) {
     tensors.mask.lengths_kv = args.seq_lens_kv;
-    tensors.mask.lengths = query_lengths(table.device(), declared, length);
+    tensors.mask.lengths = single_queries(table.device(), declared);
   } else {
-    const auto padded =
-        pad_table(table, args.seq_lens_kv,
-                  {declared, width, args.key_cache.size(args.token_dim()), length, problem.hidden});
+    const auto padded = pad_table(table, args.seq_lens_kv,
+                                  {declared, width, args.key_cache.size(args.token_dim()), length,
+                                   problem.hidden, problem.most_keys});
     table = padded.page_table;
     tensors.mask.lengths_kv = padded.seq_lens_kv;
     if (!queries) tensors.mask.lengths = padded.seq_lens_q;
@@ -175,20 +223,51 @@ void check_addressable(const at::Tensor& cache, const char* name) {
                     cache.strides());
 }
 
+// Some of the sequences, from number `start` on. Packed queries stay whole: the offsets alone say
+// which of them belong to these.
+void run_part(const Paged& args, int64_t start, int64_t count, const at::Tensor& out,
+              const at::Tensor& lse) {
+  const at::Tensor page_table = args.page_table.narrow(0, start, count);
+  const at::Tensor seq_lens_kv = args.seq_lens_kv.narrow(0, start, count);
+  at::Tensor query = args.query;
+  OptionalTensor offsets;
+  if (args.is_packed()) {
+    offsets = args.cu_seqlens_q->narrow(0, start, count + 1);
+  } else {
+    query = query.narrow(0, start, count);
+  }
+  const Paged part = args.with_sequences(query, offsets, page_table, seq_lens_kv);
+  const auto mine = [&](const at::Tensor& tensor) {
+    return args.is_packed() || !tensor.defined() ? tensor : tensor.narrow(0, start, rows_of(part));
+  };
+  run(part, mine(out), mine(lse));
+}
+
+void run_in_parts(const Paged& args, const at::Tensor& out, const at::Tensor& lse) {
+  if (args.is_packed()) {
+    // Not every engine writes what belongs to a sequence without keys.
+    fill_with_nothing(out, lse, args.sinks ? OptionalTensor(sinks_of(args)) : OptionalTensor());
+  }
+  const int64_t sequences = args.page_table.size(0);
+  if (sequences <= kMaxSequences) return run(args, out, lse);
+  for (int64_t start = 0; start < sequences; start += kMaxSequences) {
+    run_part(args, start, std::min(kMaxSequences, sequences - start), out, lse);
+  }
+}
+
 void forward_into(const Paged& args, const at::Tensor& out, const at::Tensor& lse) {
   const c10::cuda::CUDAGuard device_guard(args.query.device());
   graph::require_sm80("cudnn_ops.paged_attention", args.query.get_device());
   if (out.numel() == 0) return;
   if (args.key_cache.numel() == 0 || args.page_table.numel() == 0) {
-    out.zero_();
-    if (lse.defined()) args.sinks ? lse.copy_(sinks_of(args)) : lse.fill_(-kInfinity);
-    return;
+    const auto sinks = args.sinks ? OptionalTensor(sinks_of(args)) : OptionalTensor();
+    return fill_with_nothing(out, lse, sinks);
   }
   check_addressable(args.key_cache, "key_cache");
   check_addressable(args.value_cache, "value_cache");
-  if (graph::is_addressable(args.query)) return run(args, out, lse);
+  if (graph::is_addressable(args.query)) return run_in_parts(args, out, lse);
   const at::Tensor query = args.query.contiguous();
-  run(args.with_query(query, args.cu_seqlens_q), out, lse);
+  run_in_parts(args.with_query(query, args.cu_seqlens_q), out, lse);
 }
 
 // The output, and with_lse the log-sum-exp.
@@ -228,11 +307,22 @@ void paged_out_cuda(const at::Tensor& query, const at::Tensor& key_cache,
                     const at::Tensor& value_cache, const at::Tensor& page_table,
                     const at::Tensor& seq_lens_kv, const OptionalTensor& cu_seqlens_q,
                     c10::SymInt max_seqlen_q, std::optional<double> scale, bool is_causal,
-                    c10::IntArrayRef window_size, double softcap, const OptionalTensor& sinks,
-                    bool head_major, const at::Tensor& out) {
-  const Paged args{
-      query, key_cache, value_cache, page_table, seq_lens_kv, cu_seqlens_q, std::move(max_seqlen_q),
-      scale, is_causal, window_size, softcap,    sinks,       head_major};
+                    c10::IntArrayRef window_size, bool bottom_right, double softcap,
+                    const OptionalTensor& sinks, bool head_major, const at::Tensor& out) {
+  const Paged args{query,
+                   key_cache,
+                   value_cache,
+                   page_table,
+                   seq_lens_kv,
+                   cu_seqlens_q,
+                   std::move(max_seqlen_q),
+                   scale,
+                   is_causal,
+                   window_size,
+                   bottom_right,
+                   softcap,
+                   sinks,
+                   head_major};
   check_paged(args);
   check_paged_out(args, out);
   write_out(args, out);

@@ -1,4 +1,5 @@
 #include "paged_problem.h"
+#include "sdpa_band.h"
 #include "sdpa_ragged.h"
 
 namespace cudnn_ops {
@@ -44,15 +45,18 @@ TensorDesc single(const at::Tensor& tensor, int64_t declared, int64_t heads, int
   return {tensor.scalar_type(), {declared, heads, 1, size}, {heads * size, size, heads * size, 1}};
 }
 
-int64_t right_bound(const Paged& args) {
-  return args.is_causal ? 0 : args.window_size[1];
+Band band_of(const Paged& args) {
+  return Band::of(args.is_causal, args.window_size, args.bottom_right);
 }
 
 // Measured on an H200: 64 rows of a head take 17 % longer than one, and 4 queries in 8 groups of 4
 // heads less than a third of the time that they take cuDNN's other engines.
 bool is_folded(const Paged& args) {
   constexpr int64_t kMaxQueries = 16, kMaxRows = 64;
-  if (args.is_packed() || args.window_size[0] != kUnbounded || right_bound(args) > 0) return false;
+  const Band band = band_of(args);
+  const bool is_causal = band.bottom_right && band.right == 0;
+  if (args.is_packed() || band.left != kUnbounded) return false;
+  if (band.right != kUnbounded && !is_causal) return false;
   const int64_t queries = args.query.size(1);
   const int64_t group = args.query.size(2) / args.key_cache.size(args.head_dim());
   return queries > 1 && queries <= kMaxQueries && queries * group <= kMaxRows;
@@ -60,11 +64,17 @@ bool is_folded(const Paged& args) {
 
 SdpaMask mask_of(const Paged& args, bool is_single, bool has_sinks) {
   SdpaMask mask;
-  mask.left = args.window_size[0];
-  mask.right = right_bound(args);
-  // The only query sees nothing beyond itself, for there is nothing.
-  if (is_single) mask.right = mask.left == kUnbounded ? kUnbounded : 0;
-  mask.bottom_right = mask.left != kUnbounded || mask.right != kUnbounded;
+  Band band = band_of(args);
+  if (is_single && band.bottom_right) {
+    // The only query sees nothing beyond itself, for there is nothing.
+    band.right = band.left == kUnbounded ? kUnbounded : 0;
+  } else if (is_single) {
+    // It sees what comes first, and the plan is told of no more (PagedProblem::most_keys).
+    band.left = band.right = kUnbounded;
+  }
+  mask.left = band.left;
+  mask.right = band.right;
+  mask.bottom_right = band.bottom_right && band.is_bounded();
   mask.has_softcap = args.softcap > 0;
   mask.has_sinks = has_sinks;
   mask.sequences = args.is_packed() ? Sequences::kRagged : Sequences::kLengths;
@@ -98,11 +108,13 @@ PagedProblem::PagedProblem(const Paged& args, bool with_lse) {
   const int64_t heads = query.size(-2), size = query.size(-1),
                 value_size = args.value_cache.size(3);
   const int64_t longest = args.is_packed() ? args.max_seqlen_q.expect_int() : query.size(1);
+  const Band band = band_of(args);
   if (is_folded(args)) {
     queries = longest;
-    hidden = right_bound(args) == 0 ? queries - 1 : 0;
+    hidden = band.right == 0 ? queries - 1 : 0;
   }
   const bool is_single = !args.is_packed() && longest == queries;
+  if (is_single && !band.bottom_right && band.right != kUnbounded) most_keys = band.right + 1;
   is_merged = is_single && (queries > 1 || args.sinks);
   params.key_cache = cache(args.key_cache, args);
   params.value_cache = cache(args.value_cache, args);

@@ -28,7 +28,8 @@ struct PagedProblem {
   // engine, which knows a single query, reads the keys once for all of them, and the others once
   // for each head. They see all keys that the engine is shown, which are those of the first query.
   int64_t queries = 1;
-  int64_t hidden = 0;  // keys at the end that it is not shown
+  int64_t hidden = 0;              // keys at the end that it is not shown
+  int64_t most_keys = kUnbounded;  // how many it is shown at most
   // Whether they, and the sinks, which it does not know either, are added to its result.
   bool is_merged = false;
 

@@ -30,9 +30,17 @@ bool is_attention_dtype(const at::Tensor& tensor) {
 
 }  // namespace
 
-bool checks_values() {
+bool checks_values(const at::Tensor& tensor) {
+  // A compiler's tensors, subclasses of torch.Tensor, have none.
+  if (tensor.is_meta() || tensor.unsafeGetTensorImpl()->is_python_dispatch()) return false;
+  if (tensor.is_cpu()) return true;
   const char* value = std::getenv("CUDNN_OPS_CHECK");
   return value != nullptr && std::strcmp(value, "") != 0 && std::strcmp(value, "0") != 0;
+}
+
+bool is_multiple(const c10::SymInt& heads, const c10::SymInt& of) {
+  if (known(of.sym_eq(0))) return known(heads.sym_eq(0));
+  return holds(of.sym_ge(1)) && holds((heads % of).sym_eq(0));
 }
 
 void check_supported(const at::Tensor& tensor, const char* name, const char* op) {
@@ -65,7 +73,7 @@ void check_offsets(const at::Tensor& offsets, const at::Tensor& packed, const c1
                     " on ", offsets.device());
   TORCH_CHECK_VALUE(holds(longest.sym_ge(0)), op, longest_name, " must not be negative, got ",
                     longest);
-  if (!checks_values() || offsets.is_meta()) return;
+  if (!checks_values(offsets)) return;
   TORCH_CHECK_VALUE(offsets[0].item<int64_t>() == 0, op, name, " must start at 0, got ",
                     offsets[0].item<int64_t>());
   const auto last = offsets[-1].item<int64_t>();
@@ -185,7 +193,7 @@ void check_seq_lens(const OptionalTensor& lengths, const at::Tensor& query,
                     "cudnn_ops.sdpa: ", name, " must be an int32 tensor [batch], [",
                     query.sym_size(0), "] on ", query.device(), "; got ", lengths->scalar_type(),
                     " ", lengths->sym_sizes(), " on ", lengths->device());
-  if (!checks_values() || lengths->is_meta() || lengths->numel() == 0) return;
+  if (!checks_values(*lengths) || lengths->numel() == 0) return;
   const auto least = lengths->min().item<int64_t>(), most = lengths->max().item<int64_t>();
   TORCH_CHECK_VALUE(least >= 0 && length >= most, "cudnn_ops.sdpa: ", name, " holds lengths from ",
                     least, " to ", most, "; the tensors have ", length);

@@ -35,7 +35,7 @@ void check_used(const OptionalTensor& used, const at::Tensor& offsets, const cha
                         (used->scalar_type() == at::kInt || used->scalar_type() == at::kLong),
                     kOp, name, " must be an int32 tensor [sequences] on ", offsets.device(),
                     "; got ", used->scalar_type(), " ", used->sym_sizes(), " on ", used->device());
-  if (!checks_values() || used->is_meta() || used->numel() == 0) return;
+  if (!checks_values(*used) || used->numel() == 0) return;
   TORCH_CHECK_VALUE(used->ge(0).all().item<bool>() && used->le(offsets.diff()).all().item<bool>(),
                     kOp, name, " must lie between 0 and the length of each sequence");
 }

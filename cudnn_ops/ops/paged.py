@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cudnn_ops.ops import sdpa_cpu
+from cudnn_ops.ops.arguments import refuse_lists, refuse_one_number
 from cudnn_ops.ops.sdpa import holds_numbers, lse_dtype, visible_pairs
 
 _ops = torch.ops.cudnn_ops
@@ -40,6 +41,7 @@ def paged_attention(
     scale: float | None = None,
     is_causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
+    bottom_right: bool = True,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     kv_layout: KVLayout = "NHD",
@@ -47,12 +49,12 @@ def paged_attention(
 ) -> Tensor:
     """Attention whose keys and values lie in pages of a cache, for inference.
 
-    The formula is that of :func:`cudnn_ops.scaled_dot_product_attention`, aligned at the bottom
-    right: the last query of a sequence belongs to its last key. One query a sequence is decoding, a
-    few are speculative decoding, many (with ``is_causal``) are a chunk of a prompt whose keys are
-    in the cache already. The host reads neither lengths nor pages, so a captured CUDA graph can be
-    replayed while they change; one plan serves every length and every batch up to the one that it
-    was declared for. It has no gradient.
+    The formula is that of :func:`cudnn_ops.scaled_dot_product_attention`, by default aligned at the
+    bottom right: the last query of a sequence belongs to its last key. One query a sequence is
+    decoding, a few are speculative decoding, many (with ``is_causal``) are a chunk of a prompt
+    whose keys are in the cache already. The host reads neither lengths nor pages, so a captured
+    CUDA graph can be replayed while they change; one plan serves every length and every batch up to
+    the one that it was declared for. It has no gradient.
 
     Sequences of mixed lengths take up to an eighth less time on a GPU if the longest come first,
     and a batch of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... with a table whose width is a power of 2 needs
@@ -63,19 +65,22 @@ def paged_attention(
             ``cu_seqlens_q``. A last stride of 1. float16 or bfloat16; on a CPU float32 and float64
             too.
         key_cache: [pages, page_size, heads_kv, head size] (``kv_layout="NHD"``) or
-            [pages, heads_kv, page_size, head size] ("HND"), of the query's dtype and device.
+            [pages, heads_kv, page_size, head size] ("HND"), of the query's dtype and device. The
+            page size must be a power of 2.
         value_cache: likewise, with the value head size. Unless each sequence has one query, the
             slots behind a sequence's last token in its last page must hold finite numbers, for
             cuDNN multiplies them by 0; those of a cache that began as zeros do.
         page_table: int32 [batch, width]: which pages hold a sequence's tokens, in order. What lies
             beyond a sequence's length is not followed, whatever it is.
         seq_lens_kv: int32 [batch], tokens of each sequence in the cache, those of this call's
-            queries among them. 0: the output is 0.
+            queries among them; at most ``width * page_size``. 0: the output is 0.
         cu_seqlens_q: int32 or int64 [batch + 1], where each sequence's queries begin.
         max_seqlen_q: with ``cu_seqlens_q``, at least the largest number of queries of a sequence.
         scale: factor of the scores; None stands for ``1 / sqrt(head size)``.
         is_causal: each query sees no key beyond its own.
         window_size: (left, right), how many keys a query sees on each side of its own; -1: all.
+        bottom_right: the last query of a sequence belongs to its last key, and not the first to the
+            first. It places ``is_causal`` and ``window_size``.
         softcap: as in :func:`cudnn_ops.scaled_dot_product_attention`.
         sinks: as there.
         kv_layout: the order of a page.
@@ -86,10 +91,12 @@ def paged_attention(
         ``out`` if that is given.
 
     Raises:
-        ValueError: shapes, strides, devices or options that do not fit. With ``CUDNN_OPS_CHECK=1``,
-            which waits for the GPU, also lengths over the table's reach, page numbers that are none
-            of the cache's and values that are not finite as said above.
-        TypeError: a dtype that cuDNN does not take, or two different ones.
+        ValueError: shapes, strides, devices or options that do not fit; a page size that is no
+            power of 2; lengths over the table's reach, page numbers that are none of the cache's,
+            and values that are not finite as said above, on a GPU only with ``CUDNN_OPS_CHECK=1``,
+            for which it waits for the GPU.
+        TypeError: a dtype that cuDNN does not take, or two different ones; one number for a window,
+            a list for a tensor.
         NotImplementedError: cuDNN has no kernel for this on this GPU; the message has its reason.
     """
     options: dict[str, Any] = {
@@ -98,15 +105,31 @@ def paged_attention(
         "scale": scale,
         "is_causal": is_causal,
         "window_size": window_size,
+        "bottom_right": bottom_right,
         "softcap": softcap,
         "sinks": sinks,
         "head_major": is_head_major(kv_layout),
     }
+    refuse_one_number(window_size)
     tensors = (query, key_cache, value_cache, page_table, seq_lens_kv)
-    if out is None:
-        return _ops.paged_attention.default(*tensors, **options)
-    _ops._paged_attention_out.default(*tensors, **options, out=out)
+    try:
+        if out is None:
+            return _ops.paged_attention.default(*tensors, **options)
+        _ops._paged_attention_out.default(*tensors, **options, out=out)
+    except RuntimeError:  # of the schema
+        _refuse_lists(page_table, seq_lens_kv, options)
+        raise
     return out
+
+
+def _refuse_lists(page_table: Tensor, seq_lens_kv: Tensor, options: dict[str, Any]) -> None:
+    refuse_lists({"seq_lens_kv": seq_lens_kv, **options})
+    if not isinstance(page_table, Tensor):
+        raise TypeError(
+            "page_table must be a tensor on the device of the query, got a "
+            f"{type(page_table).__name__}: torch.tensor(..., dtype=torch.int32, "
+            "device=query.device)"
+        )
 
 
 def paged_attention_with_lse(
@@ -126,15 +149,20 @@ def paged_attention_with_lse(
         where the queries are packed; float32 (float64 for float64 inputs), natural logarithm, that
         of the sink or ``-inf`` where there is nothing to attend to.
     """
-    return _ops.paged_attention_with_lse.default(
-        query,
-        key_cache,
-        value_cache,
-        page_table,
-        seq_lens_kv,
-        head_major=is_head_major(kv_layout),
-        **options,
-    )
+    refuse_one_number(options.get("window_size"))
+    try:
+        return _ops.paged_attention_with_lse.default(
+            query,
+            key_cache,
+            value_cache,
+            page_table,
+            seq_lens_kv,
+            head_major=is_head_major(kv_layout),
+            **options,
+        )
+    except RuntimeError:  # of the schema
+        _refuse_lists(page_table, seq_lens_kv, options)
+        raise
 
 
 def paged_kv_append_(
@@ -154,8 +182,9 @@ def paged_kv_append_(
         key: [tokens, heads_kv, head size], of the cache's dtype, with a last stride of 1.
         value: [tokens, heads_kv, value head size].
         slot_mapping: int64 [tokens]: ``page * page_size + place in the page``, or -1 for a token
-            that is not to be written. Two tokens must not share a slot. Slots that the cache has
-            not are left alone; with ``CUDNN_OPS_CHECK=1`` they raise.
+            that is not to be written. Two tokens must not share a slot. Slots that the cache does
+            not have raise ValueError on a CPU, and on a GPU with ``CUDNN_OPS_CHECK=1``, for which
+            it waits; without that they are left alone there.
         kv_layout: the order of a page.
     """
     _ops.paged_kv_append_.default(
@@ -202,7 +231,11 @@ def _gather(cache: Tensor, page_table: Tensor, seq_lens: Tensor, head_major: boo
     columns = torch.div(place, page_size, rounding_mode="floor")
     # What lies beyond a length is not followed.
     page = page_table[:, columns].long().masked_fill(~there, 0)
-    slots = by_token[page, place % page_size] if pages else by_token.new_zeros(*there.shape, 0, 0)
+    slots = (
+        by_token[page, place % page_size]
+        if pages
+        else by_token.new_zeros(*there.shape, *by_token.shape[2:])
+    )
     return slots.masked_fill(~there[:, :, None, None], 0.0).transpose(1, 2)
 
 
@@ -218,6 +251,7 @@ def _with_lse_cpu(
     scale: float | None = None,
     is_causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
+    bottom_right: bool = True,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     head_major: bool = False,
@@ -233,6 +267,7 @@ def _with_lse_cpu(
         scale=scale,
         is_causal=is_causal,
         window_size=window_size,
+        bottom_right=bottom_right,
         softcap=softcap,
         sinks=sinks,
         head_major=head_major,
@@ -255,7 +290,7 @@ def _with_lse_cpu(
         scale=scale,
         enable_gqa=True,
         window_size=window_size,
-        bottom_right=True,
+        bottom_right=bottom_right,
         softcap=softcap,
         sinks=sinks,
         seq_lens_q=lengths,
@@ -318,6 +353,7 @@ def _flop(
     max_seqlen_q: int = 0,
     window_size: tuple[int, int] = (-1, -1),
     is_causal: bool = False,
+    bottom_right: bool = True,
     head_major: bool = False,
     out_val: Any = None,
     **options: Any,
@@ -335,7 +371,7 @@ def _flop(
         keys = [width * key_cache.shape[2 if head_major else 1]] * batch
         queries = [query.shape[1] if cu_seqlens_q is None else int(max_seqlen_q)] * batch
     pairs = sum(
-        visible_pairs(*lengths, window_size, is_causal, bottom_right=True)
+        visible_pairs(*lengths, window_size, is_causal, bottom_right)
         for lengths in zip(queries, keys, strict=True)
     )
     return 2 * heads * pairs * (size + value_cache.shape[3])

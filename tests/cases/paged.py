@@ -27,16 +27,18 @@ class PagedCase(Sequences):
     head_major: bool = False
     packed: bool = False
     """Else all have as many queries as the first."""
+    top_left: bool = False
+    """Whether the first query belongs to the first key."""
 
     def __str__(self) -> str:
         return (
             f"{self.lengths}x{self.lengths_kv}-page{self.page_size}+{self.spare_width}"
-            f"{'-hnd' * self.head_major}{'-packed' * self.packed}-{self.one}"
+            f"{'-hnd' * self.head_major}{'-packed' * self.packed}{'-tl' * self.top_left}-{self.one}"
         )
 
     def sequence(self, index: int) -> Features:
-        """One of them by itself; its last query belongs to its last key."""
-        return replace(super().sequence(index), bottom_right=True)
+        """One of them by itself."""
+        return replace(super().sequence(index), bottom_right=not self.top_left)
 
     def kwargs(self) -> dict[str, Any]:
         one = self.one
@@ -44,6 +46,7 @@ class PagedCase(Sequences):
             "scale": one.scale,
             "is_causal": one.is_causal,
             "window_size": one.window_size,
+            "bottom_right": not self.top_left,
             "softcap": one.softcap,
             "head_major": self.head_major,
         }
@@ -186,4 +189,5 @@ def draw(rng: random.Random, *, on_gpu: bool) -> PagedCase:
         spare_width=rng.choice([0, 1, 5]),
         head_major=rng.random() < 0.4,
         packed=packed,
+        top_left=rng.random() < 0.25,
     )

@@ -1,0 +1,62 @@
+"""Real cuDNN plans of attention over pages for GPUs that are not there: the top left alignment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cudnn_ops.support import explain
+from cudnn_ops.warmup import PlanRequest, plan_requests
+
+CACHES = [((100, 16, 2, size), torch.bfloat16) for size in (64, 32)]
+CAUSAL: dict[str, Any] = {"is_causal": True}
+#: The query's shape, and the options.
+TOP_LEFT = {
+    "few queries": ((5, 4, 4, 64), CAUSAL),
+    "few queries, sinks": ((5, 4, 4, 64), CAUSAL | {"sinks": True}),
+    "many queries, window": ((5, 33, 4, 64), {"window_size": (20, 3)}),
+    "packed": ((70, 4, 64), CAUSAL | {"cu_seqlens_q": True, "max_seqlen_q": 40}),
+    "packed, softcap, window": (
+        (70, 4, 64),
+        {"window_size": (20, 0), "softcap": 5.0, "cu_seqlens_q": True, "max_seqlen_q": 40},
+    ),
+}
+
+
+def request(shape: tuple[int, ...], bottom_right: bool, **options: Any) -> PlanRequest:
+    options |= {"page_table": (5, 20), "bottom_right": bottom_right}
+    return plan_requests("paged_attention", (shape, torch.bfloat16), *CACHES, **options).pop()
+
+
+@pytest.mark.parametrize("device", ["a100", "h200", "b200"])
+@pytest.mark.parametrize("name", TOP_LEFT)
+def test_top_left(name, device):
+    shape, options = TOP_LEFT[name]
+    answer = explain(
+        "paged_attention",
+        (shape, torch.bfloat16),
+        *CACHES,
+        page_table=(5, 20),
+        bottom_right=False,
+        with_lse=True,
+        device=device,
+        **options,
+    )
+    assert answer.supported, answer.reason
+    assert request(shape, True, **options) != request(shape, False, **options)
+
+
+def test_what_has_no_band_needs_one_plan():
+    """Nor has a single query one: what bounds it is told by its sequence's length."""
+    for shape in ((5, 1, 4, 64), (5, 4, 4, 64)):
+        assert request(shape, True) == request(shape, False)
+    single = request((5, 1, 4, 64), True)
+    for options in (CAUSAL, {"window_size": (20, 3)}):
+        assert request((5, 1, 4, 64), False, **options) == single
+
+
+def test_calls_without_queries_have_no_plan():
+    with pytest.raises(ValueError, match="without queries or keys there is no plan"):
+        request((5, 0, 4, 64), True)
