@@ -1,6 +1,6 @@
 # `make demo` and `make test` do their own set-up; `make gpu` is the one command for a machine
 # with a GPU, torch and no network. README.md tells more.
-.PHONY: demo test lint format build setup gpu clean
+.PHONY: demo test lint format build setup gpu sanitize clean
 
 SYSTEM_PYTHON ?= python3
 VENV := .venv
@@ -50,6 +50,15 @@ gpu:
 	@test -z "$(WHEELS)" || $(SYSTEM_PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target $(SITE) $(WHEELS)/*.whl
 	$(SYSTEM_PYTHON) setup.py --quiet build_ext --inplace
 	$(SYSTEM_PYTHON) -m benchmarks.gpu_suite $(if $(OUT),--out $(OUT))
+
+# Bounds as they were asked for, and races in shared memory: kernels of our own, and cuDNN's where
+# they decode over pages, for bounds alone. Takes a few minutes, after `make gpu` or `make build`.
+SANITIZER ?= compute-sanitizer --error-exitcode 1 --report-api-errors no --target-processes application-only
+OURS := regex=^(conv_epilogue|gated|norm|rms_norm|layer_norm|paged|rotary)_
+sanitize: export PYTHONPATH := $(CURDIR)/$(SITE):$(PYTHONPATH)
+sanitize:
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck $(SYSTEM_PYTHON) -m tests.sanitizer_sample
+	$(SANITIZER) --tool racecheck --kernel-name '$(OURS)' $(SYSTEM_PYTHON) -m tests.sanitizer_sample
 
 clean:
 	rm -rf build dist *.egg-info cudnn_ops/*.so cudnn_ops/stub demo_output

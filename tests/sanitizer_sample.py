@@ -1,0 +1,214 @@
+"""A small call of every kernel of ours, and of attention over pages, for compute-sanitizer.
+
+    make sanitize
+
+All types, and the odd paths: one row, widths and addresses that no vector fits, heads of any size.
+A line for each, before it runs, so that what the sanitizer says stands behind its name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cudnn_ops
+from cudnn_ops.ops.conv import ACTIVATIONS
+from tests.cases import paged as paged_cases
+from tests.test_paged import DECODE, ONE, PREFILL, SPECULATE
+
+_ops = torch.ops.cudnn_ops
+
+#: What is run, and what it is called: a kernel's name where that and its backward are all.
+Sample = tuple[str, Callable[[], None]]
+
+TYPES = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32}
+
+
+def _tensor(*shape: int, dtype: torch.dtype, shift: int = 0) -> Tensor:
+    """Random, made on the CPU; `shift` numbers behind an address that a vector fits."""
+    numbers = torch.randn(math.prod(shape) + shift, generator=torch.Generator().manual_seed(1))
+    return numbers.to(dtype).to("cuda")[shift:].view(shape).detach()
+
+
+def _backward(out: Tensor | tuple[Tensor, ...]) -> None:
+    outs = (out,) if isinstance(out, Tensor) else out
+    torch.autograd.backward(outs, [torch.ones_like(one) for one in outs])
+
+
+def gated() -> Iterator[Sample]:
+    def run(function: Callable[..., Tensor], dtype: torch.dtype, shape: list[int], shift: int):
+        gate, up = (_tensor(*shape, dtype=dtype, shift=shift).requires_grad_() for _ in range(2))
+        _backward(function(gate, up))
+
+    functions: dict[str, Callable[..., Tensor]] = {
+        "silu": cudnn_ops.swiglu,
+        "gelu": cudnn_ops.geglu,
+        "gelu_tanh": partial(cudnn_ops.geglu, approximate="tanh"),
+    }
+    for activation, function in functions.items():
+        for name, dtype in TYPES.items():
+            wide = 16 // dtype.itemsize
+            for width, shapes, shift in ((wide, ([3, 48], [80]), 0), (1, ([3, 7], [16]), 1)):
+                for shape in shapes:
+                    call = partial(run, function, dtype, shape, shift)
+                    yield f"gated_{activation}_{name}_{width}", call
+
+
+def rotary() -> Iterator[Sample]:
+    def run(dtype: torch.dtype, angle: torch.dtype, size: int, batch: int) -> None:
+        x = _tensor(batch, 5, 3, size, dtype=dtype).transpose(1, 2).requires_grad_()
+        cos, sin = (_tensor(1, 5, size, dtype=angle) for _ in range(2))
+        _backward(cudnn_ops.rotary_embedding(x, cos, sin))
+
+    for name, dtype in TYPES.items():
+        for suffix, angle in {"": dtype, "_float": torch.float32}.items():
+            if suffix and dtype == torch.float32:
+                continue
+            for width, size in ((16 // dtype.itemsize, 64), (1, 6)):
+                for batch in (1, 2):
+                    yield f"rotary_{name}{suffix}_{width}", partial(run, dtype, angle, size, batch)
+
+
+#: In pieces of a vector, of 8 bytes and in numbers: by which kernels rows are computed.
+_VECTORS, _HALVES, _NUMBERS = (
+    (5, 50, 100, 300, 1500, 3000, 5000),
+    (5, 101, 1001),
+    (7, 201, 1001, 9001),
+)
+
+
+def norms() -> Iterator[Sample]:
+    def run(layer: bool, dtype: torch.dtype, columns: int, shift: int) -> None:
+        norm: Callable[..., Tensor] = cudnn_ops.layer_norm if layer else cudnn_ops.rms_norm
+
+        def parameters(kind: torch.dtype) -> list[Tensor]:
+            return [_tensor(columns, dtype=kind).requires_grad_() for _ in range(1 + layer)]
+
+        for rows in (1, 3):
+            x = _tensor(rows, columns, dtype=dtype, shift=shift).requires_grad_()
+            _backward(norm(x, [columns], *parameters(dtype)))
+        _backward(norm(x, [columns]))
+        x = _tensor(20, columns, dtype=dtype, shift=shift)
+        _backward(norm(x, [columns], *parameters(torch.float32), zero_centered=True))
+
+    def run_add(layer: bool, dtype: torch.dtype, columns: int) -> None:
+        norm: Any = cudnn_ops.add_layer_norm if layer else cudnn_ops.add_rms_norm
+        # Rows in groups, that no single stride tells apart.
+        inputs = [
+            _tensor(3, 4, columns, dtype=dtype).transpose(0, 1).requires_grad_() for _ in range(2)
+        ]
+        weight = _tensor(columns, dtype=dtype).requires_grad_()
+        _backward(norm(*inputs, [columns], weight))
+
+    for name, dtype in TYPES.items():
+        size = dtype.itemsize
+        widths = [16 // size * count for count in _VECTORS]
+        widths += [*(8 // size * count for count in _HALVES), *_NUMBERS]
+        for layer in (False, True):
+            kind = "layer_norm" if layer else "rms_norm"
+            for columns in widths:
+                call = partial(run, layer, dtype, columns, columns % 2)
+                yield f"{kind}_forward and {kind}_backward, {name}, {columns} columns", call
+                if columns in (widths[0], widths[3], widths[6], _NUMBERS[0]):
+                    yield (
+                        f"{kind}_forward and {kind}_backward, {name}, {columns} columns, added",
+                        partial(run_add, layer, dtype, columns),
+                    )
+
+
+def convolutions() -> Iterator[Sample]:
+    def run(activation: int, dtype: torch.dtype, channels: int, pixels: int) -> None:
+        """The epilogue's gradients alone, which need no plan."""
+        weight = _tensor(channels, 1, 1, 1, dtype=dtype)
+        geometry = _ops._conv_geometry(2, weight, [1], [0], [1], 1)
+        out = _tensor(1, channels, pixels, 1, dtype=dtype).to(memory_format=torch.channels_last)
+        x = out[:, :1].contiguous(memory_format=torch.channels_last)
+        saved = None if ACTIVATIONS[activation] == "none" else out
+        wanted = [False, False, True, True]
+        _ops._conv_backward(out, x, weight, saved, geometry, activation, wanted)
+
+    for name, dtype in TYPES.items():
+        wide = 16 // dtype.itemsize
+        for index, activation in enumerate(ACTIVATIONS):
+            for width, channels, pixels in ((wide, 48, 300), (1, 7, 300), (1, 601, 1)):
+                call = partial(run, index, dtype, channels, pixels)
+                yield f"conv_epilogue_{activation}_{name}_{width}", call
+
+    def run_depthwise(dtype: torch.dtype) -> None:
+        channels = 16
+        x = _tensor(2, channels, 6, 5, dtype=dtype).to(memory_format=torch.channels_last)
+        weight = _tensor(channels, 1, 3, 3, dtype=dtype).requires_grad_()
+        bias = _tensor(channels, dtype=dtype).requires_grad_()
+        call = partial(cudnn_ops.conv2d, x.requires_grad_(), weight, bias, padding=1)
+        _backward(call(groups=channels, activation="silu", residual=x.detach()))
+
+    for name, dtype in TYPES.items():
+        yield f"depthwise convolution, {name}", partial(run_depthwise, dtype)
+
+
+def appending() -> Iterator[Sample]:
+    def run(dtype: torch.dtype, size: int, head_major: bool) -> None:
+        pages, page_size, heads = 4, 8, 3
+        inside = (heads, page_size) if head_major else (page_size, heads)
+        caches = [torch.zeros(pages, *inside, size, dtype=dtype, device="cuda") for _ in range(2)]
+        tokens = [_tensor(5, heads, size, dtype=dtype) for _ in range(2)]
+        slots = torch.tensor([31, -1, 0, pages * page_size, 9], device="cuda")
+        _ops.paged_kv_append_(*caches, *tokens, slots, head_major)
+
+    kinds = {16: (torch.float32, 12), 8: (torch.float16, 4), 4: (torch.float16, 2)}
+    kinds |= {2: (torch.bfloat16, 3), 1: (torch.int8, 3)}
+    for unit, (dtype, size) in kinds.items():
+        for head_major in (False, True):
+            yield f"paged_append_{unit}", partial(run, dtype, size, head_major)
+
+
+def decoding() -> Iterator[Sample]:
+    """Kernels of cuDNN, with what ours do before and behind them."""
+
+    def run(case: paged_cases.PagedCase, dtype: torch.dtype) -> None:
+        t = paged_cases.make(case, dtype, "cuda", seed=1)
+        out, lse = _ops.paged_attention_with_lse(*t.arguments, **t.options)
+        on_cpu = paged_cases.make(case, dtype, "cpu", seed=1)
+        paged_cases.check(case, on_cpu, out.cpu(), lse.cpu())
+
+    causal = replace(ONE, is_causal=True)
+    full = replace(DECODE, lengths=(1,) * 4, lengths_kv=(70, 1, 33, 128))  # nothing to pad
+    yield "paged decoding", partial(run, full, torch.bfloat16)
+    yield "paged_pad", partial(run, DECODE, torch.bfloat16)
+    yield (
+        "paged_pad, top left",
+        partial(run, replace(DECODE, one=causal, top_left=True), TYPES["half"]),
+    )
+    yield "paged_pad, packed prompts", partial(run, PREFILL, torch.bfloat16)
+    for name, dtype in TYPES.items():
+        if dtype == torch.float32:
+            continue
+        for suffix, size, value_size in (("128", 64, 128), ("256", 200, 256), ("any", 264, 520)):
+            one = replace(causal, head_size=size, value_size=value_size)
+            folded = replace(SPECULATE, lengths_kv=(70, 2, 33, 0, 16), one=one)
+            yield f"paged_merge_{name}_{suffix}", partial(run, folded, dtype)
+            single = replace(DECODE, one=replace(one, sinks=True))
+            yield f"paged_merge_{name}_{suffix}, sinks", partial(run, single, dtype)
+
+
+def samples() -> Iterator[Sample]:
+    """All of them; nothing is computed until it is called."""
+    for family in (gated, rotary, norms, convolutions, appending, decoding):
+        yield from family()
+
+
+def main() -> None:
+    for name, call in samples():
+        print(name, flush=True)
+        call()
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

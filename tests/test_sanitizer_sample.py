@@ -1,0 +1,43 @@
+"""That the sample for compute-sanitizer has every kernel of ours in it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tests.sanitizer_sample import samples
+
+KERNELS = Path(__file__).parents[1] / "csrc" / "kernels"
+
+
+def norm_kernels() -> set[str]:
+    """Those that are for every GPU, by the macros that make them."""
+    text = "".join((KERNELS / f"norm_{way}.cu").read_text() for way in ("forward", "backward"))
+    rows = re.findall(r"^NORM\((\w+), (\w+), (\w+),", text, re.MULTILINE)
+    names = {f"{kind}_norm_{'_'.join(row)}" for row in rows for kind in ("rms", "layer")}
+    return names | {f"norm_{name}" for name in re.findall(r"^NORM_ANY\((\w+),", text, re.MULTILINE)}
+
+
+def test_every_source_is_in_the_sample():
+    named = " ".join(name for name, _ in samples())
+    missing = [path.stem for path in KERNELS.glob("*.cu") if path.stem not in named]
+    assert not missing
+    assert len(norm_kernels()) > 30
+
+
+@pytest.mark.gpu
+def test_the_sample_runs_the_kernels_that_it_is_named_for():
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _, call in samples():
+            call()
+        torch.cuda.synchronize()
+    ran = Counter(event.key.split("(")[0] for event in profiled.key_averages())
+    named = {name.split(",")[0] for name, _ in samples() if re.match(r"\w+(,|$)", name)}
+    backward = {f"{name}_backward" for name in named if name.startswith("gated")}
+    add_up = {f"conv_epilogue_add_up_{name}" for name in ("half", "bfloat16", "float")}
+    assert sorted((named | backward | add_up | norm_kernels()) - set(ran)) == []
