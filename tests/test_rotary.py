@@ -7,10 +7,13 @@ import copy
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import cudnn_ops
 from cudnn_ops.integrations.transformers import fuse_rotary_, register
 from tests.cases import models, sdpa
+from tests.cases.families import tiny_model
 from tests.conftest import DEVICES
 
 _ops = torch.ops.cudnn_ops
@@ -116,3 +119,107 @@ def test_models_of_transformers(name, device, monkeypatch):
 
 def test_a_model_without_one():
     assert fuse_rotary_(torch.nn.Linear(2, 2)) == []
+
+
+#: Of whole heads; of parts of them; of neighbours; by float32 angles; with the heads third.
+FAMILIES = {
+    "llama": "causal",
+    "modernbert": "masked",
+    "gpt_neox": "causal",
+    "phi3": "causal",
+    "stablelm": "causal",
+    "deepseek_v3": "causal",
+    "olmo2": "causal",
+    "olmo3": "causal",
+    "deepseek_v32": "causal",
+}
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operator's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.cudnn_ops._rotary.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("error:cudnn_ops.rotary_embedding does not take")
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        ("cpu", torch.float32),
+        ("cpu", torch.bfloat16),
+        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_reported_is_what_runs(family, device, dtype):
+    """Queries and keys of every part are turned by the operator, in bfloat16 too."""
+    stock = tiny_model(family, FAMILIES[family]).to(device, dtype)
+    model = copy.deepcopy(stock)
+    fused = fuse_rotary_(model)
+    assert len(fused) == model.config.num_hidden_layers
+    tokens = models.make_tokens(device)
+    with Calls() as calls:
+        found = model(tokens).logits
+    assert calls.count == 2 * len(fused)
+
+    def gradients(model, logits):
+        generator = torch.Generator().manual_seed(9)
+        logits.backward(torch.randn(logits.shape, generator=generator).to(logits))
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    rough = stock(tokens).logits
+    mine, theirs = gradients(model, found), gradients(stock, rough)
+    assert mine.keys() == theirs.keys()
+    if dtype == torch.float32:
+        torch.testing.assert_close(found, rough, rtol=1e-4, atol=1e-4)
+        scale = max(grad.norm() for grad in theirs.values())
+        for name, grad in theirs.items():
+            assert (mine[name] - grad).norm() <= 1e-4 * grad.norm() + 1e-6 * scale, name
+    else:
+        exact = copy.deepcopy(stock).double()(tokens).logits
+        models.check(found.detach(), exact.detach(), rough.detach(), "logits")
+
+
+class Turned(torch.nn.Module):
+    def forward(self, q, k, cos, sin, dim):
+        return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=dim)
+
+
+def drawn(dim: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(1)
+    angles = (5, 8) if dim == 0 else (2, 5, 8)
+    sizes = ((2, 5, 3, 8), (2, 5, 1, 8)) if dim == 2 else ((2, 3, 5, 8), (2, 1, 5, 8))
+    return tuple(torch.randn(size, generator=generator) for size in (*sizes, angles, angles))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_wherever_the_heads_are(dim, is_compiled):
+    module = torch.nn.Sequential(Turned())
+    assert fuse_rotary_(module) == ["0"]
+    turn = module[0]
+    if is_compiled:
+        torch._dynamo.reset()
+        turn = torch.compile(turn, fullgraph=True, backend="aot_eager")
+    inputs = drawn(dim)
+    with Calls() as calls:
+        found = turn(*inputs, dim)
+    assert is_compiled or calls.count == 2
+    torch.testing.assert_close(found, Turned()(*inputs, dim))
+
+
+def test_what_is_not_taken_is_told():
+    module = torch.nn.Sequential(Turned())
+    fuse_rotary_(module)
+    q, k, cos, sin = drawn(1)
+    angles = (cos.unsqueeze(1), sin.unsqueeze(1))
+    with pytest.warns(UserWarning, match=r"does not take this call .* cos and sin \(2, 1, 5, 8\)"):
+        found = module[0](q, k, *angles, 0)
+    torch.testing.assert_close(found, Turned()(q, k, *angles, 0))
