@@ -8,10 +8,17 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers.models.cohere2.modeling_cohere2 import Cohere2LayerNorm
+from transformers.models.glm4.modeling_glm4 import Glm4MLP
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
+from transformers.models.modernbert.modeling_modernbert import ModernBertMLP
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 import cudnn_ops.nn
 from cudnn_ops.integrations.transformers import register
 from tests.cases import models
+from tests.cases.families import tiny_config
 from tests.conftest import DEVICES
 
 
@@ -122,9 +129,109 @@ def test_shared_modules_stay_shared_and_hooks_stay():
     assert both[1] is hooked
 
 
-def test_an_activation_that_there_is_not():
+@pytest.mark.parametrize("kind", [cudnn_ops.nn.SwiGLU, cudnn_ops.nn.PackedSwiGLU])
+def test_an_activation_that_there_is_not(kind):
     with pytest.raises(ValueError, match="activation is one of silu, gelu, gelu_tanh, got 'relu'"):
-        cudnn_ops.nn.SwiGLU(8, 16, activation="relu")
+        kind(8, 16, activation="relu")
+
+
+#: A module of transformers, what it is swapped for, and what it computes, where the module goes by
+#: float32 even in float64.
+PARTS = {
+    "phi3": (lambda: Phi3MLP(tiny_config("phi3")), cudnn_ops.nn.PackedSwiGLU, None),
+    "glm4": (lambda: Glm4MLP(tiny_config("glm4")), cudnn_ops.nn.PackedSwiGLU, None),
+    "modernbert": (
+        lambda: ModernBertMLP(tiny_config("modernbert")),
+        cudnn_ops.nn.PackedSwiGLU,
+        None,
+    ),
+    "cohere2": (
+        lambda: Cohere2LayerNorm(64, eps=1e-3),
+        cudnn_ops.nn.LayerNorm,
+        lambda x, weight: F.layer_norm(x, (64,), weight, None, 1e-3),
+    ),
+    "llama4": (
+        lambda: Llama4TextL2Norm(1e-3),
+        cudnn_ops.nn.UnitRMSNorm,
+        lambda x: F.rms_norm(x, (64,), None, 1e-3),
+    ),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_other_families(name, device):
+    """Fused gates, a layer norm without a bias, a norm without a weight."""
+    make, kind, formula = PARTS[name]
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    torch.manual_seed(0)
+    stock = nn.Sequential(make()).to(device, dtype)
+    for parameter in stock.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    ours = copy.deepcopy(stock)
+    parameters = dict(ours.named_parameters())
+    (replacement,) = cudnn_ops.nn.replace_modules_(ours)
+    assert type(replacement.new) is type(ours[0]) is kind
+    assert list(ours.state_dict()) == list(stock.state_dict())
+    assert all(parameters[name] is p for name, p in ours.named_parameters())
+    assert cudnn_ops.nn.replace_modules_(ours) == []
+
+    x, grad = torch.randn(2, 2, 9, 64).to(device, dtype)
+
+    def results(model: nn.Module, call=None) -> dict[str, torch.Tensor]:
+        own = dict(model.named_parameters())
+        kind = next(iter(own.values()), x).dtype if call is None else torch.float64
+        leaf = x.to(kind, copy=True).requires_grad_()
+        out = model(leaf) if call is None else call(leaf, *own.values())
+        out.backward(grad.to(kind))
+        return {"out": out.detach(), "x": leaf.grad, **{name: p.grad for name, p in own.items()}}
+
+    exact = results(copy.deepcopy(stock).double(), formula)
+    found, rough = results(ours), results(stock)
+    for part, tensor in found.items():
+        models.check(tensor, exact[part], rough[part], part)
+
+
+class Packed(nn.Module):
+    def __init__(self, compute) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(8, 24), nn.Linear(12, 8)
+        self.compute = compute
+
+    def forward(self, x):
+        return self.out(self.compute(self, *self.into(x).chunk(2, -1)))
+
+
+def test_what_computes_another_is_left_alone(capsys):
+    hooked = nn.LayerNorm(8)
+    hooked.register_forward_hook(lambda *_: None)
+    alone = {
+        "second half": Packed(lambda _, gate, up: F.silu(up) * gate),
+        "clamped": Packed(lambda _, gate, up: F.silu(gate.clamp(max=1.0)) * up),
+        "dropped": Packed(lambda self, gate, up: F.dropout(F.silu(gate) * up, 0.1, self.training)),
+        "experts": GptOssExperts(tiny_config("gpt_oss")),
+        "norm": Norm(8, extra=0.5),
+        "hooked": hooked,
+    }
+    silent = {
+        "plain": nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)),
+        "dropout": nn.Dropout(0.1),
+    }
+    model = nn.ModuleDict({**alone, **silent}).eval()
+    assert cudnn_ops.nn.replace_modules_(model, dry_run=True) == []
+    gate = "it is not down(act(gate) * up) by silu, gelu or gelu_tanh"
+    reasons = [
+        f"Packed is left alone: {gate}",
+        f"Packed is left alone: {gate}",
+        f"Packed is left alone: {gate}",
+        "GptOssExperts is left alone: each of its weights is of several experts",
+        "Norm is left alone: it is neither an RMS norm nor a layer norm",
+        "LayerNorm is left alone: it has hooks",
+    ]
+    assert capsys.readouterr().out.splitlines() == [
+        f"{name}: {reason}" for name, reason in zip(alone, reasons, strict=True)
+    ]
+    assert cudnn_ops.nn.replace_modules_(model) == []
 
 
 #: A layer's norms, the activation of its MLP, and whether the norms are zero-centered.
