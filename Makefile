@@ -1,6 +1,6 @@
 # `make demo` and `make test` do their own set-up; `make gpu` is the one command for a machine
 # with a GPU, torch and no network. README.md tells more.
-.PHONY: demo test lint format build setup gpu sanitize clean
+.PHONY: demo test test-transformers lint format build setup gpu sanitize clean
 
 SYSTEM_PYTHON ?= python3
 VENV := .venv
@@ -13,6 +13,13 @@ demo: build
 
 test: build
 	$(PYTHON) -m pytest -m "not gpu" -n auto --maxprocesses 8 --maxschedchunk 1
+
+# The adapter's tests with the newest transformers that it supports; the venv has the oldest.
+NEWEST := 5.23.0
+test-transformers: build
+	$(PYTHON) -m pip install --quiet --no-deps --target build/transformers-$(NEWEST) transformers==$(NEWEST)
+	PYTHONPATH=build/transformers-$(NEWEST) $(PYTHON) -m pytest -m "not gpu" -n auto --maxprocesses 8 \
+		tests/test_transformers*.py tests/test_rotary.py tests/test_nn.py
 
 lint: $(VENV)/ready
 	$(PYTHON) -m ruff check .

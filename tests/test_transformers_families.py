@@ -20,6 +20,7 @@ from tests.cases.families import tiny_model
 from tests.cases.models import VOCABULARY
 
 register()
+register("cudnn_ops_full", compact_masks=False)
 
 CAUSAL = [
     "bart",
@@ -120,6 +121,18 @@ def test_logits_and_gradients(family, task, side, calls):
     for name, tensor in expected.items():
         error = (found[name] - tensor).norm()
         assert error <= 1e-4 * tensor.norm() + 1e-6 * scale, name
+
+
+def test_keys_that_the_mask_does_not_know(calls):
+    """DeepSeek-V4 adds compressed keys in each layer, and prolongs a mask that is a tensor."""
+    inputs = tokens_and_padding(TOKENS, "left")
+    there = inputs["attention_mask"].bool()
+    with pytest.raises(NotImplementedError, match="compact_masks=False"):
+        tiny_model("deepseek_v4", attention="cudnn_ops")(**inputs)
+    expected = tiny_model("deepseek_v4")(**inputs).logits[there]
+    found = tiny_model("deepseek_v4", attention="cudnn_ops_full")(**inputs).logits[there]
+    assert calls
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

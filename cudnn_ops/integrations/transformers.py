@@ -14,6 +14,7 @@ numbers, and only what is none of these becomes a mask of every query and key.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,9 +26,13 @@ from cudnn_ops.integrations.transformers_rotary import fuse_rotary_
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
 
-    from cudnn_ops.integrations.transformers_masks import NO_WINDOW, CompactMask, cudnn_ops_mask
+    from cudnn_ops.integrations.transformers_masks import (
+        NO_WINDOW,
+        CompactMask,
+        cudnn_ops_mask,
+        full_mask,
+    )
 except ImportError as error:
     raise ImportError(
         "cudnn_ops.integrations.transformers needs Hugging Face transformers, 5.17 or later; "
@@ -48,14 +53,15 @@ def register(
     Args:
         name: what to ask for. Must not contain the name of one of transformers' own.
         compact_masks: False gives models a tensor [batch, 1, queries, keys] wherever there is
-            anything to hide but the future: slower, for models that look into their mask.
+            anything to hide but the future: slower, for models that add keys of their own to it
+            (DeepSeek-V4).
         packing_under_compile: ``torch.compile`` cannot look whether ``position_ids`` restart, so
             that without an ``attention_mask`` every training step gets the mask of a packed batch,
             of every query and key. False promises that they do not restart unless
             ``cu_seq_lens_q`` and the like are given too, and there is no mask. Nothing changes
             outside of ``torch.compile``.
     """
-    mask_function = sdpa_mask
+    mask_function: Callable[..., Any] = full_mask
     if compact_masks:
         mask_function = partial(cudnn_ops_mask, packing_under_compile=packing_under_compile)
     AttentionInterface.register(name, cudnn_ops_attention)
@@ -140,7 +146,7 @@ def cudnn_ops_attention(
             raise NotImplementedError(
                 f"the mask is one of {compact.sizes[1]} queries and {compact.sizes[2]} keys, and "
                 f"{type(module).__name__} has {length} and {length_kv}: it adds keys that the mask "
-                'does not know; use model.set_attn_implementation("eager") for this model'
+                "does not know; register another name with compact_masks=False for this model"
             )
     elif attention_mask is None and sliding_window is not None and length_kv > sliding_window:
         window = (sliding_window - 1, sliding_window - 1)

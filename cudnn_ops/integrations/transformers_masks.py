@@ -223,7 +223,9 @@ def cudnn_ops_mask(
             sequences = packed_sequences(mask_function)
             understood = sequences is not None
     if not understood:
-        dense_mask = eager_mask if wants_bias and not allow_is_causal_skip else sdpa_mask
+        dense_mask: Callable[..., Any] = (
+            eager_mask if wants_bias and not allow_is_causal_skip else sdpa_mask
+        )
         mask = dense_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -264,6 +266,16 @@ def cudnn_ops_mask(
     return compact._replace(padding=padding)
 
 
+def full_mask(config: Any = None, **kwargs: Any) -> Tensor | None:
+    """A mask function that gives a tensor wherever there is anything to hide but the future.
+
+    And there too to models that may add it to scores of their own, for their layers do not all know
+    that they are causal.
+    """
+    wants_bias = config is not None and _wants_bias(config.__class__)
+    return (eager_mask if wants_bias else sdpa_mask)(config=config, **kwargs)
+
+
 @torch.compiler.assume_constant_result
 def _wants_bias(config: type) -> bool:
     return _models_want_bias(config)
@@ -286,8 +298,10 @@ def _models_want_bias(config: type) -> bool:
         and issubclass(part, PreTrainedModel)
         and part.config_class is config
     ]
+    # It is told by the source, after transformers' own manner of writing.
+    is_theirs = config.__module__.startswith("transformers.models.")
     for model in models:
-        if not model._can_set_attn_implementation():
+        if is_theirs and not model._can_set_attn_implementation():
             raise NotImplementedError(
                 f"{model.__name__} computes its attention by itself, without transformers' "
                 "AttentionInterface, so that cudnn_ops cannot; leave attn_implementation out, or "

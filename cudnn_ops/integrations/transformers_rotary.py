@@ -120,7 +120,7 @@ def _fused(turn: _Turn) -> Apply:
     ) -> tuple[Tensor, Tensor]:
         given = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
         dim = given.pop("unsqueeze_dim", 1)
-        is_known = all(value is defaults.get(name, value) for name, value in given.items())
+        is_known = all(name in defaults and given[name] is defaults[name] for name in given)
         angles = (cos.unsqueeze(0), sin.unsqueeze(0)) if dim == 0 else (cos, sin)
         # [B, S, H, D] where the heads come third.
         tensors = [x.transpose(1, 2) if dim == 2 else x for x in (q, k)]
