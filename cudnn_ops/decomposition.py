@@ -322,6 +322,7 @@ def _paged(
     scale: float | None = None,
     is_causal: bool = False,
     window_size: Sequence[int] = (-1, -1),
+    bottom_right: bool = True,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     head_major: bool = False,
@@ -342,7 +343,7 @@ def _paged(
 
     key, value = gathered(key_cache), gathered(value_cache)
     shared: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "softcap": softcap}
-    shared |= {"window_size": window_size, "bottom_right": True, "sinks": sinks}
+    shared |= {"window_size": window_size, "bottom_right": bottom_right, "sinks": sinks}
     if cu_seqlens_q is None:
         out, lse = _sdpa_with_lse(
             query.transpose(1, 2),
