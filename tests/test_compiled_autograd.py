@@ -13,7 +13,9 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 import cudnn_ops
+from tests.cases import varlen
 from tests.cases.derivatives import DERIVATIVES
+from tests.cases.sdpa_features import Features
 from tests.conftest import DEVICES
 from tests.test_saved_tensors import HOOKS
 
@@ -64,6 +66,18 @@ def test_any_size_by_one_graph(device):
             error = (grad.double() - exact).abs().max() / exact.abs().max()
             assert error <= tolerance, (tokens, error)
         assert _graphs() <= 1 + (i > 0)  # the second size makes it symbolic
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_packed_sequences_of_any_length_by_one_graph(device):
+    for lengths in ((3, 5), (4, 6, 7), (9, 2)):
+        one = Features(1, 4, 2, 0, 0, 64, 64, is_causal=True, bottom_right=True)
+        case = varlen.Packed(lengths, lengths, one, same=True)
+        tensors = varlen.make(case, torch.bfloat16, device, seed=1)
+        with _compiled():
+            actual = varlen.run(case, tensors)
+        varlen.check(case, tensors, actual)
+    assert _graphs() == 1
 
 
 def test_a_graph_is_for_its_options_alone():

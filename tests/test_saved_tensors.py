@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -194,6 +195,13 @@ def test_a_change_in_place_before_the_backward_is_an_error(call, name):
         return loss.backward()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_no_result_is_kept_by_itself(call):
+    """A Node that owned its own output would never be freed."""
+    outputs = [weakref.ref(output) for output in CALLS[call].outputs()]
+    assert [output() for output in outputs] == [None] * len(outputs)
 
 
 def test_one_tensor_of_offsets_is_saved_once():
