@@ -67,6 +67,7 @@ def _paged(query: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, starts:
     key, value = cache[:, 0], cache[:, 1]
     sinks = torch.tensor([0.5, -0.25, 0.125, 3.0])
     yield attend(query, key, value, pages, lengths, is_causal=True)
+    yield attend(query, key, value, pages, lengths, window_size=(2, 1), bottom_right=False)
     yield from with_lse(query, key, value, pages, lengths, window_size=(5, 0), sinks=sinks)
     heads_first = (cache.transpose(2, 3)[:, 0], cache.transpose(2, 3)[:, 1])
     yield attend(query, *heads_first, pages, lengths, softcap=2.0, scale=0.4, kv_layout="HND")

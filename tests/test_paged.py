@@ -253,11 +253,35 @@ def test_nothing_to_compute(empty, device):
     assert torch.equal(lse, torch.full(by_head, -torch.inf, device=device))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", [DECODE, SPECULATE, PREFILL], ids=str)
+def test_addresses_that_no_vector_fits(case, device, poisoned):
+    """What leads into a buffer may begin anywhere; the caches alone may not."""
+    # Nothing has to be copied for want of sequences or columns.
+    case = replace(case, lengths=case.lengths[:4], lengths_kv=(100, 5, 64, 33))
+    t = cases.make(replace(case, spare_width=1), torch.bfloat16, device, seed=1)
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+    moved_t = replace(
+        t,
+        query=moved(t.query),
+        page_table=moved(t.page_table),
+        seq_lens_kv=moved(t.seq_lens_kv),
+        options={
+            name: moved(option) if isinstance(option, torch.Tensor) else option
+            for name, option in t.options.items()
+        },
+    )
+    cases.check(case, t, *run(case, moved_t))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("route", ["one", "folded", "packed"])
 def test_more_sequences_than_a_plan_takes(route):
     """More than 65,535 of up to 8 keys, in a page of its own or one that it shares."""
-    sequences, pages, size, queries = 65_600, 700, 8, 1 if route == "one" else 2
+    sequences, pages, size, queries = 65_600, 700, 64, 1 if route == "one" else 2
     generator = torch.Generator("cuda").manual_seed(1)
 
     def random_tensor(*shape: int) -> torch.Tensor:

@@ -135,6 +135,7 @@ CALLS = {
         "scale": 0.5,
         "is_causal": False,
         "window_size": (64, 0),
+        "bottom_right": True,
         "softcap": 0.0,
         "sinks": ((8,), torch.float32),
         "kv_layout": "HND",

@@ -26,8 +26,9 @@
 namespace cudnn_ops {
 namespace {
 
-// Of one plan: declared_batch() goes no further.
-constexpr int64_t kMaxSequences = kMaxBackwardRows;
+// Of one plan: what declared_batch() leaves as it is, and a multiple of 4, so that what lies behind
+// so many begins where cuDNN can read it.
+constexpr int64_t kMaxSequences = 49152;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // int32 ones, how many queries each sequence has in decoding: the same for all calls of a batch, so
@@ -154,6 +155,12 @@ void fill_with_nothing(const at::Tensor& out, const at::Tensor& lse, const Optio
   if (lse.defined()) sinks ? lse.copy_(*sinks) : lse.fill_(-kInfinity);
 }
 
+// Numbers that cuDNN can read where they are.
+bool is_readable(const at::Tensor& indices) {
+  const auto address = reinterpret_cast<uintptr_t>(indices.const_data_ptr());
+  return indices.is_contiguous() && address % graph::TensorDesc::kAlignment == 0;
+}
+
 // `out` and `lse` have rows_of() rows.
 void run(const Paged& args, const at::Tensor& out, const at::Tensor& lse) {
   const PagedProblem problem(args, lse.defined());
@@ -187,7 +194,7 @@ void run(const Paged& args, const at::Tensor& out, const at::Tensor& lse) {
   at::Tensor table = args.page_table;
   const bool is_told_all = problem.hidden == 0 && problem.most_keys == kUnbounded;
   if (problem.is_decoding() && is_told_all && table.size(0) == declared && table.size(1) == width &&
-      table.is_contiguous() && args.seq_lens_kv.is_contiguous()) {
+      is_readable(table) && is_readable(args.seq_lens_kv)) {
     tensors.mask.lengths_kv = args.seq_lens_kv;
     tensors.mask.lengths = single_queries(table.device(), declared);
   } else {
@@ -266,7 +273,7 @@ void forward_into(const Paged& args, const at::Tensor& out, const at::Tensor& ls
   check_addressable(args.key_cache, "key_cache");
   check_addressable(args.value_cache, "value_cache");
   if (graph::is_addressable(args.query)) return run_in_parts(args, out, lse);
-  const at::Tensor query = args.query.contiguous();
+  const at::Tensor query = args.query.clone(at::MemoryFormat::Contiguous);
   run_in_parts(args.with_query(query, args.cu_seqlens_q), out, lse);
 }
 
