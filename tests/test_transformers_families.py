@@ -145,7 +145,7 @@ def test_generate(family, task, cache, calls):
         is_chunked
         and "block_sequence_ids" not in inspect.signature(create_chunked_causal_mask).parameters
     ):
-        # transformers 5.17 hands its own function what that does not take.
+        # transformers before 5.20 hands its own function what that does not take.
         with pytest.raises(TypeError, match="block_sequence_ids"):
             tiny_model(family).generate(**inputs, max_new_tokens=1, cache_implementation=cache)
         return

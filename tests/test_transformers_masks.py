@@ -122,7 +122,7 @@ def test_masks_are_told_by_a_few_numbers():
 
 
 def remap_positions_for_packed_sequence(mask_function, position_ids):
-    """As transformers has it since 5.18."""
+    """As transformers 5.23 has it."""
 
     def inner_mask(batch_idx, head_idx, q_idx, kv_idx):
         q_idx, kv_idx = position_ids[batch_idx, q_idx], position_ids[batch_idx, kv_idx]

@@ -314,7 +314,7 @@ def packed_sequences(mask_function: Callable[..., Any]) -> Tensor | None:
     """[batch, tokens]: which of its row's packed sequences a token is of.
 
     Out of what transformers' ``create_causal_mask`` and ``create_sliding_window_causal_mask`` build
-    for them: up to 5.17 ``and_masks(base, packed)``, later ``and_masks(packed, remapped(base))``,
+    for them: in 5.17 ``and_masks(base, packed)``, in 5.23 ``and_masks(packed, remapped(base))``,
     where ``base`` is causal or local. None if it is anything else.
     """
     parts = _captured(mask_function, "and_masks", "mask_functions")

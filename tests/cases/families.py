@@ -95,11 +95,16 @@ def tiny_config(family: str) -> Any:
     return kind(**changes)
 
 
-def tiny_model(family: str, task: str = "causal", attention: str = "eager") -> Any:
-    """The same parameters at every call."""
+def tiny_model(
+    family: str, task: str = "causal", attention: str = "eager", turned: float | None = None
+) -> Any:
+    """The same parameters at every call; ``turned``: the part of each head with positions."""
     torch.manual_seed(5)
+    config = tiny_config(family)
+    if turned is not None:
+        config.rope_parameters["partial_rotary_factor"] = turned
     model = AUTO[task].from_config(
-        tiny_config(family), attn_implementation=attention, experts_implementation="eager"
+        config, attn_implementation=attention, experts_implementation="eager"
     )
     for parameter in model.parameters():  # biases and norms too
         parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
