@@ -1,20 +1,22 @@
 """Convolutions with their epilogue fused, beside the bare convolution: GPU time.
 
 bf16, channels last, torch.backends.cudnn.benchmark on: torch picks its engines by measuring, and so
-do we. The forward without a gradient, and a training step's backward; then patch embedding.
+do we. The forward without a gradient, and a training step's backward; then patch embedding. Then
+geometries of every kind beside eager, each by the engine that cuDNN's heuristics name first.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 import cudnn_ops
+from benchmarks.conv_geometries import GEOMETRIES, is_slower, steps
 from benchmarks.harness import OURS, Functions, Rows, gpu_ms, main
-from cudnn_ops.ops.conv import Activation
+from cudnn_ops.ops.activation import Activation
 
 # Of two results, as a share of the first one's norm. A ReLU of what rounds to another sign passes
 # on another gradient, whole or not at all.
@@ -64,6 +66,24 @@ def run(rows: Rows, rounds: int) -> None:
         for epilogue in EPILOGUES:
             measure(f"{shape} {epilogue.name}", shape, epilogue, rows, rounds)
     measure(f"{PATCHES} patches", PATCHES, Epilogue("bias", "none"), rows, rounds)
+    torch.backends.cudnn.benchmark = False
+    for geometry in GEOMETRIES:
+        for step, functions in steps(geometry).items():
+            verify(f"{geometry}: {step}", results(functions), GRADIENT_TOLERANCE)
+            ms = gpu_ms(functions, rounds=rounds)
+            for name, value in ms.items():
+                rows.add(f"{geometry}: {step}", name, "gpu_ms", value)
+            if is_slower(ms):
+                print(f"slower than torch's: {geometry}: {step}: {ms}")
+
+
+def results(functions: Functions) -> dict[str, list[Tensor]]:
+    """What each returns, a tensor or several."""
+    found = {name: function() for name, function in functions.items()}
+    return {
+        name: [value] if isinstance(value, Tensor) else list(cast(tuple[Tensor, ...], value))
+        for name, value in found.items()
+    }
 
 
 def measure(case: str, shape: Shape, epilogue: Epilogue, rows: Rows, rounds: int) -> None:

@@ -11,7 +11,7 @@ import ctypes
 import functools
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from cudnn_ops import _C
-from cudnn_ops.ops.conv import ACTIVATIONS, as_list
+from cudnn_ops.ops.activation import ACTIVATIONS
+from cudnn_ops.ops.conv import as_list
 from cudnn_ops.ops.paged import KVLayout, is_head_major
 from cudnn_ops.plan_arguments import take_operands, with_effect
 
@@ -106,8 +107,8 @@ def explain(
             ``weight`` and ``bias`` may be a dtype, ``page_table`` a shape. Of attention
             ``grad_mask=True`` asks for the gradient of the mask too; of a norm
             ``with_stats=True`` for the forward that a backward follows, and ``normalized_shape``
-            is the last dimension by default. Of a convolution ``reason`` says where cuDNN does not
-            take the whole epilogue and what runs instead.
+            is the last dimension by default. Of a convolution ``reason`` says where the whole
+            epilogue is not in cuDNN's graph, and why: cuDNN does not take it, or is faster without.
 
     Raises:
         ValueError: an unknown op or device; shapes that do not fit each other.
@@ -247,10 +248,11 @@ def _explain_conv(
             max(of_input[3], of_weight[3]),
         )
     refusal = ""
-    for fusion, words in zip(_FUSIONS, conv_plan_keys(op, input, weight, **options), strict=True):
+    for fusion, words, reason in _conv_plans(op, input, weight, **options):
+        refusal = refusal or reason
         supported, reason, engine, workspace = _C.make_plan(words, description)
         if supported and refusal:
-            reason = f"only {fusion} in one graph, the rest by torch's operators: {refusal}"
+            reason = f"only {_FUSIONS[fusion]} in one graph, the rest in one more pass: {refusal}"
         if supported:
             break
         refusal = refusal or reason
@@ -264,10 +266,33 @@ def conv_plan_keys(
 
     ``with_before=True``: what the activation is of is a result too, as training needs it.
     """
-    return _conv_plan_keys(op, input, weight, **with_effect(op, options))
+    if not op.endswith("_backward"):
+        return [words for _, words, _ in _conv_plans(op, input, weight, **options)]
+    key = torch.ops.cudnn_ops._conv_backward_plan_key
+    x, w, _, _, geometry, _, _ = _conv_arguments(op, input, weight, **with_effect(op, options))
+    return [key(x, w, geometry, is_of_weight) for is_of_weight in (False, True)]
 
 
-def _conv_plan_keys(
+def _conv_plans(
+    op: str, input: TensorSpec, weight: TensorSpec | None, **options: Any
+) -> Iterator[tuple[int, Sequence[int], str]]:
+    """The plans of a forward in the order in which a call tries them.
+
+    For each how much is fused, by the place in :data:`_FUSIONS`; its key; and why what takes more
+    of the epilogue is not tried, if it is not.
+    """
+    ops = torch.ops.cudnn_ops
+    *tensors, with_before = _conv_arguments(op, input, weight, **with_effect(op, options))
+    nothing = len(_FUSIONS) - 1
+    for fusion in range(len(_FUSIONS)):
+        reason = ops._conv_bare_reason(*tensors, fusion)
+        last = nothing if reason else fusion
+        yield last, ops._conv_plan_key(*tensors, last, with_before), reason
+        if last == nothing:
+            return
+
+
+def _conv_arguments(
     op: str,
     input: TensorSpec,
     weight: TensorSpec | None,
@@ -280,31 +305,21 @@ def _conv_plan_keys(
     bias: TensorSpec | bool | None = None,
     residual: TensorSpec | bool | None = None,
     with_before: bool = False,
-) -> list[Sequence[int]]:
+) -> tuple[Any, ...]:
+    """Of ``_conv``. ``with_before``: what the activation is of is a result too, for training."""
     if weight is None:
         raise ValueError(f"{op} needs k, the weight")
     ops = torch.ops.cudnn_ops
-    dims = CONVS[op]
     x, w = _meta_tensor(input, "q"), _meta_tensor(weight, "k")
     pads = padding if isinstance(padding, str) else as_list(padding)
-    geometry = ops._conv_geometry(dims, w, as_list(stride), pads, as_list(dilation), groups)
-    if dims == 1:  # an image of one row
-        x, w = x.unsqueeze(2), w.unsqueeze(2)
-    if op.endswith("_backward"):
-        key = ops._conv_backward_plan_key
-        return [key(x, w, geometry, is_of_weight) for is_of_weight in (False, True)]
+    geometry = ops._conv_geometry(CONVS[op], w, as_list(stride), pads, as_list(dilation), groups)
     added = _optional(bias, "bias", w.shape[:1], x.dtype)
-    shape = ops._conv_size(x, w, None, None, geometry)
-    total = _optional(residual, "residual", shape, x.dtype)
-    if total is not None and total.dim() == 3 and dims == 1:
-        total = total.unsqueeze(2)
+    size = ops._conv_size(x, w, None, None, geometry)
+    total = _optional(residual, "residual", size, x.dtype)
     ops._conv_size(x, w, added, total, geometry)  # raises where they do not fit
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    number = ACTIVATIONS.index(activation)
-    key = ops._conv_plan_key
-    fusions = range(len(_FUSIONS))
-    return [key(x, w, added, total, geometry, number, fusion, with_before) for fusion in fusions]
+    return x, w, added, total, geometry, ACTIVATIONS.index(activation), with_before
 
 
 def norm_plan_key(op: str, input: TensorSpec, **options: Any) -> Sequence[int]:

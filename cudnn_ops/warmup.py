@@ -14,7 +14,7 @@ import torch
 from tqdm.auto import tqdm
 
 from cudnn_ops import _C, support
-from cudnn_ops.ops.conv import needs_before
+from cudnn_ops.ops.activation import needs_before
 from cudnn_ops.policy import plan_policy
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import cudnn_ops
 from cudnn_ops import _C, plan_requests, warmup
@@ -18,6 +20,7 @@ from tests.conftest import DEVICES
 pytestmark = pytest.mark.usefixtures("without_tf32")
 _ops = torch.ops.cudnn_ops
 PLAIN = ConvCase(2, 8, 16, (9, 7), (3, 3), (1, 1), (1, 1), (1, 1))
+ROW = ConvCase(2, 8, 16, (9,), (3,), (2,), (1,), (1,), 2, "leaky_relu", residual=True)
 FULL = ConvCase(2, 8, 16, (9, 7), (3, 2), (2, 1), (1, 2), (1, 2), 2, "silu", residual=True)
 
 
@@ -89,7 +92,7 @@ def test_an_empty_batch(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", [PLAIN, FULL], ids=str)
+@pytest.mark.parametrize("case", [PLAIN, FULL, ROW], ids=str)
 def test_opcheck(case, device):
     t = cases.make(case, torch.float32, device, seed=5)
     activation = cases.ACTIVATIONS.index(case.activation)
@@ -104,9 +107,10 @@ def test_opcheck(case, device):
     torch.library.opcheck(_ops._conv_backward.default, (*detached, geometry, activation, mask))
     epilogue = {"activation": case.activation, "residual": t.residual}
     separate = (case.stride, case.padding, case.dilation, case.groups)
-    torch.library.opcheck(_ops.conv2d.default, (t.input, t.weight, t.bias, *separate), epilogue)
-    packed = (2, 2, 2, *case.stride, *case.padding, *case.dilation, case.groups)
-    torch.library.opcheck(_ops._conv2d.default, (t.input, t.weight, t.bias, packed), epilogue)
+    public, private = (getattr(_ops, f"{prefix}conv{case.dims}d") for prefix in ("", "_"))
+    torch.library.opcheck(public.default, (t.input, t.weight, t.bias, *separate), epilogue)
+    packed = (*[case.dims] * 3, *case.stride, *case.padding, *case.dilation, case.groups)
+    torch.library.opcheck(private.default, (t.input, t.weight, t.bias, packed), epilogue)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -154,7 +158,7 @@ def test_autocast_is_that_of_torch(device):
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        ({"activation": "tanh"}, ValueError, 'activation must be "none", "relu"'),
+        ({"activation": "tanh"}, ValueError, 'must be one of none, relu, .*; got "tanh"'),
         ({"padding": "full"}, ValueError, 'padding must be whole numbers, "same" or "valid"'),
         ({"padding": "same", "stride": 2}, ValueError, '"same" needs a stride of 1'),
         ({"padding": (1, 1, 1)}, ValueError, "padding must have 1 or 2 numbers"),
@@ -180,6 +184,123 @@ def test_bad_input(change, error, match, device):
             arguments[name] = value.to(device)
     with pytest.raises(error, match=match):
         cudnn_ops.conv2d(**arguments)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_messages_name_the_operator(dims, device):
+    convolve = getattr(cudnn_ops, f"conv{dims}d")
+    ones = (1,) * dims
+
+    def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.ones(shape, dtype=dtype, device=device)
+
+    x, weight = draw(2, 8, *ones), draw(4, 8, *ones)
+    bad = {
+        "residual must be like the output": {"residual": draw(2, 4, *ones, dtype=torch.half)},
+        r"bias must be \[4\]": {"bias": draw(5)},
+        "with 3 groups does not fit": {"groups": 3},
+        "activation must be one of": {"activation": "tanh"},
+    }
+    for match, options in bad.items():
+        with pytest.raises(ValueError, match=rf"^cudnn_ops\.conv{dims}d: .*{match}"):
+            convolve(x, weight, **options)
+    with pytest.raises(TypeError, match=rf"^cudnn_ops\.conv{dims}d: .*must be of one dtype"):
+        convolve(x, weight.half())
+    with pytest.raises(ValueError, match=rf"^cudnn_ops\.conv{dims}d: .*larger than the padded"):
+        convolve(x, draw(4, 8, *(2 * n for n in ones)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_what_is_empty(dims, device):
+    """As torch has it: no batch or no channels give an empty result, the rest is refused."""
+    convolve, stock = (getattr(module, f"conv{dims}d") for module in (cudnn_ops, F))
+    size, kernel = (5, 6, 7)[:dims], (3, 2, 1)[:dims]
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.ones(shape, device=device, requires_grad=True)
+
+    for batch, channels in ((0, 8), (2, 0), (0, 0)):
+        leaves = draw(batch, channels, *size), draw(4, channels, *kernel), draw(4)
+        for activation in ("none", "relu", "silu"):
+            out = convolve(*leaves, activation=activation)
+            assert out.shape == stock(*leaves).shape
+            assert out.numel() == 0
+            assert not any(grad.any() for grad in torch.autograd.grad(out.sum(), leaves))
+    for x, weight, match in (
+        (draw(2, 8, *size), draw(4, 8, 0, *kernel[1:]), "kernel of size 0"),
+        (draw(2, 8, *size), draw(0, 8, *kernel), "must have an output channel"),
+        (draw(0, 8, *size), draw(4, 8, 0, *kernel[1:]), "kernel of size 0"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            convolve(x, weight, padding=1)
+    with pytest.raises(ValueError, match="the batch or the channels must be 0"):
+        convolve(draw(2, 8, 0, *size[1:]), draw(4, 8, *kernel), padding=2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_flops_are_those_of_torch(dims, device):
+    ones = (1,) * dims
+    case = ConvCase(2, 8, 12, (9, 7, 5)[:dims], (3, 2, 1)[:dims], (2,) * dims, ones, ones, 4)
+    t = cases.make(case, torch.float32, device, seed=13)
+
+    def flops(leaves: tuple[torch.Tensor, ...], by: object) -> tuple[int, int]:
+        with FlopCounterMode(display=False) as forward:
+            function = getattr(by, f"conv{dims}d")
+            out = function(
+                t.input, t.weight, t.bias, case.stride, case.padding, case.dilation, case.groups
+            )
+        with FlopCounterMode(display=False) as backward:
+            torch.autograd.grad(out, leaves, t.grad_out)
+        return forward.get_total_flops(), backward.get_total_flops()
+
+    for leaves in ((t.input,), (t.weight,), (t.input, t.weight)):
+        found = flops(leaves, cudnn_ops)
+        assert found == flops(leaves, F)
+        assert found[0] * len(leaves) == found[1] > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_any_address(dims, device, poisoned):
+    """Parameters lie in flat buffers, and images are parts of others: not at multiples of 16."""
+    ones = (1,) * dims
+    case = ConvCase(
+        2, 8, 16, (6, 5, 4)[:dims], (3,) * dims, ones, ones, ones, 1, "silu", residual=True
+    )
+    for dtype in (torch.bfloat16, torch.float32):
+        t = cases.make(case, dtype, device, seed=14)
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            """The same one number further in memory, where no piece of 16 bytes begins."""
+            flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+            copy = flat[1:].as_strided(tensor.shape, tensor.stride())
+            assert copy.copy_(tensor.detach()).data_ptr() % 16
+            return copy.requires_grad_(tensor.requires_grad)
+
+        cases.check(case, cases.Tensors(*(moved(tensor) for tensor in vars(t).values())))
+
+
+def test_tf32_by_each_of_torch_s_switches(monkeypatch):
+    """What convolutions may do is asked for, whatever recurrent networks may."""
+    shapes = ((1, 8, 5, 5), torch.float32), ((8, 8, 3, 3), torch.float32)
+
+    def plan() -> object:
+        (request,) = plan_requests("conv2d", *shapes, training=False)
+        return request
+
+    settings = torch.backends.cudnn
+    by_flag = {}
+    for allowed in (True, False):
+        monkeypatch.setattr(settings, "allow_tf32", allowed)
+        by_flag[allowed] = plan()
+    assert by_flag[True] != by_flag[False]
+    for of_conv, of_rnn in itertools.product(("tf32", "ieee"), repeat=2):
+        monkeypatch.setattr(settings.conv, "fp32_precision", of_conv)
+        monkeypatch.setattr(settings.rnn, "fp32_precision", of_rnn)
+        assert plan() == by_flag[of_conv == "tf32"]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -288,6 +409,19 @@ def test_a_copy_is_said(capfd):
     finally:
         torch._C._set_warnAlways(False)
     assert "does not have its channels last and is copied" in capfd.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_copy_for_its_address_is_said(capfd):
+    x = torch.ones(1 + 4 * 4 * 8, device="cuda")[1:].view(1, 4, 4, 8).permute(0, 3, 1, 2)
+    weight = torch.ones(8, 8, 1, 1, device="cuda").to(memory_format=torch.channels_last)
+    torch._C._set_warnAlways(True)
+    try:
+        out = cudnn_ops.conv2d(x, weight)
+    finally:
+        torch._C._set_warnAlways(False)
+    assert "no multiple of 16 and is copied" in capfd.readouterr().err
+    assert (out == 8).all()
 
 
 @pytest.mark.gpu

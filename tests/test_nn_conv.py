@@ -23,6 +23,9 @@ ACTIVATIONS = {
     "silu": nn.SiLU(),
     "gelu": nn.GELU(),
     "gelu_tanh": nn.GELU(approximate="tanh"),
+    "relu6": nn.ReLU6(),
+    "hardswish": nn.Hardswish(),
+    "leaky_relu": nn.LeakyReLU(),
 }
 
 

@@ -25,11 +25,32 @@ struct GeluTanh {
 
 struct Relu {
   static __device__ float2 of(float x) {
-    return {x > 0 ? x : 0, x > 0 ? 1.0f : 0.0f};
+    return {x <= 0 ? 0 : x, x <= 0 ? 0.0f : 1.0f};  // of NaN: NaN, and 1
   }
 };
 
-struct Identity {
+struct Relu6 {
+  static __device__ float2 of(float x) {
+    return {x <= 0 ? 0 : x >= 6 ? 6 : x, x <= 0 || x >= 6 ? 0.0f : 1.0f};
+  }
+};
+
+struct HardSwish {
+  static __device__ float2 of(float x) {
+    if (x <= -3) return {0, 0};
+    if (x >= 3) return {x, 1};
+    return {x * (x + 3) / 6, x / 3 + 0.5f};
+  }
+};
+
+struct LeakyRelu {
+  static __device__ float2 of(float x) {
+    constexpr float kSlope = 0.01f;  // torch's default
+    return {x > 0 ? x : kSlope * x, x > 0 ? 1 : kSlope};
+  }
+};
+
+struct None {
   static __device__ float2 of(float x) {
     return {x, 1};
   }

@@ -1,14 +1,45 @@
-// The gradient of a convolution's epilogue: through the activation, and its sum for the bias, in
-// one pass over memory. Compiled when the package is built (cmake/compile_kernels.py);
-// conv_epilogue_cuda.cpp launches it.
+// A convolution's epilogue, activation(conv + bias + residual), and its gradient: through the
+// activation, and its sum for the bias; each in one pass over memory. Compiled when the package is
+// built (cmake/compile_kernels.py); conv_epilogue_cuda.cpp launches them.
 
 #include "activation.cuh"
+#include "activation_list.h"
 #include "column_sums.cuh"
 #include "conv_epilogue_call.h"
 #include "number.cuh"
 
 // A block has some pieces of the columns, and as many rows of them at once as it has threads for;
 // then every gridDim.y-th such stretch of rows.
+template <class Type, class Activation, int kWidth>
+__device__ void forward(const ConvEpilogueForwardCall& call) {
+  using Vector = Piece<Type, kWidth>;
+  const unsigned row_pieces = call.columns / kWidth, rows = blockDim.x / call.pieces;
+  const unsigned piece = threadIdx.x % call.pieces, first = threadIdx.x / call.pieces;
+  const unsigned at = blockIdx.x * call.pieces + piece;
+  if (at >= row_pieces) return;
+  float bias[kWidth] = {};
+  if (call.bias != nullptr) ((const Vector*)call.bias)[at].read(bias);
+  const long long step = (long long)gridDim.y * rows;
+#pragma unroll 4
+  for (long long row = (long long)blockIdx.y * rows + first; row < call.rows; row += step) {
+    const long long index = row * row_pieces + at;
+    float sum[kWidth];
+    ((const Vector*)call.conv)[index].read(sum);
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) sum[k] += bias[k];
+    if (call.residual != nullptr) {
+      float residual[kWidth];
+      ((const Vector*)call.residual)[index].read(residual);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) sum[k] += residual[k];
+    }
+    if (call.before != nullptr) ((Vector*)call.before)[index] = Vector::of(sum);
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) sum[k] = Activation::of(sum[k]).x;
+    ((Vector*)call.out)[index] = Vector::of(sum);
+  }
+}
+
 template <class Type, class Activation, int kWidth>
 __device__ void epilogue(const ConvEpilogueCall& call) {
   using Vector = Piece<Type, kWidth>;
@@ -50,17 +81,14 @@ __device__ void epilogue(const ConvEpilogueCall& call) {
 }
 
 #define EPILOGUE(name, Type, Activation, suffix, width)                                          \
+  extern "C" __global__ void __launch_bounds__(512) conv_epilogue_forward_##name##_##suffix##_##width( \
+      const __grid_constant__ ConvEpilogueForwardCall call) {                                    \
+    forward<Type, Activation, width>(call);                                                      \
+  }                                                                                              \
   extern "C" __global__ void __launch_bounds__(512)                                              \
       conv_epilogue_##name##_##suffix##_##width(const __grid_constant__ ConvEpilogueCall call) { \
     epilogue<Type, Activation, width>(call);                                                     \
   }
-
-#define EPILOGUES(Type, suffix, width)          \
-  EPILOGUE(none, Type, Identity, suffix, width) \
-  EPILOGUE(relu, Type, Relu, suffix, width)     \
-  EPILOGUE(silu, Type, Silu, suffix, width)     \
-  EPILOGUE(gelu, Type, Gelu, suffix, width)     \
-  EPILOGUE(gelu_tanh, Type, GeluTanh, suffix, width)
 
 #define ADD_UP(Type, suffix)                                                         \
   extern "C" __global__ void __launch_bounds__(1024)                                 \
@@ -71,12 +99,19 @@ __device__ void epilogue(const ConvEpilogueCall& call) {
     add_up_columns(call.partial, call.partials, call.columns, write);                \
   }
 
-EPILOGUES(Half, half, 8)
-EPILOGUES(Half, half, 1)
-EPILOGUES(BFloat16, bfloat16, 8)
-EPILOGUES(BFloat16, bfloat16, 1)
-EPILOGUES(Float, float, 4)
-EPILOGUES(Float, float, 1)
+#define HALF_8(name, Activation) EPILOGUE(name, Half, Activation, half, 8)
+#define HALF_1(name, Activation) EPILOGUE(name, Half, Activation, half, 1)
+#define BFLOAT16_8(name, Activation) EPILOGUE(name, BFloat16, Activation, bfloat16, 8)
+#define BFLOAT16_1(name, Activation) EPILOGUE(name, BFloat16, Activation, bfloat16, 1)
+#define FLOAT_4(name, Activation) EPILOGUE(name, Float, Activation, float, 4)
+#define FLOAT_1(name, Activation) EPILOGUE(name, Float, Activation, float, 1)
+
+CUDNN_OPS_ACTIVATIONS(HALF_8)
+CUDNN_OPS_ACTIVATIONS(HALF_1)
+CUDNN_OPS_ACTIVATIONS(BFLOAT16_8)
+CUDNN_OPS_ACTIVATIONS(BFLOAT16_1)
+CUDNN_OPS_ACTIVATIONS(FLOAT_4)
+CUDNN_OPS_ACTIVATIONS(FLOAT_1)
 ADD_UP(Half, half)
 ADD_UP(BFloat16, bfloat16)
 ADD_UP(Float, float)

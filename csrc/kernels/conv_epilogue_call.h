@@ -2,6 +2,14 @@
 #pragma once
 
 // Rows are pixels, columns channels, which lie densely.
+struct ConvEpilogueForwardCall {
+  const void *conv, *bias, *residual;  // bias, residual: null where there are none
+  void *before, *out;                  // before: null where nobody wants it
+  long long rows;
+  unsigned columns;
+  unsigned pieces;  // of a row, that a block has
+};
+
 struct ConvEpilogueCall {
   const void *grad_out, *saved;  // saved: null where the slope is 1
   void* grad;                    // null: only the sums are wanted

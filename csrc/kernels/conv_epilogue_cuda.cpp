@@ -8,36 +8,50 @@
 #include <ATen/cuda/EmptyTensor.h>
 
 #include <algorithm>
+#include <deque>
+#include <string>
 
 namespace cudnn_ops {
 namespace {
 
 constexpr int64_t kThreads = 512, kStrip = 32, kVectorBytes = 16;
+// So many rows a block that what it does but once is nothing beside them.
+constexpr int64_t kLeastTurns = 8;
 
-struct Kernels {
-  DeviceKernel wide[5], narrow[5];  // by the activation
+// One for each activation.
+class Kernels {
+ public:
+  Kernels(const std::string& prefix, const std::string& suffix) {
+    for (const auto name : kConvActivations) {
+      names_.push_back("conv_epilogue_" + prefix + std::string(name) + suffix);
+      kernels_.emplace_back(kConvEpilogueImages, names_.back().c_str());
+    }
+  }
+  const DeviceKernel& operator[](ConvActivation activation) const {
+    return kernels_[static_cast<size_t>(activation)];
+  }
+
+ private:
+  std::deque<std::string> names_;
+  std::deque<DeviceKernel> kernels_;
+};
+
+struct TypeKernels {
+  TypeKernels(const std::string& type, const std::string& width)
+      : forward_wide("forward_", "_" + type + "_" + width),
+        forward_narrow("forward_", "_" + type + "_1"),
+        backward_wide("", "_" + type + "_" + width),
+        backward_narrow("", "_" + type + "_1"),
+        add_up_name("conv_epilogue_add_up_" + type),
+        add_up(kConvEpilogueImages, add_up_name.c_str()) {
+  }
+  Kernels forward_wide, forward_narrow, backward_wide, backward_narrow;
+  std::string add_up_name;
   DeviceKernel add_up;
 };
 
-#define CUDNN_OPS_EPILOGUES(type, width)                               \
-  {                                                                    \
-    {kConvEpilogueImages, "conv_epilogue_none_" type "_" width},       \
-        {kConvEpilogueImages, "conv_epilogue_relu_" type "_" width},   \
-        {kConvEpilogueImages, "conv_epilogue_silu_" type "_" width},   \
-        {kConvEpilogueImages, "conv_epilogue_gelu_" type "_" width}, { \
-      kConvEpilogueImages, "conv_epilogue_gelu_tanh_" type "_" width   \
-    }                                                                  \
-  }
-#define CUDNN_OPS_KERNELS(type, width)                                  \
-  {                                                                     \
-    CUDNN_OPS_EPILOGUES(type, width), CUDNN_OPS_EPILOGUES(type, "1"), { \
-      kConvEpilogueImages, "conv_epilogue_add_up_" type                 \
-    }                                                                   \
-  }
-
-const Kernels& kernels_of(at::ScalarType dtype) {
-  static const Kernels all[3] = {CUDNN_OPS_KERNELS("half", "8"), CUDNN_OPS_KERNELS("bfloat16", "8"),
-                                 CUDNN_OPS_KERNELS("float", "4")};
+const TypeKernels& kernels_of(at::ScalarType dtype) {
+  static const TypeKernels all[3] = {{"half", "8"}, {"bfloat16", "8"}, {"float", "4"}};
   return all[type_index(dtype)];
 }
 
@@ -45,7 +59,52 @@ bool is_aligned(const void* address) {
   return reinterpret_cast<uintptr_t>(address) % kVectorBytes == 0;
 }
 
+// How rows of `columns` are spread over threads, of which each has `width` numbers at once.
+struct Tiling {
+  int64_t pieces, rows_at_once, strips;
+  int threads;
+
+  Tiling(int64_t columns, int64_t width) {
+    const int64_t row_pieces = columns / width;
+    pieces = std::min(row_pieces, kThreads);
+    rows_at_once = kThreads / pieces;
+    strips = (row_pieces + pieces - 1) / pieces;
+    threads = static_cast<int>(pieces * rows_at_once);
+  }
+  // How many blocks share the rows of a strip.
+  int64_t stretches(int64_t rows, int64_t resident) const {
+    const int64_t wanted = (rows + rows_at_once * kLeastTurns - 1) / (rows_at_once * kLeastTurns);
+    return std::max<int64_t>(1, std::min(wanted, resident / strips));
+  }
+};
+
 }  // namespace
+
+void conv_epilogue_forward(const at::Tensor& conv, const OptionalTensor& bias,
+                           const OptionalTensor& residual, ConvActivation activation,
+                           const at::Tensor& before, const at::Tensor& out) {
+  const int64_t columns = conv.size(1), rows = conv.numel() / columns;
+  ConvEpilogueForwardCall call{};
+  call.conv = conv.const_data_ptr();
+  call.bias = bias ? bias->const_data_ptr() : nullptr;
+  call.residual = residual ? residual->const_data_ptr() : nullptr;
+  call.before = before.defined() ? before.mutable_data_ptr() : nullptr;
+  call.out = out.mutable_data_ptr();
+  call.rows = rows;
+  call.columns = static_cast<unsigned>(columns);
+  const auto element = static_cast<int64_t>(conv.element_size());
+  const bool is_wide = columns * element % kVectorBytes == 0 && is_aligned(call.conv) &&
+                       is_aligned(call.bias) && is_aligned(call.residual) &&
+                       is_aligned(call.before) && is_aligned(call.out);
+  const Tiling tiling(columns, is_wide ? kVectorBytes / element : 1);
+  call.pieces = static_cast<unsigned>(tiling.pieces);
+  const auto& kernels = kernels_of(conv.scalar_type());
+  const auto& kernel = (is_wide ? kernels.forward_wide : kernels.forward_narrow)[activation];
+  const int64_t resident = kernel.resident_blocks(tiling.threads, 0);
+  void* argument = &call;
+  kernel.launch(tiling.strips, static_cast<int>(tiling.stretches(rows, resident)), tiling.threads,
+                &argument);
+}
 
 void conv_epilogue_backward(const at::Tensor& grad_out, const OptionalTensor& saved,
                             ConvActivation activation, const at::Tensor& grad,
@@ -64,18 +123,13 @@ void conv_epilogue_backward(const at::Tensor& grad_out, const OptionalTensor& sa
   const bool is_wide = columns * element % kVectorBytes == 0 && is_aligned(call.grad_out) &&
                        is_aligned(call.saved) && is_aligned(call.grad);
   const int64_t width = is_wide ? kVectorBytes / element : 1;
-  const int64_t row_pieces = columns / width, pieces = std::min(row_pieces, kThreads);
-  const int64_t rows_at_once = kThreads / pieces, strips = (row_pieces + pieces - 1) / pieces;
-  call.pieces = static_cast<unsigned>(pieces);
-  const auto threads = static_cast<int>(pieces * rows_at_once);
-  const int shared = grad_bias.defined() ? threads * static_cast<int>(width * 4) : 0;
+  const Tiling tiling(columns, width);
+  call.pieces = static_cast<unsigned>(tiling.pieces);
+  const int shared = grad_bias.defined() ? tiling.threads * static_cast<int>(width * 4) : 0;
   const auto& kernels = kernels_of(grad_out.scalar_type());
-  const auto& kernel = (is_wide ? kernels.wide : kernels.narrow)[static_cast<int>(activation)];
-  // So many rows a block that adding up the blocks' sums is nothing beside them.
-  constexpr int64_t kLeastTurns = 8;
-  const int64_t wanted = (rows + rows_at_once * kLeastTurns - 1) / (rows_at_once * kLeastTurns);
-  const int64_t resident = kernel.resident_blocks(threads, shared);
-  const int64_t stretches = std::max<int64_t>(1, std::min(wanted, resident / strips));
+  const auto& kernel = (is_wide ? kernels.backward_wide : kernels.backward_narrow)[activation];
+  const int64_t resident = kernel.resident_blocks(tiling.threads, shared);
+  const int64_t stretches = tiling.stretches(rows, resident);
   at::Tensor partial;
   if (grad_bias.defined()) {
     partial =
@@ -84,7 +138,7 @@ void conv_epilogue_backward(const at::Tensor& grad_out, const OptionalTensor& sa
     call.partials = static_cast<unsigned>(stretches);
   }
   void* argument = &call;
-  kernel.launch(strips, static_cast<int>(stretches), threads, &argument, shared);
+  kernel.launch(tiling.strips, static_cast<int>(stretches), tiling.threads, &argument, shared);
   if (grad_bias.defined()) {
     kernels.add_up.launch((columns + kStrip - 1) / kStrip, 1, 1024, &argument);
   }

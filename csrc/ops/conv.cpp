@@ -7,6 +7,9 @@
 
 #include <ATen/ops/add.h>
 #include <ATen/ops/gelu.h>
+#include <ATen/ops/hardswish.h>
+#include <ATen/ops/hardtanh.h>
+#include <ATen/ops/leaky_relu.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/relu.h>
 #include <ATen/ops/silu.h>
@@ -21,13 +24,10 @@ namespace {
 constexpr int64_t kChannelDims = 2;  // batch and channels come first
 
 ConvActivation activation_of(std::string_view name, const char* op) {
-  constexpr std::array<std::string_view, 5> kNames{"none", "relu", "silu", "gelu", "gelu_tanh"};
-  const auto* found = std::find(kNames.begin(), kNames.end(), name);
-  TORCH_CHECK_VALUE(found != kNames.end(), op,
-                    ": activation must be \"none\", \"relu\", \"silu\", \"gelu\" or "
-                    "\"gelu_tanh\", got \"",
-                    name, "\"");
-  return static_cast<ConvActivation>(found - kNames.begin());
+  const auto* found = std::find(std::begin(kConvActivations), std::end(kConvActivations), name);
+  TORCH_CHECK_VALUE(found != std::end(kConvActivations), op, ": activation must be one of ",
+                    c10::Join(", ", kConvActivations), "; got \"", name, "\"");
+  return static_cast<ConvActivation>(found - std::begin(kConvActivations));
 }
 
 using Numbers = c10::IntArrayRef;
@@ -37,8 +37,7 @@ const char* name_of(int64_t dims) {
   return kNames[dims - 1];
 }
 
-// Spreads what the public operators take over all dimensions. That of one dimension is one of an
-// image of one row.
+// Spreads what the public operators take over all dimensions.
 template <class Padding>
 ConvNumbers geometry_of(int64_t dims, const at::Tensor& weight, Numbers stride, Padding padding,
                         Numbers dilation, int64_t groups) {
@@ -52,21 +51,20 @@ ConvNumbers geometry_of(int64_t dims, const at::Tensor& weight, Numbers stride, 
   };
   check(stride, "stride");
   check(dilation, "dilation");
-  const size_t rows = dims == 1 ? 1 : 0, count = static_cast<size_t>(dims), all = rows + count;
-  ConvNumbers geometry(4 * all + 1, 0);
+  const auto count = static_cast<size_t>(dims);
+  ConvNumbers geometry(4 * count + 1, 0);
   int64_t* const strides = geometry.data();
-  int64_t *const before = strides + all, *const behind = before + all;
-  int64_t* const dilations = behind + all;
-  if (rows > 0) strides[0] = dilations[0] = 1;
+  int64_t *const before = strides + count, *const behind = before + count;
+  int64_t* const dilations = behind + count;
   for (size_t dim = 0; dim < count; ++dim) {
-    strides[rows + dim] = of_dim(stride, dim);
-    dilations[rows + dim] = of_dim(dilation, dim);
+    strides[dim] = of_dim(stride, dim);
+    dilations[dim] = of_dim(dilation, dim);
   }
   geometry.back() = groups;
   if constexpr (std::is_same_v<Padding, Numbers>) {
     check(padding, "padding");
     for (size_t dim = 0; dim < count; ++dim) {
-      before[rows + dim] = behind[rows + dim] = of_dim(padding, dim);
+      before[dim] = behind[dim] = of_dim(padding, dim);
     }
   } else {
     TORCH_CHECK_VALUE(padding == "same" || padding == "valid", op,
@@ -77,8 +75,8 @@ ConvNumbers geometry_of(int64_t dims, const at::Tensor& weight, Numbers stride, 
       const int64_t size =
           weight.sym_size(static_cast<int64_t>(dim) + kChannelDims).guard_int(__FILE__, __LINE__);
       const int64_t total = of_dim(dilation, dim) * (size - 1);
-      before[rows + dim] = total / 2;
-      behind[rows + dim] = total - total / 2;
+      before[dim] = total / 2;
+      behind[dim] = total - total / 2;
     }
   }
   return geometry;
@@ -89,7 +87,8 @@ ConvNumbers geometry_of(int64_t dims, const at::Tensor& weight, Numbers stride, 
 bool is_of_patches(const Conv& args) {
   constexpr int64_t kMostChannels = 4;
   const auto channels = args.input.sym_size(1).maybe_as_int();
-  if (!args.input.is_cuda() || !channels || *channels > kMostChannels || args.groups() != 1) {
+  if (!args.input.is_cuda() || args.dims() == 1 || !channels || *channels > kMostChannels ||
+      args.groups() != 1) {
     return false;
   }
   for (size_t dim = 0; dim < args.dims(); ++dim) {
@@ -100,6 +99,20 @@ bool is_of_patches(const Conv& args) {
     }
   }
   return true;
+}
+
+at::Tensor activate(const at::Tensor& before, ConvActivation activation) {
+  switch (activation) {
+    case ConvActivation::kNone: return before;
+    case ConvActivation::kRelu: return at::relu(before);
+    case ConvActivation::kSilu: return at::silu(before);
+    case ConvActivation::kGelu: return at::gelu(before);
+    case ConvActivation::kGeluTanh: return at::gelu(before, "tanh");
+    case ConvActivation::kRelu6: return at::hardtanh(before, 0, 6);
+    case ConvActivation::kHardSwish: return at::hardswish(before);
+    case ConvActivation::kLeakyRelu: return at::leaky_relu(before);
+  }
+  return before;
 }
 
 // Of torch's operators, which know their derivatives.
@@ -154,19 +167,11 @@ at::Tensor public_conv(const at::Tensor& input, const at::Tensor& weight,
                     " and ", weight.dim());
   const auto geometry = geometry_of(dims, weight, stride, padding, dilation, groups);
   const bool is_single = input.dim() == dims + 1;
-  at::Tensor x = input, w = weight;
-  OptionalTensor other = residual;
-  if (is_single) {
-    x = x.unsqueeze(0);
-    if (other) other = other->unsqueeze(0);
-  }
-  if constexpr (dims == 1) {
-    x = x.unsqueeze(2), w = w.unsqueeze(2);
-    if (other) other = other->unsqueeze(2);
-  }
-  at::Tensor out = conv({x, w, bias, other, geometry, activation_of(activation, op)});
-  if constexpr (dims == 1) out = out.squeeze(2);
-  return is_single ? out.squeeze(0) : out;
+  const ConvActivation kind = activation_of(activation, op);
+  if (!is_single) return conv({input, weight, bias, residual, geometry, kind});
+  const at::Tensor batch = input.unsqueeze(0);
+  const OptionalTensor other = residual ? residual->unsqueeze(0) : residual;
+  return conv({batch, weight, bias, other, geometry, kind}).squeeze(0);
 }
 
 // `numbers`: how many strides, paddings and dilations there are, then these, then the groups. The
@@ -211,9 +216,8 @@ void conv_backward_check(const at::Tensor& grad_out, const at::Tensor& input,
                          const at::Tensor& weight, const OptionalTensor& saved, Numbers geometry,
                          int64_t activation) {
   const OptionalTensor none;
-  check_conv_backward(
-      {input, weight, none, none, geometry, static_cast<ConvActivation>(activation)}, grad_out,
-      saved);
+  check_conv_backward({input, weight, none, none, geometry, conv_activation(activation)}, grad_out,
+                      saved);
 }
 
 template <int64_t dims>
@@ -243,22 +247,25 @@ c10::SymInt room(const Conv& args, size_t dim) {
 
 }  // namespace
 
-at::Tensor activate(const at::Tensor& before, ConvActivation activation) {
-  switch (activation) {
-    case ConvActivation::kRelu: return at::relu(before);
-    case ConvActivation::kSilu: return at::silu(before);
-    case ConvActivation::kGelu: return at::gelu(before);
-    case ConvActivation::kGeluTanh: return at::gelu(before, "tanh");
-    default: return before;
-  }
-}
-
 at::MemoryFormat channels_last(const at::Tensor& tensor) {
   return tensor.dim() == 5 ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::ChannelsLast;
 }
 
+ConvActivation conv_activation(int64_t number) {
+  TORCH_CHECK_VALUE(number >= 0 && number < static_cast<int64_t>(std::size(kConvActivations)),
+                    "cudnn_ops: there is no activation ", number);
+  return static_cast<ConvActivation>(number);
+}
+
+const char* Conv::op() const {
+  return name_of(static_cast<int64_t>(dims()));
+}
+
 at::SymDimVector conv_output_sizes(const Conv& args) {
-  at::SymDimVector sizes{args.input.sym_size(0), args.weight.sym_size(0)};
+  // Of no channels there is nothing, whatever the weight says: as torch has it.
+  const auto& channels =
+      args.input.sym_size(1) == 0 ? args.input.sym_size(1) : args.weight.sym_size(0);
+  at::SymDimVector sizes{args.input.sym_size(0), channels};
   for (size_t dim = 0; dim < args.dims(); ++dim) {
     sizes.push_back(room(args, dim) / args.stride(dim) + 1);
   }
@@ -267,7 +274,13 @@ at::SymDimVector conv_output_sizes(const Conv& args) {
 
 void check_conv(const Conv& args) {
   const auto &input = args.input, &weight = args.weight;
-  const char* op = "cudnn_ops.conv";
+  TORCH_CHECK_VALUE((args.dims() >= 1 && args.dims() <= 3) &&
+                        args.geometry.size() == 4 * args.dims() + 1 &&
+                        static_cast<size_t>(input.dim() - kChannelDims) == args.dims() &&
+                        weight.dim() == input.dim(),
+                    "cudnn_ops.conv: an input ", input.sym_sizes(), ", a weight ",
+                    weight.sym_sizes(), " and a geometry ", args.geometry, " do not fit");
+  const char* op = args.op();
   TORCH_CHECK_TYPE(
       is_computed_in(input.scalar_type()) && weight.scalar_type() == input.scalar_type(), op,
       ": input and weight must be of one dtype, float16, bfloat16 or float32 (float64 "
@@ -275,23 +288,26 @@ void check_conv(const Conv& args) {
       input.scalar_type(), " and ", weight.scalar_type());
   TORCH_CHECK_VALUE(weight.device() == input.device(), op, ": weight must be on ", input.device(),
                     ", got ", weight.device());
-  TORCH_CHECK_VALUE(args.geometry.size() == 4 * args.dims() + 1 &&
-                        static_cast<size_t>(input.dim() - kChannelDims) == args.dims() &&
-                        weight.dim() == input.dim() && (args.dims() == 2 || args.dims() == 3),
-                    op, ": an input ", input.sym_sizes(), ", a weight ", weight.sym_sizes(),
-                    " and a geometry ", args.geometry, " do not fit");
   TORCH_CHECK_VALUE(args.groups() > 0 && weight.sym_size(0) % args.groups() == 0 &&
                         input.sym_size(1) == weight.sym_size(1) * args.groups(),
                     op, ": weight ", weight.sym_sizes(), " with ", args.groups(),
                     " groups does not fit an input of ", input.sym_size(1), " channels");
+  TORCH_CHECK_VALUE(weight.sym_size(0) > 0, op, ": weight must have an output channel, got ",
+                    weight.sym_sizes());
   for (size_t dim = 0; dim < args.dims(); ++dim) {
     TORCH_CHECK_VALUE(args.stride(dim) > 0 && args.dilation(dim) > 0, op,
                       ": stride and dilation must be positive");
     TORCH_CHECK_VALUE(args.before(dim) >= 0 && args.behind(dim) >= 0, op,
                       ": padding must not be negative");
+    const auto index = static_cast<int64_t>(dim) + kChannelDims;
+    TORCH_CHECK_VALUE(weight.sym_size(index) > 0, op,
+                      ": weight must not have a kernel of size 0, got ", weight.sym_sizes());
     TORCH_CHECK_VALUE(room(args, dim) >= 0, op, ": a kernel ", weight.sym_sizes(),
                       " is larger than the padded input ", input.sym_sizes());
   }
+  TORCH_CHECK_VALUE(input.sym_numel() != 0 || input.sym_size(0) == 0 || input.sym_size(1) == 0, op,
+                    ": of an empty input the batch or the channels must be 0, got ",
+                    input.sym_sizes());
   if (args.bias) {
     TORCH_CHECK_VALUE(args.bias->dim() == 1 && args.bias->sym_size(0) == weight.sym_size(0) &&
                           args.bias->scalar_type() == input.scalar_type() &&
@@ -314,8 +330,8 @@ void check_conv(const Conv& args) {
 
 void check_conv_backward(const Conv& args, const at::Tensor& grad_out,
                          const OptionalTensor& saved) {
-  const char* op = "cudnn_ops.conv";
   check_conv(args);
+  const char* op = args.op();
   const auto check = [&](const at::Tensor& tensor, const char* name) {
     const auto sizes = conv_output_sizes(args);
     TORCH_CHECK_VALUE(tensor.sym_sizes() == c10::SymIntArrayRef(sizes) &&

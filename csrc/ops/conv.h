@@ -4,6 +4,8 @@
 
 #include "sdpa.h"
 
+#include "../kernels/activation_list.h"
+
 #include <ATen/core/DimVector.h>
 #include <c10/core/SymInt.h>
 #include <c10/util/SmallVector.h>
@@ -13,9 +15,19 @@
 
 namespace cudnn_ops {
 
-enum class ConvActivation : int64_t { kNone, kRelu, kSilu, kGelu, kGeluTanh };
+#define CUDNN_OPS_ENUMERATOR(name, Name) k##Name,
+enum class ConvActivation : int64_t { CUDNN_OPS_ACTIVATIONS(CUDNN_OPS_ENUMERATOR) };
+#undef CUDNN_OPS_ENUMERATOR
 
-// The arguments of a call, in the order of the schema of cudnn_ops::_conv; of two or three
+// What users call them, by their number.
+#define CUDNN_OPS_NAME(name, Name) std::string_view(#name),
+constexpr std::array kConvActivations{CUDNN_OPS_ACTIVATIONS(CUDNN_OPS_NAME)};
+#undef CUDNN_OPS_NAME
+
+// Of an activation that came as a number, as _conv's schema has it.
+ConvActivation conv_activation(int64_t number);
+
+// The arguments of a call, in the order of the schema of cudnn_ops::_conv; of one to three
 // dimensions.
 struct Conv {
   const at::Tensor &input, &weight;
@@ -43,6 +55,8 @@ struct Conv {
   int64_t groups() const {
     return geometry.back();
   }
+  // The operator that was called, for messages.
+  const char* op() const;
 };
 // `geometry` of such a call.
 using ConvNumbers = c10::SmallVector<int64_t, 13>;
@@ -58,12 +72,11 @@ inline bool needs_before(ConvActivation activation) {
   return activation != ConvActivation::kNone && activation != ConvActivation::kRelu;
 }
 
-at::Tensor activate(const at::Tensor& before, ConvActivation activation);
 void check_conv(const Conv& args);
 // And what the backward is given beside them.
 void check_conv_backward(const Conv& args, const at::Tensor& grad_out, const OptionalTensor& saved);
 at::SymDimVector conv_output_sizes(const Conv& args);
-at::MemoryFormat channels_last(const at::Tensor& tensor);
+at::MemoryFormat channels_last(const at::Tensor& tensor);  // of two or three dimensions
 
 using ConvOp = ConvResults(const at::Tensor& input, const at::Tensor& weight,
                            const OptionalTensor& bias, const OptionalTensor& residual,

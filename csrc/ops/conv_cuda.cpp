@@ -1,6 +1,6 @@
 // Convolutions with their epilogue on CUDA.
 
-#include "conv_problem.h"
+#include "conv_choice.h"
 #include "or_none_cuda.h"
 
 #include "../graph/call_pointers.h"
@@ -17,29 +17,58 @@
 namespace cudnn_ops {
 namespace {
 
-constexpr const char* kOp = "cudnn_ops.conv";
 constexpr const char* kAdvice = "torch.nn.functional has convolutions for the rest";
 
-at::Tensor empty(c10::IntArrayRef sizes, const at::Tensor& like,
-                 std::optional<at::MemoryFormat> format) {
-  return at::detail::empty_cuda(sizes, like.scalar_type(), like.device(), format);
+at::Tensor empty(c10::IntArrayRef sizes, const at::Tensor& like) {
+  return at::detail::empty_cuda(sizes, like.scalar_type(), like.device(), channels_last(like));
 }
 
-at::Tensor with_channels_last(const at::Tensor& tensor) {
-  const auto format = channels_last(tensor);
-  if (!tensor.is_contiguous(format)) {
-    TORCH_WARN_ONCE(kOp,
-                    ": an input or a weight does not have its channels last and is copied at every "
-                    "call; model.to(memory_format=torch.channels_last) lays them out so for good");
+bool is_aligned(const at::Tensor& tensor) {
+  constexpr auto kAlignment = static_cast<uintptr_t>(graph::TensorDesc::kAlignment);
+  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kAlignment == 0;
+}
+
+// As plans and kernels want it: an image, of one row where there is one dimension, with its
+// channels last, at an address from which pieces can be loaded. `op`, if any, says what it copies.
+at::Tensor image_of(const at::Tensor& tensor, const char* op = nullptr) {
+  constexpr int64_t kOneDimension = 3;
+  const at::Tensor image = tensor.dim() == kOneDimension ? tensor.unsqueeze(2) : tensor;
+  const auto format = channels_last(image);
+  if (!image.is_contiguous(format)) {
+    if (op != nullptr) {
+      TORCH_WARN_ONCE(op,
+                      ": an input or a weight does not have its channels last and is copied at "
+                      "every call; model.to(memory_format=torch.channels_last) lays them out so "
+                      "for good");
+    }
+    return image.contiguous(format);
   }
-  return tensor.contiguous(format);
+  if (is_aligned(image)) return image;
+  if (op != nullptr) {
+    TORCH_WARN_ONCE(op,
+                    ": an input or a weight starts at an address that is no multiple of 16 and is "
+                    "copied at every call");
+  }
+  return image.clone(format);
 }
 
-graph::Call call_of(const graph::CallPointers& pointers) {
-  return {kOp, kAdvice, pointers.all, pointers.written, at::globalContext().benchmarkCuDNN()};
+// [K], likewise.
+at::Tensor row_of(const at::Tensor& tensor) {
+  if (!tensor.is_contiguous()) return tensor.contiguous();
+  return is_aligned(tensor) ? tensor : tensor.clone();
 }
 
-// What plans were found to take, by the key of the whole; that until cuDNN refuses it.
+// An image as a tensor of as many dimensions as the operator was called with.
+at::Tensor without_row(const at::Tensor& image, const Conv& args) {
+  return image.defined() && args.dims() == 1 ? image.squeeze(2) : image;
+}
+
+graph::Call call_of(const char* op, const graph::CallPointers& pointers) {
+  return {op, kAdvice, pointers.all, pointers.written, at::globalContext().benchmarkCuDNN()};
+}
+
+// What of the epilogue cuDNN was found to take in one graph, by the key of the whole: all, until it
+// refuses that.
 class KnownFusions {
  public:
   ConvFusion of(const graph::PlanKey& whole) {
@@ -62,39 +91,49 @@ KnownFusions& known_fusions() {
   return *all;
 }
 
+// The tensors of a call as plans take them.
+struct Images {
+  at::Tensor input, weight;
+  OptionalTensor bias, residual;
+
+  explicit Images(const Conv& args)
+      : input(image_of(args.input, args.op())), weight(image_of(args.weight, args.op())) {
+    if (args.bias) bias = row_of(*args.bias);
+    if (args.residual) residual = image_of(*args.residual, args.op());
+  }
+};
+
 // What a plan has computed; `before` only where that is a result beside another.
 struct Convolved {
   at::Tensor out, before;
   ConvFusion fusion;
 };
 
-// The convolution and as much of the epilogue as cuDNN takes in one graph.
-Convolved convolve(const Conv& args, bool with_before) {
-  const at::Tensor x = with_channels_last(args.input), w = with_channels_last(args.weight);
-  const at::Tensor bias = args.bias ? args.bias->contiguous() : at::Tensor();
-  const at::Tensor residual = args.residual ? with_channels_last(*args.residual) : at::Tensor();
-  const int device = x.get_device();
+// The convolution and as much of the epilogue as cuDNN takes in one graph and is fast with.
+Convolved convolve(const Conv& args, const Images& images, bool with_before) {
+  const int device = images.input.get_device();
   ConvParams params = conv_params(args, ConvFusion::kAll, with_before);
   const auto whole = graph::PlanKey::of(params, device);
   auto key = whole;
   ConvFusion fusion = known_fusions().of(whole);
   while (true) {
-    if (fusion != ConvFusion::kAll) {
+    if (fusion != ConvFusion::kAll) params = conv_params(args, fusion, with_before);
+    if (!reason_for_bare(params).empty()) {
+      fusion = ConvFusion::kNone;
       params = conv_params(args, fusion, with_before);
-      key = graph::PlanKey::of(params, device);
     }
+    if (fusion != ConvFusion::kAll) key = graph::PlanKey::of(params, device);
     const c10::IntArrayRef sizes(params.out.sizes.data(), static_cast<size_t>(params.out.rank));
-    const at::Tensor out = empty(sizes, x, channels_last(x));
-    const at::Tensor before =
-        params.before.rank > 0 ? empty(sizes, x, channels_last(x)) : at::Tensor();
+    const at::Tensor out = empty(sizes, images.input);
+    const at::Tensor before = params.before.rank > 0 ? empty(sizes, images.input) : at::Tensor();
     graph::CallPointers pointers;
-    pointers.read(x);
-    pointers.read(w);
-    if (params.bias.rank > 0) pointers.read(bias);
-    if (params.residual.rank > 0) pointers.read(residual);
+    pointers.read(images.input);
+    pointers.read(images.weight);
+    if (params.bias.rank > 0) pointers.read(*images.bias);
+    if (params.residual.rank > 0) pointers.read(*images.residual);
     pointers.write(before);
     pointers.write(out);
-    const graph::Call call = call_of(pointers);
+    const graph::Call call = call_of(args.op(), pointers);
     const auto plan =
         fusion == ConvFusion::kNone ? graph::get_plan(call, key) : graph::plan_or_null(call, key);
     if (plan != nullptr) {
@@ -106,59 +145,58 @@ Convolved convolve(const Conv& args, bool with_before) {
   }
 }
 
-// Adds to a result what its plan did not.
-void add_rest(const Conv& args, const Convolved& convolved) {
-  if (convolved.fusion == ConvFusion::kNone && args.bias) {
-    std::vector<int64_t> one(static_cast<size_t>(convolved.out.dim()), 1);
-    one[1] = -1;
-    convolved.out.add_(args.bias->view(one));
-  }
-  if (convolved.fusion >= ConvFusion::kBias && args.residual) convolved.out.add_(*args.residual);
+// What a plan left of the epilogue, in one pass.
+void add_rest(const Conv& args, const Images& images, bool with_before, Convolved& convolved) {
+  const OptionalTensor nothing;
+  const auto& bias = convolved.fusion == ConvFusion::kNone ? images.bias : nothing;
+  const auto& residual = convolved.fusion >= ConvFusion::kBias ? images.residual : nothing;
+  if (args.activation == ConvActivation::kNone && !bias && !residual) return;
+  const at::Tensor conv = convolved.out;
+  // One of the two takes the place of what they are computed from.
+  if (with_before) convolved.before = conv, convolved.out = empty(conv.sizes(), conv);
+  conv_epilogue_forward(conv, bias, residual, args.activation, convolved.before, convolved.out);
 }
 
 ConvResults conv_cuda(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
                       const OptionalTensor& residual, c10::IntArrayRef geometry, int64_t activation,
                       bool with_before) {
-  const auto kind = static_cast<ConvActivation>(activation);
-  const Conv args{input, weight, bias, residual, geometry, kind};
+  const Conv args{input, weight, bias, residual, geometry, conv_activation(activation)};
   check_conv(args);
-  TORCH_CHECK_TYPE(input.scalar_type() != at::kDouble, kOp,
+  TORCH_CHECK_TYPE(input.scalar_type() != at::kDouble, args.op(),
                    ": input must be float16, bfloat16 or float32 on a GPU; got float64");
   const c10::cuda::CUDAGuard device_guard(input.device());
-  graph::require_sm80(kOp, input.get_device());
-  with_before = with_before && needs_before(kind);
+  graph::require_sm80(args.op(), input.get_device());
+  with_before = with_before && needs_before(args.activation);
+  Convolved convolved;
   if (input.numel() == 0) {
-    const auto sizes = conv_params(args, ConvFusion::kNone, false).out.sizes;
-    const at::Tensor out =
-        empty({sizes.data(), static_cast<size_t>(input.dim())}, input, channels_last(input));
-    return {out, or_none(with_before ? out.clone() : at::Tensor(), input, input.scalar_type())};
+    const auto params = conv_params(args, ConvFusion::kNone, false);
+    const c10::IntArrayRef sizes(params.out.sizes.data(), static_cast<size_t>(params.out.rank));
+    convolved.out = empty(sizes, input);
+    if (with_before) convolved.before = empty(sizes, input);
+  } else {
+    const Images images(args);
+    convolved = convolve(args, images, with_before);
+    if (convolved.fusion != ConvFusion::kAll) add_rest(args, images, with_before, convolved);
   }
-  Convolved convolved = convolve(args, with_before);
-  if (convolved.fusion != ConvFusion::kAll) {
-    add_rest(args, convolved);
-    convolved.before = convolved.out;
-    convolved.out = activate(convolved.before, kind);
-  }
-  return {convolved.out,
-          or_none(with_before ? convolved.before : at::Tensor(), input, input.scalar_type())};
+  return {without_row(convolved.out, args),
+          or_none(without_row(convolved.before, args), input, input.scalar_type())};
 }
 
 // The gradient of the input or that of the weight, from that of the convolution's result.
 at::Tensor gradient(const Conv& args, const at::Tensor& grad, bool is_of_weight) {
-  const at::Tensor& like = is_of_weight ? args.weight : args.input;
-  const at::Tensor result = empty(like.sizes(), like, channels_last(like));
+  const auto params = conv_backward_params(args, is_of_weight);
+  const auto& desc = is_of_weight ? params.weight : params.input;
+  const at::Tensor result = empty({desc.sizes.data(), static_cast<size_t>(desc.rank)}, grad);
   if (grad.numel() == 0) return result.zero_();
-  const at::Tensor other = with_channels_last(is_of_weight ? args.input : args.weight);
+  const at::Tensor other = image_of(is_of_weight ? args.input : args.weight, args.op());
   graph::CallPointers pointers;
   pointers.read(other);
   pointers.read(grad);
   pointers.write(result);
-  const graph::Call call = call_of(pointers);
-  const auto key = graph::PlanKey::of(conv_backward_params(args, is_of_weight), grad.get_device());
+  const graph::Call call = call_of(args.op(), pointers);
+  const auto key = graph::PlanKey::of(params, grad.get_device());
   graph::execute(call, *graph::get_plan(call, key));
-  // As the weight lies: autograd would copy another.
-  const bool is_last = !is_of_weight || like.is_contiguous(channels_last(like));
-  return is_last ? result : result.contiguous();
+  return result;
 }
 
 ConvGradients conv_backward_cuda(const at::Tensor& grad_out, const at::Tensor& input,
@@ -167,24 +205,27 @@ ConvGradients conv_backward_cuda(const at::Tensor& grad_out, const at::Tensor& i
                                  std::array<bool, 4> output_mask) {
   const c10::cuda::CUDAGuard device_guard(input.device());
   const OptionalTensor nothing;
-  const auto kind = static_cast<ConvActivation>(activation);
-  const Conv args{input, weight, nothing, nothing, geometry, kind};
+  const Conv args{input, weight, nothing, nothing, geometry, conv_activation(activation)};
   check_conv_backward(args, grad_out, saved);
-  const auto format = channels_last(input);
-  const at::Tensor of_out = grad_out.contiguous(format);
-  const bool is_linear = kind == ConvActivation::kNone;
-  const at::Tensor grad = is_linear ? of_out : empty(of_out.sizes(), of_out, format);
+  const at::Tensor of_out = image_of(grad_out);
+  const bool is_linear = args.activation == ConvActivation::kNone;
+  const at::Tensor grad = is_linear ? of_out : empty(of_out.sizes(), of_out);
   at::Tensor of_input, of_weight, of_bias, of_residual;
-  if (output_mask[2]) of_bias = empty({weight.size(0)}, input, std::nullopt);
+  if (output_mask[2]) of_bias = at::detail::empty_cuda({weight.size(0)}, input.options());
   if (grad.numel() == 0) {
     if (of_bias.defined()) of_bias.zero_();
   } else if (output_mask[2] || !is_linear) {
-    conv_epilogue_backward(of_out, saved, kind, is_linear ? at::Tensor() : grad,
-                           output_mask[2] ? of_bias : at::Tensor());
+    const OptionalTensor kept = saved ? image_of(*saved) : nothing;
+    conv_epilogue_backward(of_out, kept, args.activation, is_linear ? at::Tensor() : grad, of_bias);
   }
-  if (output_mask[0]) of_input = gradient(args, grad, /*is_of_weight=*/false);
-  if (output_mask[1]) of_weight = gradient(args, grad, /*is_of_weight=*/true);
-  if (output_mask[3]) of_residual = is_linear ? grad.clone() : grad;
+  if (output_mask[0]) of_input = without_row(gradient(args, grad, /*is_of_weight=*/false), args);
+  if (output_mask[1]) {
+    of_weight = without_row(gradient(args, grad, /*is_of_weight=*/true), args);
+    // As the weight lies: autograd would copy another.
+    const at::Tensor like = args.dims() == 1 ? weight.unsqueeze(2) : weight;
+    if (!like.is_contiguous(channels_last(like))) of_weight = of_weight.contiguous();
+  }
+  if (output_mask[3]) of_residual = without_row(is_linear ? grad.clone() : grad, args);
   const auto dtype = input.scalar_type();
   return {or_none(of_input, input, dtype), or_none(of_weight, input, dtype),
           or_none(of_bias, input, dtype), or_none(of_residual, input, dtype)};

@@ -2,6 +2,7 @@
 
 #include "conv_params.h"
 
+#include "../graph/error.h"
 #include "../graph/frontend.h"
 #include "../graph/plan_kind.h"
 
@@ -16,14 +17,23 @@ using Tensor = std::shared_ptr<fe::graph::Tensor_attributes>;
 // Plans take addresses in ascending uid order: this is the order that conv_cuda.cpp knows.
 enum Uid : int64_t { kInput = 1, kWeight, kBias, kResidual, kGrad, kBefore, kOut };
 
-fe::PointwiseMode_t mode_of(ConvActivation activation) {
+fe::graph::Pointwise_attributes pointwise_of(ConvActivation activation) {
+  const auto of_mode = [](fe::PointwiseMode_t mode) {
+    return fe::graph::Pointwise_attributes().set_name("activation").set_mode(mode);
+  };
   switch (activation) {
-    case ConvActivation::kRelu: return fe::PointwiseMode_t::RELU_FWD;
-    case ConvActivation::kSilu: return fe::PointwiseMode_t::SWISH_FWD;
-    case ConvActivation::kGelu: return fe::PointwiseMode_t::GELU_FWD;
-    case ConvActivation::kGeluTanh: return fe::PointwiseMode_t::GELU_APPROX_TANH_FWD;
-    default: return fe::PointwiseMode_t::IDENTITY;
+    case ConvActivation::kNone: return of_mode(fe::PointwiseMode_t::IDENTITY);
+    case ConvActivation::kRelu: return of_mode(fe::PointwiseMode_t::RELU_FWD);
+    case ConvActivation::kSilu: return of_mode(fe::PointwiseMode_t::SWISH_FWD);
+    case ConvActivation::kGelu: return of_mode(fe::PointwiseMode_t::GELU_FWD);
+    case ConvActivation::kGeluTanh: return of_mode(fe::PointwiseMode_t::GELU_APPROX_TANH_FWD);
+    case ConvActivation::kRelu6:
+      return of_mode(fe::PointwiseMode_t::RELU_FWD).set_relu_upper_clip(6);
+    case ConvActivation::kLeakyRelu:
+      return of_mode(fe::PointwiseMode_t::RELU_FWD).set_relu_lower_clip_slope(0.01f);
+    case ConvActivation::kHardSwish: break;
   }
+  throw graph::NotSupported("cuDNN's graphs have no such activation");
 }
 
 template <class Attributes>
@@ -54,10 +64,9 @@ std::shared_ptr<graph::FrontendGraph> make_ordered(const ConvParams& params,
                                                    const graph::Target& target,
                                                    bool residual_first) {
   const auto graph = new_conv_graph(params, target);
-  const auto pointwise = [&](const Tensor& a, const Tensor& b, fe::PointwiseMode_t mode,
-                             const char* name) {
-    const auto attributes = fe::graph::Pointwise_attributes().set_name(name).set_mode(mode);
-    return b == nullptr ? graph->pointwise(a, attributes) : graph->pointwise(a, b, attributes);
+  const auto add = [&](const Tensor& a, const Tensor& b, const char* name) {
+    return graph->pointwise(
+        a, b, fe::graph::Pointwise_attributes().set_name(name).set_mode(fe::PointwiseMode_t::ADD));
   };
   Tensor out =
       graph->conv_fprop(graph::input(*graph, "input", kInput, params.input),
@@ -66,17 +75,17 @@ std::shared_ptr<graph::FrontendGraph> make_ordered(const ConvParams& params,
   const auto add_bias = [&] {
     if (params.bias.rank == 0) return;
     const auto bias = graph::input(*graph, "bias", kBias, params.bias);
-    out = pointwise(out, bias, fe::PointwiseMode_t::ADD, "add_bias");
+    out = add(out, bias, "add_bias");
   };
   if (!residual_first) add_bias();
   if (params.residual.rank > 0) {
     const auto residual = graph::input(*graph, "residual", kResidual, params.residual);
-    out = pointwise(out, residual, fe::PointwiseMode_t::ADD, "add_residual");
+    out = add(out, residual, "add_residual");
   }
   if (residual_first) add_bias();
   if (params.before.rank > 0) graph::output(out, kBefore, params.before);
   if (params.activation != ConvActivation::kNone) {
-    out = pointwise(out, nullptr, mode_of(params.activation), "activation");
+    out = graph->pointwise(out, pointwise_of(params.activation));
   }
   graph::output(out, kOut, params.out);
   return graph;

@@ -1,5 +1,7 @@
 #include "conv_problem.h"
 
+#include "conv_choice.h"
+
 #include "../graph/plan_key.h"
 
 #include <ATen/Context.h>
@@ -29,31 +31,36 @@ TensorDesc channels_last_desc(c10::ScalarType dtype, c10::IntArrayRef sizes) {
   return desc;
 }
 
-TensorDesc desc_of(const at::Tensor& tensor) {
-  return channels_last_desc(tensor.scalar_type(), C10_AS_INTARRAYREF_SLOW(tensor.sym_sizes()));
+// As numbers, with a row where there is one dimension: cuDNN's convolutions have two or three.
+at::DimVector image_sizes(c10::SymIntArrayRef sizes) {
+  at::DimVector result;
+  for (const auto& size : sizes) result.push_back(size.expect_int());
+  if (result.size() == 3) result.insert(result.begin() + 2, 1);
+  return result;
 }
 
-at::DimVector whole(const at::SymDimVector& numbers) {
-  at::DimVector result;
-  for (const auto& number : numbers) result.push_back(number.expect_int());
-  return result;
+TensorDesc desc_of(const at::Tensor& tensor) {
+  return channels_last_desc(tensor.scalar_type(), image_sizes(tensor.sym_sizes()));
 }
 
 ConvGeometry geometry_of(const Conv& args) {
   ConvGeometry geometry;
-  geometry.dims = static_cast<int64_t>(args.dims());
+  const size_t rows = args.dims() == 1 ? 1 : 0;
+  geometry.dims = static_cast<int64_t>(rows + args.dims());
+  geometry.stride[0] = geometry.dilation[0] = 1;
   for (size_t dim = 0; dim < args.dims(); ++dim) {
-    geometry.stride[dim] = args.stride(dim);
-    geometry.before[dim] = args.before(dim);
-    geometry.behind[dim] = args.behind(dim);
-    geometry.dilation[dim] = args.dilation(dim);
+    geometry.stride[rows + dim] = args.stride(dim);
+    geometry.before[rows + dim] = args.before(dim);
+    geometry.behind[rows + dim] = args.behind(dim);
+    geometry.dilation[rows + dim] = args.dilation(dim);
   }
   return geometry;
 }
 
 // Of other dtypes it makes no difference.
 bool allows_tf32(const at::Tensor& input) {
-  return input.scalar_type() == at::kFloat && at::globalContext().allowTF32CuDNN();
+  return input.scalar_type() == at::kFloat &&
+         at::globalContext().allowTF32CuDNN(at::Float32Op::CONV);
 }
 
 bool is_deterministic() {
@@ -64,11 +71,20 @@ std::vector<int64_t> plan_key(const at::Tensor& input, const at::Tensor& weight,
                               const OptionalTensor& bias, const OptionalTensor& residual,
                               c10::IntArrayRef geometry, int64_t activation, int64_t fusion,
                               bool with_before) {
-  const auto kind = static_cast<ConvActivation>(activation);
-  const Conv args{input, weight, bias, residual, geometry, kind};
+  const Conv args{input, weight, bias, residual, geometry, conv_activation(activation)};
   check_conv(args);
   const auto params = conv_params(args, static_cast<ConvFusion>(fusion), with_before);
   return graph::PlanKey::of(params, 0).words().vec();
+}
+
+// Why a plan with `fusion` of the epilogue is not tried; empty where it is.
+std::string bare_reason(const at::Tensor& input, const at::Tensor& weight,
+                        const OptionalTensor& bias, const OptionalTensor& residual,
+                        c10::IntArrayRef geometry, int64_t activation, int64_t fusion) {
+  const Conv args{input, weight, bias, residual, geometry, conv_activation(activation)};
+  check_conv(args);
+  const auto params = conv_params(args, static_cast<ConvFusion>(fusion), false);
+  return std::string(reason_for_bare(params));
 }
 
 std::vector<int64_t> backward_plan_key(const at::Tensor& input, const at::Tensor& weight,
@@ -83,7 +99,7 @@ std::vector<int64_t> backward_plan_key(const at::Tensor& input, const at::Tensor
 
 ConvParams conv_params(const Conv& args, ConvFusion fusion, bool with_before) {
   ConvParams params;
-  const auto sizes = whole(conv_output_sizes(args));
+  const auto sizes = image_sizes(conv_output_sizes(args));
   params.input = desc_of(args.input);
   params.weight = desc_of(args.weight);
   params.out = channels_last_desc(args.input.scalar_type(), sizes);
@@ -108,7 +124,7 @@ ConvBackwardParams conv_backward_params(const Conv& args, bool is_of_weight) {
   ConvBackwardParams params;
   params.input = desc_of(args.input);
   params.weight = desc_of(args.weight);
-  params.grad = channels_last_desc(args.input.scalar_type(), whole(conv_output_sizes(args)));
+  params.grad = channels_last_desc(args.input.scalar_type(), image_sizes(conv_output_sizes(args)));
   params.geometry = geometry_of(args);
   params.is_of_weight = is_of_weight;
   params.allow_tf32 = allows_tf32(args.input);
@@ -123,6 +139,10 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
       "_conv_plan_key(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, "
       "int[] geometry, int activation, int fusion, bool with_before) -> int[]",
       cudnn_ops::plan_key);
+  m.def(
+      "_conv_bare_reason(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, "
+      "int[] geometry, int activation, int fusion) -> str",
+      cudnn_ops::bare_reason);
   m.def(
       "_conv_backward_plan_key(Tensor input, Tensor weight, int[] geometry, bool is_of_weight) "
       "-> int[]",

@@ -12,7 +12,7 @@ and the activation are one call::
 """
 
 from cudnn_ops.nn.conv import ConvAct1d, ConvAct2d, ConvAct3d
-from cudnn_ops.nn.fuse import FusedConv, fuse_conv_bn_act_
+from cudnn_ops.nn.fuse import FusedConv, UnfusedActivation, fuse_conv_bn_act_
 from cudnn_ops.nn.gated import PackedSwiGLU, SwiGLU
 from cudnn_ops.nn.norm import LayerNorm, RMSNorm, UnitRMSNorm
 from cudnn_ops.nn.replace import Replacement, replace_modules_
@@ -27,6 +27,7 @@ __all__ = [
     "RMSNorm",
     "Replacement",
     "SwiGLU",
+    "UnfusedActivation",
     "UnitRMSNorm",
     "fuse_conv_bn_act_",
     "replace_modules_",

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
-from cudnn_ops.ops.conv import ACTIVATIONS, Activation, conv1d, conv2d, conv3d
+from cudnn_ops.ops.activation import ACTIVATIONS, Activation
+from cudnn_ops.ops.conv import conv1d, conv2d, conv3d
 
 
 class _ConvAct(_ConvNd):
@@ -79,7 +80,7 @@ class ConvAct1d(_ConvAct, nn.Conv1d):
     """``torch.nn.Conv1d`` on :func:`cudnn_ops.conv1d`; the same arguments and state_dict keys.
 
     Args:
-        activation: ``"none"``, ``"relu"``, ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``; by keyword.
+        activation: one of :data:`cudnn_ops.ops.activation.ACTIVATIONS`; by keyword.
 
     Raises:
         ValueError: another activation.
@@ -92,7 +93,7 @@ class ConvAct2d(_ConvAct, nn.Conv2d):
     """``torch.nn.Conv2d`` on :func:`cudnn_ops.conv2d`; the same arguments and state_dict keys.
 
     Args:
-        activation: ``"none"``, ``"relu"``, ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``; by keyword.
+        activation: one of :data:`cudnn_ops.ops.activation.ACTIVATIONS`; by keyword.
 
     Raises:
         ValueError: another activation.
@@ -105,7 +106,7 @@ class ConvAct3d(_ConvAct, nn.Conv3d):
     """``torch.nn.Conv3d`` on :func:`cudnn_ops.conv3d`; the same arguments and state_dict keys.
 
     Args:
-        activation: ``"none"``, ``"relu"``, ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``; by keyword.
+        activation: one of :data:`cudnn_ops.ops.activation.ACTIVATIONS`; by keyword.
 
     Raises:
         ValueError: another activation.
@@ -115,7 +116,7 @@ class ConvAct3d(_ConvAct, nn.Conv3d):
 
 
 def folded(conv: _ConvNd, norm: nn.Module | None) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """The weight and the bias of a convolution and of the eval-mode batch norm behind it.
+    """The weight and the bias of a convolution and of the eval-mode or frozen batch norm behind it.
 
     Without a norm: the convolution's own. With one: new ones, computed in float64.
     """
@@ -123,19 +124,19 @@ def folded(conv: _ConvNd, norm: nn.Module | None) -> tuple[nn.Parameter, nn.Para
         weight, bias = conv._parameters["weight"], conv._parameters["bias"]
         assert weight is not None
         return weight, bias
-    assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
+    mean, variance, factor, offset = (
+        getattr(norm, name) for name in ("running_mean", "running_var", "weight", "bias")
+    )
     with torch.no_grad():
-        scale = (norm.running_var.double() + norm.eps).rsqrt()
-        if norm.weight is not None:
-            scale = scale * norm.weight.double()
-        shift = -norm.running_mean.double()
+        scale = (variance.double() + norm.eps).rsqrt()
+        if factor is not None:
+            scale = scale * factor.double()
+        shift = -mean.double()
         if conv.bias is not None:
             shift = shift + conv.bias.double()
         shift = shift * scale
-        if norm.bias is not None:
-            shift = shift + norm.bias.double()
+        if offset is not None:
+            shift = shift + offset.double()
         kernel = conv.weight.double() * scale.view(-1, *[1] * (conv.weight.dim() - 1))
 
     def parameter(value: Tensor) -> nn.Parameter:

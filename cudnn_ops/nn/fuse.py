@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp, TensorMetadata
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from cudnn_ops.nn.conv import ConvAct1d, ConvAct2d, ConvAct3d, _ConvAct, folded
+from cudnn_ops.nn.conv import _ConvAct, folded
+from cudnn_ops.nn.recognize import (
+    activation_of,
+    counterpart,
+    is_add,
+    is_frozen_norm,
+    is_norm,
+    is_other_activation,
+    name_of,
+    passes_on,
+)
 from cudnn_ops.nn.replace import has_hooks
-from cudnn_ops.ops.conv import Activation
-
-# By exact type: a subclass may compute something else.
-_CONVS: dict[type[nn.Module], type[_ConvAct]] = {
-    nn.Conv1d: ConvAct1d,
-    nn.Conv2d: ConvAct2d,
-    nn.Conv3d: ConvAct3d,
-    ConvAct1d: ConvAct1d,
-    ConvAct2d: ConvAct2d,
-    ConvAct3d: ConvAct3d,
-}
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-# torch.fx traces `x += y` as a sum that writes to nothing.
-_ADDS = (operator.add, torch.add, "add", "add_")
-_RELUS = (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")
+from cudnn_ops.ops.activation import Activation
 
 
 @dataclass(frozen=True)
@@ -54,17 +48,32 @@ class FusedConv:
         return f"{self.name} + {' + '.join(parts)} -> {self.new}"
 
 
+@dataclass(frozen=True)
+class UnfusedActivation:
+    """An activation that follows a convolution and is computed by itself."""
+
+    conv: str
+    """The convolution: ``"layer1.0.conv3"``."""
+    activation: str
+    """What follows it, in torch's words: ``"LeakyReLU(negative_slope=0.2)"``."""
+
+    def __str__(self) -> str:
+        return f"{self.conv}: no convolution ends in {self.activation}"
+
+
 def fuse_conv_bn_act_(
     model: nn.Module, example: Tensor | Sequence[object] | None = None, *, dry_run: bool = False
 ) -> fx.GraphModule:
     """A model in which a convolution and what follows it are one call, by torch.fx.
 
-    Looked for is a ``torch.nn.Conv1d``, ``Conv2d`` or ``Conv3d``, followed by any of: an eval-mode
-    batch norm, the sum with another value of the same shape, and ReLU, SiLU or GELU, as modules,
-    functions or methods, in place or not. Each becomes a :class:`ConvAct2d` (or 1d, 3d) under the
-    convolution's name. Values that something else uses too, modules with hooks, convolutions that
-    are called more than once and those that nothing follows stay as they are. Of a sum of two
-    convolutions the one that is computed last takes the other as its residual.
+    Looked for is a ``torch.nn.Conv1d``, ``Conv2d`` or ``Conv3d``, or a subclass that computes the
+    same, followed by any of: an eval-mode or frozen batch norm, the sum with another value of the
+    same shape, and one of :data:`cudnn_ops.ops.activation.ACTIVATIONS`, as modules, functions or
+    methods, in place or not; what is an identity in eval mode, such as dropout, may lie between
+    them. Each becomes a :class:`ConvAct2d` (or 1d, 3d) under the convolution's name. Values that
+    something else uses too, modules with hooks, convolutions that are called more than once and
+    those that nothing follows stay as they are. Of a sum of two convolutions the one that is
+    computed last takes the other as its residual.
 
     What is returned is the fused model, for inference and for training with the statistics as they
     are. ``model`` computes what it did. Both share all modules and parameters but those of the
@@ -81,8 +90,10 @@ def fuse_conv_bn_act_(
         dry_run: print what would be folded, and fold nothing.
 
     Returns:
-        The fused model; ``meta["fused_convs"]`` is a list of :class:`FusedConv`, one each. With
-        ``dry_run`` the model as it was traced, and what would be folded in the same place.
+        The fused model; ``meta["fused_convs"]`` is a list of :class:`FusedConv`, one each, and
+        ``meta["unfused_activations"]`` one of :class:`UnfusedActivation`: other activations that
+        follow a convolution, and other slopes and bounds. With ``dry_run`` the model as it was
+        traced, and what would be folded in the same places.
 
     Raises:
         ValueError: a batch norm is in training mode.
@@ -100,10 +111,12 @@ def fuse_conv_bn_act_(
         inputs = (example,) if isinstance(example, Tensor) else tuple(example)
         with torch.no_grad():
             ShapeProp(fused).propagate(*inputs)
-    chains = list(_Finder(fused, shapes_known=example is not None).chains())
+    finder = _Finder(fused, shapes_known=example is not None)
+    chains = list(finder.chains())
     fused.meta["fused_convs"] = [chain.summary(fused) for chain in chains]
+    fused.meta["unfused_activations"] = finder.unfused
     if dry_run:
-        for line in fused.meta["fused_convs"]:
+        for line in (*fused.meta["fused_convs"], *finder.unfused):
             print(line)
         return fused
     for chain in chains:
@@ -117,7 +130,8 @@ def fuse_conv_bn_act_(
 class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         ours = type(m).__module__.startswith("cudnn_ops.nn.")
-        return ours or super().is_leaf_module(m, module_qualified_name)
+        foreign = counterpart(m) is not None or is_frozen_norm(m)
+        return ours or foreign or super().is_leaf_module(m, module_qualified_name)
 
 
 @dataclass
@@ -127,22 +141,25 @@ class _Chain:
     add: fx.Node | None = None
     #: Which of the sum's terms is not of this chain. The node itself may still be replaced.
     residual: int = 0
-    act: fx.Node | None = None
     activation: Activation = "none"
-
-    @property
-    def nodes(self) -> list[fx.Node]:
-        return [n for n in (self.conv, self.norm, self.add, self.act) if n is not None]
+    #: All that is folded, in order, and what hands on the last value: gone if more is folded.
+    nodes: list[fx.Node] = field(default_factory=list)
+    behind: list[fx.Node] = field(default_factory=list)
 
     @property
     def last(self) -> fx.Node:
-        return self.nodes[-1]
+        return (self.behind or self.nodes or [self.conv])[-1]
+
+    def take(self, node: fx.Node) -> None:
+        self.nodes += [*self.behind, node]
+        self.behind.clear()
 
     def summary(self, model: fx.GraphModule) -> FusedConv:
-        conv = model.get_submodule(str(self.conv.target))
+        new = counterpart(model.get_submodule(str(self.conv.target)))
+        assert new is not None
         norm = None if self.norm is None else str(self.norm.target)
-        new = _CONVS[type(conv)].__name__
-        return FusedConv(str(self.conv.target), norm, self.add is not None, self.activation, new)
+        name = str(self.conv.target)
+        return FusedConv(name, norm, self.add is not None, self.activation, new.__name__)
 
 
 class _Finder:
@@ -157,6 +174,8 @@ class _Finder:
         attributes = (str(node.target) for node in self.nodes if node.op == "get_attr")
         #: Modules whose parameters something reads by itself.
         self.read = {name.rpartition(".")[0] for name in attributes}
+        #: What chains() has met.
+        self.unfused: list[UnfusedActivation] = []
 
     def chains(self) -> Iterator[_Chain]:
         """In the order of the graph."""
@@ -165,17 +184,18 @@ class _Finder:
             if self.is_conv(node):
                 chain = _Chain(node)
                 user = self.follower(chain)
-                if user is not None and self.is_norm(user, node):
+                if user is not None and self.is_norm_of(user, chain):
                     chain.norm = user
+                    chain.take(user)
+                    self.follower(chain)  # past what hands it on
                 ends[chain.last] = chain
         for node in self.nodes:
             self.give_sum(node, ends)
         for chain in ends.values():
             user = self.follower(chain)
-            activation = None if user is None else self.activation(user, chain.last)
-            if activation is not None:
-                chain.act, chain.activation = user, activation
-            if len(chain.nodes) > 1:
+            if user is not None:
+                self.give_activation(user, chain)
+            if chain.nodes:
                 yield chain
 
     def module(self, node: fx.Node) -> nn.Module | None:
@@ -184,23 +204,29 @@ class _Finder:
         return self.model.get_submodule(str(node.target))
 
     def follower(self, chain: _Chain) -> fx.Node | None:
-        """The only user of what a chain computes, if the chain may be computed as late as there."""
-        if len(chain.last.users) != 1:
-            return None
-        (user,) = chain.last.users
-        between = self.nodes[self.position[chain.conv] + 1 : self.position[user]]
-        # The convolution moves past them, and they might write to its input.
-        if any(self.writes(node) for node in between if node not in chain.nodes):
-            return None
-        return user
+        """What uses what a chain computes, alone, if the chain may be computed as late as there.
+
+        What hands the value on is put behind the chain.
+        """
+        while len(chain.last.users) == 1:
+            (user,) = chain.last.users
+            between = self.nodes[self.position[chain.conv] + 1 : self.position[user]]
+            own = (*chain.nodes, *chain.behind)
+            # The convolution moves past them, and they might write to its input.
+            if any(self.writes(node) for node in between if node not in own):
+                return None
+            if not passes_on(user, self.module(user), chain.last):
+                return user
+            chain.behind.append(user)
+        return None
 
     def is_conv(self, node: fx.Node) -> bool:
         conv = self.module(node)
         return (
-            type(conv) in _CONVS
+            counterpart(conv) is not None
             and isinstance(conv, _ConvNd)
             and conv.weight.dtype.is_floating_point
-            and getattr(conv, "activation", "none") == "none"
+            and (not isinstance(conv, _ConvAct) or conv.activation == "none")
             and len(node.args) == 1
             and not node.kwargs
             and self.calls[id(conv)] == 1
@@ -208,23 +234,14 @@ class _Finder:
             and not has_hooks(conv)
         )
 
-    def is_norm(self, node: fx.Node, conv: fx.Node) -> bool:
-        norm, of = self.module(node), self.module(conv)
-        return (
-            type(norm) in _NORMS
-            and isinstance(norm, _BatchNorm)
-            and isinstance(of, _ConvNd)
-            # Without them the batch's own statistics count, in eval mode too.
-            and norm.running_mean is not None
-            and norm.running_var is not None
-            and norm.num_features == of.out_channels
-            and node.args == (conv,)
-            and not has_hooks(norm)
-        )
+    def is_norm_of(self, node: fx.Node, chain: _Chain) -> bool:
+        conv = self.module(chain.conv)
+        assert isinstance(conv, _ConvNd)
+        return node.args == (chain.last,) and is_norm(self.module(node), conv.out_channels)
 
     def give_sum(self, node: fx.Node, ends: dict[fx.Node, _Chain]) -> None:
         """Gives a sum to the chain that computes one of its terms, the last one if both do."""
-        if node.target not in _ADDS or node.op not in ("call_function", "call_method"):
+        if not is_add(node):
             return
         terms = [term for term in node.args if isinstance(term, fx.Node)]
         alpha_only = not node.kwargs or dict(node.kwargs) == {"alpha": 1}
@@ -237,6 +254,7 @@ class _Finder:
             other = 1 - terms.index(chain.last)
             if self.alike(chain.last, terms[other]):
                 chain.add, chain.residual = node, other
+                chain.take(node)
                 return
 
     def alike(self, term: fx.Node, residual: fx.Node) -> bool:
@@ -250,26 +268,16 @@ class _Finder:
             and of_term.dtype == of_residual.dtype
         )
 
-    def activation(self, node: fx.Node, of: fx.Node) -> Activation | None:
-        if not node.args or node.args[0] is not of:
-            return None
-        if node.op == "call_module":
-            module = self.module(node)
-            if module is None or has_hooks(module):
-                return None
-            if type(module) is nn.ReLU:
-                return "relu"
-            if type(module) is nn.SiLU:
-                return "silu"
-            if type(module) is nn.GELU:
-                return _gelu(module.approximate)
-        elif node.target in _RELUS:
-            return "relu"
-        elif node.target is F.silu:
-            return "silu"
-        elif node.target is F.gelu:
-            return _gelu(node.kwargs.get("approximate", "none"))
-        return None
+    def give_activation(self, node: fx.Node, chain: _Chain) -> None:
+        """Gives a chain the activation that follows it, or says that it cannot have it."""
+        module = self.module(node)
+        activation = activation_of(node, module, chain.last)
+        if activation is not None:
+            chain.activation = activation
+            chain.take(node)
+        elif is_other_activation(node, module):
+            words = repr(module) if module is not None else _call_in_words(node)
+            self.unfused.append(UnfusedActivation(str(chain.conv.target), words))
 
     def in_place(self, node: fx.Node) -> bool:
         if node.op == "call_module":
@@ -278,8 +286,7 @@ class _Finder:
             return False
         if node.kwargs.get("inplace") or "out" in node.kwargs:
             return True
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        name = name.partition(".")[0]  # an overload's
+        name = name_of(node).partition(".")[0]  # an overload's
         return name.endswith("_") and not name.endswith("__")
 
     def writes(self, node: fx.Node) -> bool:
@@ -287,16 +294,19 @@ class _Finder:
         if not self.in_place(node):
             return False
         target = node.args[0] if node.args else None
-        fresh = (
-            isinstance(target, fx.Node)
-            and isinstance(self.module(target), (_ConvNd, _BatchNorm))
-            and len(target.users) == 1
-        )
+        fresh = isinstance(target, fx.Node) and self.makes_new(target) and len(target.users) == 1
         return not fresh
 
+    def makes_new(self, node: fx.Node) -> bool:
+        module = self.module(node)
+        is_frozen = module is not None and is_frozen_norm(module)
+        return is_frozen or isinstance(module, (_ConvNd, _BatchNorm))
 
-def _gelu(approximate: object) -> Activation:
-    return "gelu_tanh" if approximate == "tanh" else "gelu"
+
+def _call_in_words(node: fx.Node) -> str:
+    arguments = [str(value) for value in node.args[1:]]
+    arguments += [f"{name}={value}" for name, value in node.kwargs.items()]
+    return f"{name_of(node)}({', '.join(arguments)})"
 
 
 def _rewrite(model: fx.GraphModule, chain: _Chain) -> None:
@@ -304,13 +314,16 @@ def _rewrite(model: fx.GraphModule, chain: _Chain) -> None:
     conv = model.get_submodule(name)
     assert isinstance(conv, _ConvNd)
     norm = None if chain.norm is None else model.get_submodule(str(chain.norm.target))
-    new = _CONVS[type(conv)].of(conv, chain.activation, *folded(conv, norm))
+    kind = counterpart(conv)
+    assert kind is not None
+    new = kind.of(conv, chain.activation, *folded(conv, norm))
     model.add_submodule(name, new)
     arguments = chain.conv.args
     if chain.add is not None:
         arguments += (chain.add.args[chain.residual],)
-    with model.graph.inserting_before(chain.last):
+    last = chain.nodes[-1]
+    with model.graph.inserting_before(last):
         call = model.graph.call_module(name, arguments)
-    chain.last.replace_all_uses_with(call)
-    for node in reversed(chain.nodes):
+    last.replace_all_uses_with(call)
+    for node in (*reversed(chain.nodes), chain.conv):
         model.graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""Convolutions with their epilogue: public functions, fake and CPU kernels.
+"""Convolutions with their epilogue: public functions, fake and CPU kernels, FLOPs.
 
 The CUDA kernels, the derivative and the autocast rule are in ``csrc/ops/conv*.cpp``.
 """
@@ -6,18 +6,25 @@ The CUDA kernels, the derivative and the autocast rule are in ``csrc/ops/conv*.c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from math import prod
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.flop_counter import register_flop_formula
+
+from cudnn_ops.ops.activation import (
+    ACTIVATIONS,
+    Activation,
+    activate,
+    before_activation,
+    needs_before,
+)
 
 _ops = torch.ops.cudnn_ops
 
-Activation = Literal["none", "relu", "silu", "gelu", "gelu_tanh"]
 Padding = int | Sequence[int] | Literal["same", "valid"]
-#: In the order in which C++ counts them.
-ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 
 def conv2d(
@@ -47,7 +54,9 @@ def conv2d(
         padding: zeros on either side; ``"same"`` keeps the size, ``"valid"`` stands for none.
         dilation: the step from one element of the kernel to the next.
         groups: of channels, each convolved by itself; C of them: a depthwise convolution.
-        activation: what the sum goes through; ``"gelu_tanh"`` is GELU by a hyperbolic tangent.
+        activation: what the sum goes through, one of :data:`cudnn_ops.ops.activation.ACTIVATIONS`:
+            ``"gelu_tanh"`` is GELU by a hyperbolic tangent, ``"leaky_relu"`` has torch's default
+            slope, 0.01.
         residual: of the output's shape and dtype, added before the activation.
 
     Returns:
@@ -167,13 +176,21 @@ def as_list(numbers: int | Sequence[int]) -> Sequence[int]:
     return numbers if isinstance(numbers, (tuple, list)) else (numbers,)
 
 
-def needs_before(activation: str) -> bool:
-    """Whether an activation's slope is computed from what it is of, and not from its result."""
-    return activation not in ("none", "relu")
+def _empty_last(size: Sequence[int], like: Tensor) -> Tensor:
+    """Channels last in memory, in one dimension too."""
+    if len(size) == 3:
+        _, channels, length = size
+        return like.new_empty_strided(size, (channels * length, 1, channels))
+    return torch.empty(size, dtype=like.dtype, device=like.device, memory_format=_format(len(size)))
 
 
-def _format(tensor: Tensor) -> torch.memory_format:
-    return torch.channels_last_3d if tensor.dim() == 5 else torch.channels_last
+def _format(rank: int) -> torch.memory_format:
+    return torch.channels_last_3d if rank == 5 else torch.channels_last
+
+
+def _is_last(tensor: Tensor) -> bool:
+    image = tensor.unsqueeze(2) if tensor.dim() == 3 else tensor
+    return image.is_contiguous(memory_format=_format(image.dim()))
 
 
 def _conv_fake(
@@ -187,13 +204,8 @@ def _conv_fake(
 ) -> tuple[Tensor, Tensor]:
     size = _ops._conv_size.default(input, weight, bias, residual, geometry)
     with_before = with_before and needs_before(ACTIVATIONS[activation])
-
-    def result() -> Tensor:
-        return torch.empty(
-            size, dtype=input.dtype, device=input.device, memory_format=_format(input)
-        )
-
-    return result(), result() if with_before else input.new_empty(0)
+    before = _empty_last(size, input) if with_before else input.new_empty(0)
+    return _empty_last(size, input), before
 
 
 def _conv_backward_fake(
@@ -207,42 +219,18 @@ def _conv_backward_fake(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _ops._conv_backward_check.default(grad_out, input, weight, saved, geometry, activation)
 
-    def result(wanted: bool, size: Sequence[int], channels_last: bool = True) -> Tensor:
+    def result(wanted: bool, size: Sequence[int], is_last: bool = True) -> Tensor:
         if not wanted:
             return input.new_empty(0)
-        memory_format = _format(input) if channels_last else torch.contiguous_format
-        return torch.empty(
-            size, dtype=input.dtype, device=input.device, memory_format=memory_format
-        )
+        return _empty_last(size, input) if is_last else input.new_empty(size)
 
-    weight_is_last = weight.is_contiguous(memory_format=_format(weight))
     return (
         result(output_mask[0], input.shape),
         # As the weight lies: autograd would copy another.
-        result(output_mask[1], weight.shape, weight_is_last),
-        result(output_mask[2], (weight.shape[0],), channels_last=False),
+        result(output_mask[1], weight.shape, _is_last(weight)),
+        result(output_mask[2], (weight.shape[0],), is_last=False),
         result(output_mask[3], grad_out.shape),
     )
-
-
-def _activate(before: Tensor, activation: int) -> Tensor:
-    if activation == 0:
-        return before
-    if activation <= 2:
-        return F.relu(before) if activation == 1 else F.silu(before)
-    return F.gelu(before, approximate="none" if activation == 3 else "tanh")
-
-
-def _before_activation(grad: Tensor, saved: Tensor | None, activation: int) -> Tensor:
-    """The gradient of what the activation is of."""
-    if saved is None:
-        return grad
-    if activation == 1:
-        return torch.ops.aten.threshold_backward(grad, saved, 0)
-    if activation == 2:
-        return torch.ops.aten.silu_backward(grad, saved)
-    approximate = "none" if activation == 3 else "tanh"
-    return torch.ops.aten.gelu_backward(grad, saved, approximate=approximate)
 
 
 def _unpacked(
@@ -274,13 +262,15 @@ def _conv_cpu(
     with_before: bool,
 ) -> tuple[Tensor, Tensor]:
     out, before = _conv_fake(input, weight, bias, residual, geometry, activation, with_before)
-    convolve = F.conv3d if input.dim() == 5 else F.conv2d
+    if input.numel() == 0:
+        return out, before
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[input.dim() - 3]
     stride, padding, dilation, groups = _unpacked(geometry)
     x, w, b = _wide(_pad(input, padding)), _wide(weight), None if bias is None else _wide(bias)
     result = convolve(x, w, b, stride, 0, dilation, groups)
     if residual is not None:
         result = result + residual
-    out.copy_(_activate(result, activation))
+    out.copy_(activate(result, ACTIVATIONS[activation]))
     if before.numel() > 0:
         before.copy_(result)
     return out, before
@@ -297,7 +287,12 @@ def _conv_backward_cpu(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     results = _conv_backward_fake(grad_out, input, weight, saved, geometry, activation, output_mask)
     stride, padding, dilation, groups = _unpacked(geometry)
-    grad = _before_activation(_wide(grad_out), None if saved is None else _wide(saved), activation)
+    if input.numel() == 0:
+        for result in results:
+            result.zero_()
+        return results
+    kept = None if saved is None else _wide(saved)
+    grad = before_activation(_wide(grad_out), kept, ACTIVATIONS[activation])
     padded = _wide(_pad(input, padding))
     dims = len(stride)
     of_padded, of_weight, _ = torch.ops.aten.convolution_backward(
@@ -324,6 +319,36 @@ def _conv_backward_cpu(
     if output_mask[3]:
         results[3].copy_(grad)
     return results
+
+
+@register_flop_formula(_ops._conv)
+def _conv_flop(
+    input: Sequence[int],
+    weight: Sequence[int],
+    *args: Any,
+    out_shape: tuple[Sequence[int], Sequence[int]],
+    **kwargs: Any,
+) -> int:
+    return _products(out_shape[0], weight)
+
+
+@register_flop_formula(_ops._conv_backward)
+def _conv_backward_flop(
+    grad_out: Sequence[int],
+    input: Sequence[int],
+    weight: Sequence[int],
+    saved: Sequence[int] | None,
+    geometry: Sequence[int],
+    activation: int,
+    output_mask: Sequence[bool],
+    **kwargs: Any,
+) -> int:
+    return (output_mask[0] + output_mask[1]) * _products(grad_out, weight)
+
+
+def _products(out: Sequence[int], weight: Sequence[int]) -> int:
+    """Of a convolution with this result, or of one of its gradients: each is two operations."""
+    return 2 * prod(out) * prod(weight[1:])
 
 
 torch.library.register_fake("cudnn_ops::_conv", _conv_fake)

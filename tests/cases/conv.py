@@ -15,7 +15,8 @@ from tests.cases import sdpa
 
 #: What csrc/ops/conv_graph.cpp has measured beside the heuristics' own.
 MORE_ENGINES = ("eng4_k24=4", "eng4_k24=9", "eng4_k24=54", "eng4_k24=55")
-ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
+#: In the order in which operators count them.
+ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh", "relu6", "hardswish", "leaky_relu")
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def torch_conv(case: ConvCase, x: Tensor, weight: Tensor, bias: Tensor | None = 
 def activate(before: Tensor, activation: str) -> Tensor:
     if activation.startswith("gelu"):
         return F.gelu(before, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return {"none": lambda x: x, "relu": F.relu, "silu": F.silu}[activation](before)
+    return before if activation == "none" else getattr(F, activation)(before)
 
 
 def run(case: ConvCase, t: Tensors, by: object = cudnn_ops) -> Tensor:
