@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -240,26 +241,29 @@ def test_what_is_empty(dims, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("dims", [1, 2, 3])
-def test_flops_are_those_of_torch(dims, device):
+def test_flops(dims, groups, device):
+    """Each gradient has those of the forward; torch takes no account of groups in the weight's."""
     ones = (1,) * dims
-    case = ConvCase(2, 8, 12, (9, 7, 5)[:dims], (3, 2, 1)[:dims], (2,) * dims, ones, ones, 4)
+    kernel, strides = (3, 2, 1)[:dims], (2,) * dims
+    case = ConvCase(2, 8, 12, (9, 7, 5)[:dims], kernel, strides, ones, ones, groups)
     t = cases.make(case, torch.float32, device, seed=13)
 
     def flops(leaves: tuple[torch.Tensor, ...], by: object) -> tuple[int, int]:
         with FlopCounterMode(display=False) as forward:
             function = getattr(by, f"conv{dims}d")
-            out = function(
-                t.input, t.weight, t.bias, case.stride, case.padding, case.dilation, case.groups
-            )
+            out = function(t.input, t.weight, t.bias, strides, ones, ones, groups)
         with FlopCounterMode(display=False) as backward:
             torch.autograd.grad(out, leaves, t.grad_out)
         return forward.get_total_flops(), backward.get_total_flops()
 
+    forward = 2 * t.grad_out.numel() * 8 // groups * math.prod(kernel)
     for leaves in ((t.input,), (t.weight,), (t.input, t.weight)):
         found = flops(leaves, cudnn_ops)
-        assert found == flops(leaves, F)
-        assert found[0] * len(leaves) == found[1] > 0
+        assert found == (forward, forward * len(leaves))
+        if groups == 1 or leaves[-1] is t.input:
+            assert found == flops(leaves, F)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -283,24 +287,27 @@ def test_any_address(dims, device, poisoned):
         cases.check(case, cases.Tensors(*(moved(tensor) for tensor in vars(t).values())))
 
 
-def test_tf32_by_each_of_torch_s_switches(monkeypatch):
+def test_tf32_by_each_of_torch_s_switches():
     """What convolutions may do is asked for, whatever recurrent networks may."""
     shapes = ((1, 8, 5, 5), torch.float32), ((8, 8, 3, 3), torch.float32)
+    settings = torch.backends.cudnn
 
     def plan() -> object:
         (request,) = plan_requests("conv2d", *shapes, training=False)
         return request
 
-    settings = torch.backends.cudnn
     by_flag = {}
     for allowed in (True, False):
-        monkeypatch.setattr(settings, "allow_tf32", allowed)
-        by_flag[allowed] = plan()
+        with settings.flags(allow_tf32=allowed):
+            by_flag[allowed] = plan()
     assert by_flag[True] != by_flag[False]
-    for of_conv, of_rnn in itertools.product(("tf32", "ieee"), repeat=2):
-        monkeypatch.setattr(settings.conv, "fp32_precision", of_conv)
-        monkeypatch.setattr(settings.rnn, "fp32_precision", of_rnn)
-        assert plan() == by_flag[of_conv == "tf32"]
+    before = settings.conv.fp32_precision, settings.rnn.fp32_precision
+    try:
+        for of_conv, of_rnn in itertools.product(("tf32", "ieee"), repeat=2):
+            settings.conv.fp32_precision, settings.rnn.fp32_precision = of_conv, of_rnn
+            assert plan() == by_flag[of_conv == "tf32"]
+    finally:
+        settings.conv.fp32_precision, settings.rnn.fp32_precision = before
 
 
 @pytest.mark.parametrize("device", DEVICES)

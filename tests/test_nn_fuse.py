@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torchvision.models import efficientnet_b0, mobilenet_v2, mobilenet_v3_small
-from torchvision.models.detection import fasterrcnn_resnet50_fpn
+from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 from torchvision.models.video import r3d_18
 from torchvision.ops import StochasticDepth
 from torchvision.ops.misc import FrozenBatchNorm2d
@@ -33,14 +33,18 @@ def randomize_frozen(model):
 
 
 def test_a_detection_backbone_with_frozen_norms():
-    """Every convolution of the ResNet; of the pyramid's eight the three that end in a sum."""
-    stock = fasterrcnn_resnet50_fpn(weights=None, weights_backbone=None).backbone
-    stock = randomize_frozen(randomize(stock))
+    """Every convolution of the ResNet; the pyramid reads the size of those that end in a sum."""
+    stock = resnet_fpn_backbone(backbone_name="resnet50", weights=None)
+    stock = randomize_frozen(stock.eval())
     frozen = [m for m in stock.modules() if isinstance(m, FrozenBatchNorm2d)]
     assert len(frozen) == len(convolutions(stock.body)) == 53
-    folded = fuse_conv_bn_act_(stock).meta["fused_convs"]
-    assert len([conv for conv in folded if conv.norm]) == 53
-    assert len(folded) == 53 + 3
+    fused = fuse_conv_bn_act_(stock)
+    assert len([conv for conv in fused.meta["fused_convs"] if conv.norm]) == 53
+    assert not any(isinstance(m, FrozenBatchNorm2d) for m in fused.modules())
+    x = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        results = (fused(x), stock(x), copy.deepcopy(stock).double()(x.double()))
+    check(*(list(levels.values()) for levels in results))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -21,7 +21,7 @@ enum class ConvActivation : int64_t { CUDNN_OPS_ACTIVATIONS(CUDNN_OPS_ENUMERATOR
 
 // What users call them, by their number.
 #define CUDNN_OPS_NAME(name, Name) std::string_view(#name),
-constexpr std::array kConvActivations{CUDNN_OPS_ACTIVATIONS(CUDNN_OPS_NAME)};
+inline constexpr std::array kConvActivations{CUDNN_OPS_ACTIVATIONS(CUDNN_OPS_NAME)};
 #undef CUDNN_OPS_NAME
 
 // Of an activation that came as a number, as _conv's schema has it.
