@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cudnn_ops.ops.conv import ACTIVATIONS
+from cudnn_ops.ops.activation import ACTIVATIONS, Activation, activate, needs_before
 from cudnn_ops.ops.sdpa import lse_dtype, memory_order
 
 _ops = torch.ops.cudnn_ops
@@ -402,17 +402,9 @@ def _norm(
     )
 
 
-def _activate(x: Tensor, name: str) -> Tensor:
-    if name == "none":
-        return x
-    if name in ("relu", "silu"):
-        return F.relu(x) if name == "relu" else F.silu(x)
-    return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
-
-
 def _gated(gate: Tensor, up: Tensor, activation: int) -> Tensor:
-    name = ("silu", "gelu", "gelu_tanh")[activation]
-    return (_activate(_wide(gate), name) * _wide(up)).to(gate.dtype).contiguous()
+    names: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
+    return (activate(_wide(gate), names[activation]) * _wide(up)).to(gate.dtype).contiguous()
 
 
 def _rotary(input: Tensor, cos: Tensor, sin: Tensor, is_backward: bool) -> Tensor:
@@ -442,12 +434,18 @@ def _conv(
     if list(before) != list(behind):  # F.pad begins with the last dimension
         pairs = zip(reversed(before), reversed(behind), strict=True)
         x, padding = F.pad(input, [number for pair in pairs for number in pair]), [0] * dims
-    convolve = F.conv3d if dims == 3 else F.conv2d
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
     total = convolve(x, weight, bias, stride, padding, dilation, geometry[-1])
     if residual is not None:
         total = total + residual
     name = ACTIVATIONS[activation]
-    last = torch.channels_last_3d if dims == 3 else torch.channels_last
-    out = _activate(total, name).contiguous(memory_format=last)
-    with_before = with_before and name not in ("none", "relu")
-    return out, total.contiguous(memory_format=last) if with_before else input.new_empty(0)
+    out = _channels_last(activate(total, name))
+    with_before = with_before and needs_before(name)
+    return out, _channels_last(total) if with_before else input.new_empty(0)
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    if tensor.dim() == 3:
+        return _channels_last(tensor.unsqueeze(2)).squeeze(2)
+    last = torch.channels_last_3d if tensor.dim() == 5 else torch.channels_last
+    return tensor.contiguous(memory_format=last)

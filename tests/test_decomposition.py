@@ -95,6 +95,9 @@ def _convolutions(x: Tensor, weight: Tensor, bias: Tensor, volume: Tensor, kerne
     yield cudnn_ops.conv2d(x, weight[:, :2], None, padding=1, groups=3, activation="silu")
     yield cudnn_ops.conv2d(x, weight, bias, padding="same", activation="gelu", residual=x)
     yield cudnn_ops.conv2d(x, weight[:, :, :2, :2], padding="same", activation="gelu_tanh")
+    yield cudnn_ops.conv2d(x, weight, bias, activation="relu6")
+    yield cudnn_ops.conv2d(x, weight, bias, activation="hardswish")
+    yield cudnn_ops.conv2d(x, weight, bias, activation="leaky_relu")
     yield cudnn_ops.conv1d(x[:, :, 0], weight[:, :, 0], bias, padding=1)
     yield cudnn_ops.conv3d(volume, kernel, stride=(1, 2, 1), padding="valid")
 
