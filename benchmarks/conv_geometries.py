@@ -180,10 +180,12 @@ def steps(geometry: Geometry) -> dict[str, Functions]:
         }
     leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
     outs = {OURS: ours(*leaves, None, *options), TORCH: theirs(*leaves, None, *options)}
-    grad = torch.randn_like(outs[TORCH])
+    # As each one's result lies in memory.
+    drawn = torch.randn(outs[TORCH].shape, dtype=geometry.dtype, device=x.device)
+    grads = {impl: torch.empty_like(out).copy_(drawn) for impl, out in outs.items()}
     for of, leaf in zip(("input", "weight"), leaves, strict=True):
         found[f"gradient of the {of}"] = {
-            impl: partial(torch.autograd.grad, out, leaf, grad, retain_graph=True)
+            impl: partial(torch.autograd.grad, out, leaf, grads[impl], retain_graph=True)
             for impl, out in outs.items()
         }
     return found
