@@ -35,8 +35,8 @@ try:
     )
 except ImportError as error:
     raise ImportError(
-        "cudnn_ops.integrations.transformers needs Hugging Face transformers, 5.17 or later; "
-        "install it with: pip install 'transformers>=5.17'"
+        "cudnn_ops.integrations.transformers needs Hugging Face transformers, 5.17 or later, tested "
+        f"up to 5.23: {error}; install it with: pip install 'transformers>=5.17'"
     ) from error
 
 #: Offsets of the queries' and the keys' sequences, and the longest of each.
@@ -159,25 +159,9 @@ def cudnn_ops_attention(
         "window_size": window,
     }
 
-    packing: Packing | None = None
-    if (
-        cu_seq_lens_q is not None
-        and cu_seq_lens_k is not None
-        and max_length_q is not None
-        and max_length_k is not None
-    ):
-        if compact is not None and (compact.padding is not None or compact.lengths is not None):
-            raise ValueError(
-                "cu_seq_lens_q and an attention_mask with padding contradict each other: packed "
-                "sequences have no padding; leave attention_mask out"
-            )
-        packing = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-        if causal and query.shape[0] * length == key.shape[0] * length_kv:
-            # No key is older than its sequence's first query: equal offsets, and as one tensor they
-            # make the backward faster.
-            packing = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
-    elif compact is not None and compact.cu_seqlens is not None:
-        packing = (compact.cu_seqlens, compact.cu_seqlens, compact.longest, compact.longest)
+    given = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    has_equal_tokens = query.shape[0] * length == key.shape[0] * length_kv
+    packing = _packing(compact, *given, is_one=causal and has_equal_tokens)
     if packing is not None:
         if position_bias is not None:
             raise NotImplementedError(
@@ -212,6 +196,37 @@ def cudnn_ops_attention(
         query, key, value, mask, scale=scaling, enable_gqa=True, **options
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _packing(
+    compact: CompactMask | None,
+    cu_seq_lens_q: Tensor | None,
+    cu_seq_lens_k: Tensor | None,
+    max_length_q: int | Tensor | None,
+    max_length_k: int | Tensor | None,
+    *,
+    is_one: bool,
+) -> Packing | None:
+    """Where packed sequences lie; ``is_one``: queries and keys lie alike."""
+    if (
+        cu_seq_lens_q is None
+        or cu_seq_lens_k is None
+        or max_length_q is None
+        or max_length_k is None
+    ):
+        if compact is None or compact.cu_seqlens is None:
+            return None
+        return compact.cu_seqlens, compact.cu_seqlens, compact.longest, compact.longest
+    if compact is not None and (compact.padding is not None or compact.lengths is not None):
+        raise ValueError(
+            "cu_seq_lens_q and an attention_mask with padding contradict each other: packed "
+            "sequences have no padding; leave attention_mask out"
+        )
+    if is_one:
+        # No key is older than its sequence's first query: equal offsets, and as one tensor they
+        # make the backward faster.
+        return cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q
+    return cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
 
 
 def _packed(
