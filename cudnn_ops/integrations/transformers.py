@@ -35,8 +35,8 @@ try:
     )
 except ImportError as error:
     raise ImportError(
-        "cudnn_ops.integrations.transformers needs Hugging Face transformers, 5.17 or later, tested "
-        f"up to 5.23: {error}; install it with: pip install 'transformers>=5.17'"
+        "cudnn_ops.integrations.transformers needs Hugging Face transformers, 5.17 or later (it is "
+        f"tested up to 5.23): {error}; install it with: pip install 'transformers>=5.17'"
     ) from error
 
 #: Offsets of the queries' and the keys' sequences, and the longest of each.
@@ -171,24 +171,21 @@ def cudnn_ops_attention(
         return _packed(query, key, value, packing, scaling, causal, options), None
 
     mask = attention_mask if isinstance(attention_mask, Tensor) else None
+    seen = length_kv
     if compact is not None:
-        if compact.padding is not None:
-            mask = compact.padding[:, None, None, :]
-        options["seq_lens_q"] = options["seq_lens_kv"] = compact.lengths
-        options["is_causal"] = length > 1
-    elif mask is None:
-        options["is_causal"] = causal and length > 1
-    if compact is not None:
-        seen = length_kv - compact.unwritten
-    else:
-        # Without a mask, a static cache before its first token: the keys to come are not seen.
-        seen = length if options.get("is_causal") and length_kv > length else length_kv
+        seen -= compact.unwritten
+    elif mask is None and causal and 1 < length < length_kv:
+        seen = length  # a static cache before its first token
     if seen < length_kv:
         key, value = key[:, :, :seen], value[:, :, :seen]
         position_bias = None if position_bias is None else position_bias[..., :seen]
-    options["bottom_right"] = (compact is not None or (mask is None and length == 1)) and (
-        length != seen
-    )
+    if compact is not None:
+        if compact.padding is not None:
+            mask = compact.padding[:, None, None, :seen]
+        options["seq_lens_q"] = options["seq_lens_kv"] = compact.lengths
+    if compact is not None or attention_mask is None:
+        options["is_causal"] = bool(causal and length > 1)
+        options["bottom_right"] = bool((compact is not None or length == 1) and length != seen)
     if position_bias is not None:
         mask = _with_bias(mask, position_bias)
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
