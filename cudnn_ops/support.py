@@ -110,10 +110,14 @@ def explain(
             is the last dimension by default. Of a convolution ``reason`` says where the whole
             epilogue is not in cuDNN's graph, and why: cuDNN does not take it, or is faster without.
 
+    The reason is one sentence; where the environment has ``CUDNN_OPS_FULL_REASONS``, it is all that
+    cuDNN says, engine by engine.
+
     Raises:
         ValueError: an unknown op or device; shapes that do not fit each other.
         TypeError: an argument that the operator does not take.
-        RuntimeError: no libcudnn can be loaded, or no GPU is there for ``"current"``.
+        RuntimeError: no libcudnn can be loaded, no GPU is there for ``"current"``, or cuDNN failed,
+            such as for want of memory or of NVRTC, which says nothing about support.
     """
     _check_known(op)
     q, k, v = take_operands(op, (q, k, v), options)
@@ -243,7 +247,7 @@ def _explain_conv(
         of_input, of_weight = answers = [_C.make_plan(words, description) for words in keys]
         return (
             of_input[0] and of_weight[0],
-            "; ".join(answer[1] for answer in answers if answer[1]),
+            "; ".join(dict.fromkeys(answer[1] for answer in answers if answer[1])),
             f"{of_input[2]}, {of_weight[2]}",
             max(of_input[3], of_weight[3]),
         )

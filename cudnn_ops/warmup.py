@@ -177,7 +177,7 @@ def warmup(
 
     Raises:
         ValueError: requests that another version of cudnn_ops made; an unknown device.
-        RuntimeError: no libcudnn can be loaded, or the GPU is not there.
+        RuntimeError: no libcudnn can be loaded, the GPU is not there, or cuDNN failed.
     """
     todo = list(dict.fromkeys(requests))
     for request in todo:

@@ -87,27 +87,4 @@ void set_fallback_path(const std::string& path) {
   fallback_path = path;
 }
 
-void check(cudnnStatus_t status, const char* call) {
-  if (status == CUDNN_STATUS_SUCCESS) return;
-  char detail[1024] = {};
-  cudnn().last_error_string(detail, sizeof detail);
-  throw CudnnError(std::string(call) + " failed with " + cudnn().error_string(status) +
-                   (detail[0] != '\0' ? std::string(": ") + detail : std::string()));
-}
-
-std::string readable_reason(const std::string& report) {
-  // "[cudnn_frontend] ERROR: <reason> at <file>" and lists of engines that were asked in vain
-  // surround the reason; people need the reason.
-  std::string reason = report.substr(0, report.find("; python engines declined"));
-  reason = reason.substr(0, reason.find("Plan at index 1"));  // the others say the same
-  for (const char* noise : {"[cudnn_frontend] ERROR: ", "[cudnn_frontend] Error: "}) {
-    if (reason.rfind(noise, 0) == 0) reason.erase(0, std::string(noise).size());
-  }
-  for (char& c : reason) {
-    if (c == '\n') c = ' ';
-  }
-  while (!reason.empty() && (reason.back() == ' ' || reason.back() == '.')) reason.pop_back();
-  return reason.empty() ? "no reason given" : reason;
-}
-
 }  // namespace cudnn_ops::graph

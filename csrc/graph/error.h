@@ -9,13 +9,15 @@
 
 namespace cudnn_ops::graph {
 
-// cuDNN does not take this graph on this target. what() is cuDNN's own reason.
+// cuDNN does not take this graph on this target. what() is cuDNN's own reason. It holds for as
+// long as the process lives, so callers may remember it and go another way.
 class NotSupported : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// libcudnn could not be loaded, or a call into it failed. what() says which and why.
+// libcudnn could not be loaded, or a call into it failed: no memory, no NVRTC, an error of CUDA.
+// what() says which and why. The same call may succeed the next time.
 class CudnnError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -24,7 +26,12 @@ class CudnnError : public std::runtime_error {
 // Throws CudnnError, with cuDNN's last message, unless `status` is success.
 void check(cudnnStatus_t status, const char* call);
 
-// Boils the frontend's many-line report down to the sentence that says what is wrong.
+// Whether the statuses that the frontend's report names say that cuDNN does not take something,
+// and not that it failed. Where the report names none: `otherwise`.
+bool is_refusal(const std::string& report, bool otherwise);
+
+// The sentence of the frontend's many-line report that says what is wrong; the whole report under
+// the environment variable CUDNN_OPS_FULL_REASONS.
 std::string readable_reason(const std::string& report);
 
 }  // namespace cudnn_ops::graph

@@ -18,9 +18,11 @@ namespace fe = cudnn_frontend;
 // The frontend's graph, with the built plans within reach of Plan.
 class FrontendGraph : public fe::graph::Graph {
  public:
-  // Index of the plan that the heuristics' choice came to.
-  int64_t built_index() const {
-    return plans.candidate;
+  // Unloads every plan that was built but one.
+  void keep_only(int64_t index) {
+    for (size_t i = 0; i < plans.execution_plans.size(); ++i) {
+      if (static_cast<int64_t>(i) != index) plans.execution_plans[i].reset();
+    }
   }
   cudnnBackendDescriptor_t plan_descriptor(int64_t index) const {
     return plans.execution_plans[index]->get_raw_desc();

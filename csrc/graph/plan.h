@@ -1,7 +1,8 @@
 // A built cuDNN execution plan: ask for its workspace, execute it, write it to a file.
 //
 // Immutable once built, so any number of threads may execute one plan at once, each with its
-// own handle, pointers and workspace.
+// own handle, pointers and workspace: a call makes a variant pack of its own and cuDNN only reads
+// the plan. Torch keeps plans apart by thread, so this is measured (tests/test_plan_threads.py).
 #pragma once
 
 #include <c10/util/ArrayRef.h>
@@ -30,14 +31,15 @@ class Plan {
  public:
   // Builds a plan for `graph`, a graph made for `target`, compiling kernels as needed (0.4 s):
   // with `engine` (a name as engine() gives it) where cuDNN has that, offered by its heuristics or
-  // not, else with the best that they know. Throws NotSupported with cuDNN's reason.
+  // not, else with the best that they know. Throws NotSupported with cuDNN's reason, and CudnnError
+  // where none of them could be built because something failed.
   static std::shared_ptr<const Plan> build(std::shared_ptr<FrontendGraph> graph,
                                            const Target& target, const std::string& engine);
 
   // Builds every plan that the heuristics offer, best guess first, or those that there are to fall
   // back on where they offer none, then those with `more_engines` that cuDNN has; where kernels are
   // to be compiled, in several threads, each of which asks for its target itself. Empty where there
-  // is no graph; throws NotSupported when cuDNN has no plan for it.
+  // is no graph; throws as build() does.
   static std::vector<std::shared_ptr<const Plan>> build_all(
       c10::function_ref<std::shared_ptr<FrontendGraph>(const Target&)> make_graph,
       c10::function_ref<Target()> target_here, const std::vector<std::string>& more_engines);
@@ -60,6 +62,13 @@ class Plan {
   const std::string& engine() const {
     return engine_;
   }
+  // Whether an engine that might have been preferred failed for a reason of its own, such as no
+  // memory: then this plan is not one to keep for other processes.
+  bool is_makeshift() const {
+    return is_makeshift_;
+  }
+  // Unloads the other plans of the same graph, which build_all() gave. None may be in use.
+  void drop_rivals() const;
   // Whether it came from deserialize().
   bool is_loaded() const {
     return is_loaded_;
@@ -78,7 +87,7 @@ class Plan {
   // The plan at `index` of the graph's list, which is built; without what only a graph that was
   // not read back knows: engine and workspace, which of() asks it for.
   Plan(std::shared_ptr<FrontendGraph> graph, int64_t index);
-  static std::shared_ptr<const Plan> of(std::shared_ptr<FrontendGraph> graph, int64_t index);
+  static std::shared_ptr<Plan> of(std::shared_ptr<FrontendGraph> graph, int64_t index);
   void execute_by_frontend(cudnnHandle_t handle, c10::ArrayRef<void*> pointers,
                            void* workspace) const;
 
@@ -86,6 +95,7 @@ class Plan {
   int64_t index_ = 0;                     // of this plan in the graph's list
   cudnnBackendDescriptor_t descriptor_ = nullptr;
   bool needs_frontend_ = false;  // the frontend has kernels of its own to run before cuDNN's
+  bool is_makeshift_ = false;
   bool is_loaded_ = false;
   std::string engine_;
   int64_t workspace_bytes_ = 0;

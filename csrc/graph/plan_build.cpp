@@ -6,13 +6,18 @@
 #include "plan.h"
 #include "target.h"
 
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <future>
+#include <mutex>
 #include <sstream>
 #include <string>
+#include <system_error>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -23,9 +28,68 @@ namespace {
 // Plans that are compiled at once.
 constexpr int64_t kMaxThreads = 8;
 
-void require(fe::error_t status) {
-  if (status.is_bad()) throw NotSupported(readable_reason(status.get_message()));
+// Empty where NVRTC can be loaded, with which cuDNN compiles kernels; else what is missing. Without
+// it some engines say that they do not support the graph.
+std::string missing_compiler() {
+  const std::string name = "libnvrtc.so." + std::to_string(CUDART_VERSION / 1000);
+  void* handle = dlopen(name.c_str(), RTLD_NOW);
+  if (handle == nullptr) return "cannot load " + name + ", with which it compiles kernels";
+  const bool is_whole = dlsym(handle, "nvrtcCompileProgram") != nullptr;
+  dlclose(handle);
+  return is_whole ? std::string() : name + ", with which it compiles kernels, has no compiler";
 }
+
+// Whether the frontend, or cuDNN behind it, does not take what it was given; else something failed.
+bool is_refusal(const fe::error_t& status) {
+  switch (status.code) {
+    case fe::error_code_t::ATTRIBUTE_NOT_SET:
+    case fe::error_code_t::SHAPE_DEDUCTION_FAILED:
+    case fe::error_code_t::INVALID_TENSOR_NAME:
+    case fe::error_code_t::GRAPH_NOT_SUPPORTED:
+    case fe::error_code_t::UNSUPPORTED_GRAPH_FORMAT:
+    case fe::error_code_t::INVALID_VALUE: return true;
+    case fe::error_code_t::HEURISTIC_QUERY_FAILED:
+    case fe::error_code_t::GRAPH_EXECUTION_PLAN_CREATION_FAILED:
+      return graph::is_refusal(status.err_msg, /*otherwise=*/true) && missing_compiler().empty();
+    case fe::error_code_t::CUDNN_BACKEND_API_FAILED:
+      return graph::is_refusal(status.err_msg, /*otherwise=*/false);
+    default: return false;
+  }
+}
+
+void require(const fe::error_t& status) {
+  if (status.is_good()) return;
+  const std::string reason = readable_reason(status.err_msg);
+  if (is_refusal(status)) throw NotSupported(reason);
+  const std::string missing = missing_compiler();
+  throw CudnnError("cuDNN could not make a plan: " + (missing.empty() ? reason : missing));
+}
+
+// What became of the plans of a list, of which some may be refused and some may fail.
+class Attempts {
+ public:
+  // Whether it was good; from any thread.
+  bool add(const fe::error_t& status) {
+    if (status.is_good()) return true;
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto& first = is_refusal(status) ? refusal_ : failure_;
+    if (first.is_good()) first = status;
+    return false;
+  }
+  bool any_failed() const {
+    return failure_.is_bad();
+  }
+  // None was good.
+  [[noreturn]] void raise() const {
+    require(failure_);
+    require(refusal_);
+    throw NotSupported("none of cuDNN's engines for this can be built");
+  }
+
+ private:
+  std::mutex mutex_;
+  fe::error_t refusal_, failure_;
+};
 
 int sm_version_of(const std::string& json) {
   try {
@@ -165,7 +229,7 @@ Plan::Plan(std::shared_ptr<FrontendGraph> graph, int64_t index)
   needs_frontend_ = graph_->has_frontend_kernels() || uids_.size() > kMaxTensors;
 }
 
-std::shared_ptr<const Plan> Plan::of(std::shared_ptr<FrontendGraph> graph, int64_t index) {
+std::shared_ptr<Plan> Plan::of(std::shared_ptr<FrontendGraph> graph, int64_t index) {
   std::shared_ptr<Plan> plan(new Plan(std::move(graph), index));
   require(plan->graph_->get_plan_name_at_index(index, plan->engine_));
   require(plan->graph_->get_workspace_size_plan_at_index(index, plan->workspace_bytes_));
@@ -177,14 +241,17 @@ std::shared_ptr<const Plan> Plan::build(std::shared_ptr<FrontendGraph> graph, co
                                         const std::string& engine) {
   const std::vector<std::string> engines(engine.empty() ? 0 : 1, engine);
   list_plans(*graph, target, {fe::HeurMode_t::A, fe::HeurMode_t::FALLBACK}, engines);
-  int64_t index = engine.empty() ? -1 : find_engine(*graph, engine);
-  if (index >= 0 && graph->build_plan_at_index(index).is_bad()) index = -1;
-  if (index < 0) {
-    require(graph->check_support());
-    require(graph->build_plans(fe::BuildPlanPolicy_t::HEURISTICS_CHOICE));
-    index = graph->built_index();
+  auto indices = distinct_plans(*graph);
+  const int64_t wanted = engine.empty() ? -1 : find_engine(*graph, engine);
+  std::stable_partition(indices.begin(), indices.end(), [&](int64_t i) { return i == wanted; });
+  Attempts attempts;
+  for (const int64_t index : indices) {
+    if (!attempts.add(graph->build_plan_at_index(index))) continue;
+    const auto plan = of(std::move(graph), index);
+    plan->is_makeshift_ = attempts.any_failed();
+    return plan;
   }
-  return of(std::move(graph), index);
+  attempts.raise();
 }
 
 std::vector<std::shared_ptr<const Plan>> Plan::build_all(
@@ -208,23 +275,37 @@ std::vector<std::shared_ptr<const Plan>> Plan::build_all(
     require(graph->check_support());
   }
   const auto indices = distinct_plans(*graph);
-  std::vector<std::shared_ptr<const Plan>> plans(indices.size());
+  std::vector<std::shared_ptr<Plan>> built(indices.size());
   std::atomic<size_t> next = 0;
+  Attempts attempts;
   const auto build_in_turn = [&](const std::shared_ptr<FrontendGraph>& here) {
     for (size_t i = next++; i < indices.size(); i = next++) {
-      if (here->build_plan_at_index(indices[i]).is_good()) plans[i] = of(here, indices[i]);
+      if (attempts.add(here->build_plan_at_index(indices[i]))) built[i] = of(here, indices[i]);
     }
   };
   // A graph builds one plan at a time: each thread has a graph of its own.
   std::vector<std::future<void>> helpers;
-  for (int64_t i = 1; i < std::min(compiled_plans(*graph, indices), kMaxThreads); ++i) {
-    helpers.push_back(std::async(std::launch::async, [&] { build_in_turn(listed(mode)); }));
+  try {
+    for (int64_t i = 1; i < std::min(compiled_plans(*graph, indices), kMaxThreads); ++i) {
+      helpers.push_back(std::async(std::launch::async, [&] { build_in_turn(listed(mode)); }));
+    }
+  } catch (const std::system_error&) {
+    // As many threads as there may be: with fewer it takes longer.
   }
   build_in_turn(graph);
   for (auto& helper : helpers) helper.get();
-  plans.erase(std::remove(plans.begin(), plans.end(), nullptr), plans.end());
-  if (plans.empty()) throw NotSupported("none of cuDNN's engines for this can be built");
+  std::vector<std::shared_ptr<const Plan>> plans;
+  for (const auto& plan : built) {
+    if (plan == nullptr) continue;
+    plan->is_makeshift_ = attempts.any_failed();
+    plans.push_back(plan);
+  }
+  if (plans.empty()) attempts.raise();
   return plans;
+}
+
+void Plan::drop_rivals() const {
+  graph_->keep_only(index_);
 }
 
 std::string Plan::serialize(EngineChoice choice) const {

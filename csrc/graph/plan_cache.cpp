@@ -1,5 +1,7 @@
 #include "plan_cache.h"
 
+#include "error.h"
+
 #include <stdexcept>
 
 namespace cudnn_ops::graph {
@@ -39,24 +41,35 @@ PlanCache::PlanPtr PlanCache::build_missing(const PlanKey& key,
   int64_t generation = 0;
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    if (PlanPtr plan = find_locked(key)) return plan;
-    if (const auto pending = building_.find(key); pending != building_.end()) {
+    while (true) {
+      if (PlanPtr plan = find_locked(key)) return plan;
+      const auto pending = building_.find(key);
+      if (pending == building_.end()) break;
       const std::shared_future<PlanPtr> future = pending->second;
       ++hits_;
       lock.unlock();
-      return future.get();
+      if (PlanPtr plan = future.get()) return plan;
+      lock.lock();
+      --hits_;  // that thread failed for a reason of its own: this one tries itself
     }
     building_.emplace(key, promise.get_future().share());
     generation = generation_;
   }
 
   PlanPtr plan;
-  try {
-    plan = build();
-  } catch (...) {
+  const auto give_up = [&] {
     std::lock_guard<std::mutex> lock(mutex_);
     building_.erase(key);
+  };
+  try {
+    plan = build();
+  } catch (const NotSupported&) {  // the others would be told the same
+    give_up();
     promise.set_exception(std::current_exception());
+    throw;
+  } catch (...) {
+    give_up();
+    promise.set_value(nullptr);
     throw;
   }
   Entries evicted;  // destroyed after the lock is released: unloading kernels takes a while

@@ -2,7 +2,7 @@
 //
 // Any thread may call anything here at any time. A hit holds the lock for one look-up. A
 // build holds no lock: other keys go on, and threads that want the same key wait for it
-// instead of building it again.
+// instead of building it again; where it fails, they try one after the other.
 #pragma once
 
 #include "plan.h"
@@ -44,8 +44,9 @@ class PlanCache {
   // Whether find() would give one. Counts and records nothing.
   bool contains(const PlanKey& key) const;
 
-  // The plan of `key`, from `build` if it is not there yet. What `build` throws reaches every
-  // thread that waits for it, and the next call tries again.
+  // The plan of `key`, from `build` if it is not there yet. NotSupported reaches every thread that
+  // waits for it; whatever else `build` throws may be this thread's own trouble, such as a capture,
+  // and reaches this thread alone. The next call tries again.
   PlanPtr get(const PlanKey& key, c10::function_ref<PlanPtr()> build);
 
   CacheInfo info() const;

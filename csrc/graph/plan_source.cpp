@@ -38,7 +38,7 @@ std::shared_ptr<const Plan> load(const PlanKey& key, const Target& target, bool 
 }
 
 void save(const PlanKey& key, const Target& target, const Plan& plan, EngineChoice choice) {
-  if (!PlanStore::global().is_on()) return;
+  if (plan.is_makeshift() || !PlanStore::global().is_on()) return;
   PlanStore::global().save(key, target.gpu(), plan.serialize(choice));
 }
 
@@ -103,10 +103,10 @@ std::shared_ptr<const Plan> make_measured_plan(const PlanKey& key,
   if (!again) {
     if (auto plan = load(key, target, /*only_measured=*/true)) return plan;
   }
-  const auto plans = build_all(kind, key, target_here);
+  auto plans = build_all(kind, key, target_here);
   const std::vector<double> ms = time(plans);
   const auto best = static_cast<size_t>(std::min_element(ms.begin(), ms.end()) - ms.begin());
-  if (!std::isfinite(ms[best])) throw NotSupported("none of cuDNN's engines for this runs");
+  if (!std::isfinite(ms[best])) throw CudnnError("none of cuDNN's engines for this runs");
   Measurement measurement{key.words().vec(), {}};
   for (size_t i = 0; i < plans.size(); ++i) {
     measurement.engines.push_back({plans[i]->engine(), ms[i]});
@@ -117,8 +117,11 @@ std::shared_ptr<const Plan> make_measured_plan(const PlanKey& key,
     if (all.size() == kMaxMeasurements) all.pop_front();
     all.push_back(std::move(measurement));
   }
-  save(key, target, *plans[best], EngineChoice::kMeasured);
-  return plans[best];
+  const auto winner = plans[best];
+  plans.clear();
+  winner->drop_rivals();
+  save(key, target, *winner, EngineChoice::kMeasured);
+  return winner;
 }
 
 std::vector<Measurement> take_measurements() {
