@@ -12,6 +12,7 @@ from typing import Any
 from cudnn_ops import _C
 
 _FILE = Path(__file__).with_name("known_bad.json")
+_NO_END = 2**31
 _CONDITION = re.compile(r"([\w.]+) (==|!=|<=?|>=?) (-?\d+)")
 
 
@@ -25,9 +26,11 @@ class KnownBad:
 
     id: str
     plan: str
-    """``"sdpa"`` or ``"sdpa_backward"``."""
-    cudnn: tuple[str, str]
-    """First and last version."""
+    """The kind of plan: ``"sdpa"``, ``"sdpa_backward"``, ``"paged_attention"``, ``"conv"``, ..."""
+    cudnn: tuple[str | None, str | None]
+    """First and last version. None: no version is known to be without the mistake in that
+    direction, and one that nobody measured counts as bad. A row ends where a fix was measured, or
+    where cuDNN's release notes state one."""
     when: tuple[str, ...]
     """Conditions on the plan's parameters, all of which must hold: ``"key.size2 == 1"``."""
     reason: str
@@ -58,6 +61,15 @@ def version_number(text: str) -> int:
     return major * 10000 + minor * 100 + patch
 
 
+def _range(rule: KnownBad) -> tuple[int, int]:
+    """The versions as numbers, an open end as one beyond every version."""
+    first, last = rule.cudnn
+    return (
+        0 if first is None else version_number(first),
+        _NO_END if last is None else version_number(last),
+    )
+
+
 def _as_numbers(rule: KnownBad) -> dict[str, object]:
     conditions = []
     for text in rule.when:
@@ -68,7 +80,7 @@ def _as_numbers(rule: KnownBad) -> dict[str, object]:
     return {
         "id": rule.id,
         "plan": rule.plan,
-        "cudnn": tuple(version_number(version) for version in rule.cudnn),
+        "cudnn": _range(rule),
         "sm": rule.sm,
         "when": conditions,
         "reason": rule.reason,
