@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -151,6 +151,49 @@ def _refuse_dropout(dropout_p: float) -> None:
         )
 
 
+class _Regular(NamedTuple):
+    """The tensors of a call with one dimension of batch and the heads that they broadcast to."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None
+    lead: tuple[int, ...]
+    """What stands before the queries in the result."""
+
+    @classmethod
+    def of(
+        cls, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
+    ) -> _Regular:
+        rank = max(query.dim(), key.dim(), value.dim())
+        is_alike = (
+            rank == 4 and query.shape[:-3] == key.shape[:-3] and key.shape[:-2] == value.shape[:-2]
+        )
+        if is_alike and (enable_gqa or query.shape[1] == key.shape[1]):
+            return cls(query, key, value, mask, tuple(query.shape[:2]))
+        missing = (None,) * max(0, 4 - rank)
+
+        def padded(tensor: Tensor) -> Tensor:
+            return tensor[(None,) * (rank - tensor.dim())][missing]
+
+        q, k, v = padded(query), padded(key), padded(value)
+        if enable_gqa:
+            heads = q.shape[-3]
+            k, v = (t.repeat_interleave(heads // t.shape[-3], -3) for t in (k, v))
+        lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        q, k, v = (t.expand(*lead, *t.shape[-2:]).flatten(0, -4) for t in (q, k, v))
+        if mask is not None and mask.dim() > 3:
+            mask = padded(mask)
+            mask = mask.expand(*lead[:-1], *mask.shape[-3:]).flatten(0, -4)
+        return cls(q, k, v, mask, tuple(lead[len(missing) :]))
+
+    def result(self, rows: Tensor) -> Tensor:
+        """[batch, heads, length, ...] as the caller of this call gets it."""
+        if len(self.lead) == 2:
+            return rows
+        return rows.reshape(*self.lead, *rows.shape[2:])
+
+
 def _in_order_of(out: Tensor, like: Tensor) -> Tensor:
     """With the strides that the operator's result has."""
     order = memory_order(like)
@@ -179,6 +222,8 @@ def _sdpa_with_lse(
     rng_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     _refuse_dropout(dropout_p)
+    call = _Regular.of(query, key, value, attn_mask, enable_gqa)
+    query, key, value, attn_mask, _ = call
 
     def of_each(lengths: Tensor | None, size: int) -> Tensor | int:
         return size if lengths is None else lengths.long().view(-1, 1, 1, 1)
@@ -207,7 +252,7 @@ def _sdpa_with_lse(
     )
     if sinks is not None and seq_lens_q is not None:  # padding has nothing, not even the sink
         lse = lse.masked_fill((rows >= lengths).squeeze(-1), -torch.inf)
-    return _in_order_of(out.to(query.dtype), query), lse
+    return call.result(_in_order_of(out.to(query.dtype), query)), call.result(lse)
 
 
 def _sdpa(
@@ -226,13 +271,13 @@ def _sdpa(
     if attn_mask is None and dropout_p == 0 and options.items() <= plain.items():
         # Its own operator, for the runtimes that have a kernel for it. With a mask it is not sure
         # that they give zeros where a query sees no key.
+        call = _Regular.of(query, key, value, None, enable_gqa)
         out = F.scaled_dot_product_attention(
-            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+            *call[:3], is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
-        return _in_order_of(out, query)
-    return _sdpa_with_lse(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options
-    )[0]
+        return call.result(_in_order_of(out, call.query))
+    options |= {"scale": scale, "enable_gqa": enable_gqa}
+    return _sdpa_with_lse(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
 
 
 def _places(offsets: Tensor, tokens: int, used: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -349,6 +394,7 @@ def _paged(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
+            enable_gqa=True,
             seq_lens_kv=lengths,
             **shared,
         )

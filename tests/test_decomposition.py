@@ -241,6 +241,39 @@ def test_low_precision_keeps_its_dtype():
         torch.testing.assert_close(found, expected, rtol=8e-3, atol=8e-3)
 
 
+@pytest.mark.parametrize(
+    ("query", "key", "value", "mask", "enable_gqa"),
+    [
+        ((7, 16), (9, 16), (9, 8), None, False),
+        ((4, 7, 16), (4, 9, 16), (4, 9, 8), (4, 7, 9), False),
+        ((2, 3, 4, 7, 16), (2, 3, 4, 9, 16), (2, 3, 4, 9, 8), (3, 1, 7, 9), False),
+        ((5, 4, 7, 16), (1, 1, 9, 16), (5, 4, 9, 8), (5, 1, 1, 9), False),
+        ((4, 7, 16), (3, 2, 9, 16), (2, 9, 8), None, True),
+    ],
+)
+def test_any_number_of_dimensions(query, key, value, mask, enable_gqa):
+    """As torch's own attention takes them, whatever the operator does."""
+    q, k, v = (_draw(*shape) for shape in (query, key, value))
+    bias = None if mask is None else _draw(*mask)
+    attend = cudnn_ops.decompositions()[torch.ops.cudnn_ops.sdpa_with_lse.default]
+    out, lse = attend(q, k, v, bias, is_causal=mask is None, enable_gqa=enable_gqa)
+    keys, values = k, v
+    if enable_gqa:
+        keys, values = (t.repeat_interleave(2, -3) for t in (k, v))
+    scores = q @ keys.transpose(-1, -2) / 4
+    if bias is None:
+        scores = scores.masked_fill(torch.ones(7, 9).tril() == 0, -torch.inf)
+    else:
+        scores = scores + bias
+    expected = scores.softmax(-1) @ values
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, scores.logsumexp(-1).expand(expected.shape[:-1]))
+    plain = cudnn_ops.decompositions()[torch.ops.cudnn_ops.sdpa.default]
+    torch.testing.assert_close(
+        plain(q, k, v, bias, is_causal=mask is None, enable_gqa=enable_gqa), expected
+    )
+
+
 def test_every_operator_has_one():
     """But those that return nothing, are derivatives, or are asked about plans and checks."""
     named = set()
