@@ -158,19 +158,6 @@ def test_compiled(name, case, device):
     assert [node.target.__name__.split(".")[0] for node in nodes] == [operator] * 2
 
 
-@pytest.mark.parametrize("case", ["plain", "left padding"])
-def test_compiled_for_every_length(case):
-    model = make_model("mistral", "cpu")
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
-    whole = make_inputs(case, "cpu")
-    for length in (TOKENS, TOKENS - 5, TOKENS - 8):
-        inputs = {name: tensor[:, :length] for name, tensor in whole.items()}
-        found = compiled(**inputs, use_cache=False).logits
-        there = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
-        torch.testing.assert_close(found[there], model(**inputs).logits[there])
-
-
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_compiled_without_a_mask(name):
     """Positions that are promised not to restart leave nothing to hide but future and past."""

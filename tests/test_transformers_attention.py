@@ -9,7 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import cudnn_ops
-from cudnn_ops.integrations.transformers import CompactMask, cudnn_ops_attention, register
+from cudnn_ops.integrations.transformers import (
+    CompactMask,
+    cudnn_ops_attention,
+    cudnn_ops_mask,
+    register,
+)
 from tests.cases.masks import compact_masks, visible_pairs
 from tests.cases.models import check, make_inputs, make_model, make_tokens
 from tests.conftest import DEVICES
@@ -156,6 +161,27 @@ def test_what_it_does_not_do_raises():
     inputs["attention_mask"][0, -1] = 0
     with pytest.raises(ValueError, match="leave attention_mask out"):
         model(**inputs)
+
+
+@pytest.mark.parametrize("past", [0, 4])
+@pytest.mark.parametrize("kind", ["masked", "told by the layer"])
+def test_compiled_for_every_length(kind, past):
+    """Whether there are several queries, and as many as keys, is no number of the graph."""
+
+    def step(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        length, length_kv = query.shape[2], key.shape[2]
+        mask = None
+        if kind == "masked":
+            mask = cudnn_ops_mask(1, length, length_kv, length_kv - length, local_size=6)
+        return cudnn_ops_attention(nn.Identity(), query, key, value, mask)[0]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="eager")
+    generator = torch.Generator().manual_seed(1)
+    for length in (9, 12, 17):
+        query = torch.randn(1, 2, length, 16, generator=generator)
+        key, value = torch.randn(2, 1, 2, length + past, 16, generator=generator)
+        torch.testing.assert_close(compiled(query, key, value), step(query, key, value))
 
 
 def test_keys_of_any_strides():
