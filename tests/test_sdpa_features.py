@@ -181,3 +181,53 @@ def test_flops_of_a_window_are_those_of_what_it_shows(options, pairs, device):
         torch.ops.cudnn_ops.sdpa(*leaves, **case.kwargs() | options).sum().backward()
     forward, backward = 64 + 32, 3 * 64 + 2 * 32
     assert counter.get_total_flops() == 2 * 4 * pairs * 2 * (forward + backward)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("policy", ["exact", "polymorphic"])
+@pytest.mark.parametrize("bottom_right", [False, True])
+@pytest.mark.parametrize("beyond", [2**31 - 1, 2**32, 2**63 - 1])
+def test_windows_that_are_longer_than_any_sequence(beyond, bottom_right, policy, device):
+    base = Features(2, 4, 2, 40, 56, 64, 64, bottom_right=bottom_right)
+    for window, without in (
+        ((beyond, 0), (-1, 0)),
+        ((7, beyond), (7, -1)),
+        ((beyond, beyond), (-1, -1)),
+    ):
+        wide, none = replace(base, window_size=window), replace(base, window_size=without)
+        inputs, extras, grad_out = cases.make_problem(wide, torch.bfloat16, device, seed=1)
+        with cudnn_ops.using_plan_policy(policy):
+            results = cases.run(wide, inputs, extras, grad_out)
+        cases.check(none, inputs, extras, grad_out, results)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("polymorphic", [False, True])
+def test_such_windows_are_no_part_of_a_plan(polymorphic, backward):
+    query = torch.empty(2, 4, 200, 64, dtype=torch.bfloat16, device="meta")
+
+    def words(*window: int) -> list[int]:
+        options = {"backward": backward, "polymorphic": polymorphic}
+        key = torch.ops.cudnn_ops._sdpa_plan_key(query, query, query, window_size=window, **options)
+        return key[0]
+
+    for beyond in (2**30, 2**31, 2**32, 2**63 - 1):
+        assert words(beyond, 0) == words(-1, 0)
+        assert words(3, beyond) == words(3, -1)
+        assert words(beyond, beyond) == words(-1, -1)
+    assert words(2**30 - 1, 0) != words(-1, 0) or not polymorphic
+
+
+@pytest.mark.parametrize("queries", [1, 3, 40])
+@pytest.mark.parametrize("beyond", [2**31 - 1, 2**32, 2**63 - 1])
+def test_such_windows_are_no_part_of_a_paged_plan(beyond, queries):
+    def requests(*window: int) -> list[cudnn_ops.PlanRequest]:
+        query = ((2, queries, 4, 64), torch.bfloat16)
+        cache = ((9, 16, 2, 64), torch.bfloat16)
+        return cudnn_ops.plan_requests(
+            "paged_attention", query, cache, page_table=(2, 4), window_size=window
+        )
+
+    assert requests(beyond, 0) == requests(-1, 0)
+    assert requests(3, beyond) == requests(3, -1)
+    assert requests(3, 0) != requests(-1, 0)

@@ -3,11 +3,19 @@
 #include <algorithm>
 
 namespace cudnn_ops {
+namespace {
+
+// Longer than any sequence, and so small that sums with lengths stay in cuDNN's 32 bits.
+constexpr int64_t kNoBound = int64_t{1} << 30;
+
+int64_t bound(int64_t keys) {
+  return keys < kNoBound ? keys : kUnbounded;
+}
+
+}  // namespace
 
 Band Band::of(bool is_causal, c10::IntArrayRef window_size, bool bottom_right) {
-  Band band{window_size[0], window_size[1], bottom_right};
-  if (is_causal) band.right = 0;
-  return band;
+  return {bound(window_size[0]), is_causal ? 0 : bound(window_size[1]), bottom_right};
 }
 
 VisibleBand VisibleBand::of(Band band, int64_t length, int64_t length_kv, bool has_slopes) {

@@ -15,6 +15,7 @@ struct Band {
   int64_t right = kUnbounded;
   bool bottom_right = false;
 
+  // The band of a call's arguments. A bound that no sequence reaches is none.
   static Band of(bool is_causal, c10::IntArrayRef window_size, bool bottom_right);
   bool is_bounded() const {
     return left != kUnbounded || right != kUnbounded;
