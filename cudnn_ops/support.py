@@ -11,6 +11,7 @@ import ctypes
 import functools
 import importlib.util
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -180,11 +181,13 @@ def plan_key(
     query, key, value = meta_tensors(q, k, v)
     if options.get("attn_mask") is not None:
         options["attn_mask"] = _meta_tensor(options["attn_mask"], "attn_mask")
+    heads = query.shape[-3] if query.dim() > 2 else 1
+    batch = math.prod(query.shape[:-3])
     for name, size, dtype in (
-        ("alibi_slopes", query.shape[1], torch.float32),
-        ("sinks", query.shape[1], torch.float32),
-        ("seq_lens_q", query.shape[0], torch.int32),
-        ("seq_lens_kv", query.shape[0], torch.int32),
+        ("alibi_slopes", heads, torch.float32),
+        ("sinks", heads, torch.float32),
+        ("seq_lens_q", batch, torch.int32),
+        ("seq_lens_kv", batch, torch.int32),
     ):
         options[name] = _optional(options.get(name), name, (size,), dtype)
     return torch.ops.cudnn_ops._sdpa_plan_key(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import cudnn_ops
 from tests.cases.sdpa_bad import GOOD, MISTAKES, Mistake
 from tests.conftest import DEVICES
 
@@ -61,13 +62,67 @@ def test_slopes_have_no_gradient(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("lengths", [[17, 3], [-1, 3]])
-def test_lengths_are_checked_when_asked(lengths, device, monkeypatch):
+def test_lengths_are_checked_on_a_cpu_and_when_asked(lengths, device, monkeypatch):
     good = torch.ones(GOOD, dtype=torch.bfloat16, device=device)
     lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
+    if device == "cuda":
+        monkeypatch.setenv("CUDNN_OPS_CHECK", "1")
+    for name in ("seq_lens_q", "seq_lens_kv"):
+        with pytest.raises(ValueError, match=rf"{name} holds lengths from .*the tensors have 16"):
+            torch.ops.cudnn_ops.sdpa(good, good, good, **{name: lengths})
+        torch.ops.cudnn_ops.sdpa(good, good, good, **{name: lengths.clamp(0, 16)})
+
+
+def test_fake_tensors_have_no_lengths_to_be_checked(monkeypatch):
     monkeypatch.setenv("CUDNN_OPS_CHECK", "1")
-    with pytest.raises(ValueError, match=r"seq_lens_kv holds lengths from .*the tensors have 16"):
+    with FakeTensorMode():
+        good = torch.ones(GOOD, dtype=torch.bfloat16)
+        lengths = torch.tensor([17, 3], dtype=torch.int32)
         torch.ops.cudnn_ops.sdpa(good, good, good, seq_lens_kv=lengths)
-    torch.ops.cudnn_ops.sdpa(good, good, good, seq_lens_kv=lengths.clamp(0, 16))
+        torch.ops.cudnn_ops.varlen_attention(**packed("cpu"))
+
+
+_BOTH = [
+    cudnn_ops.scaled_dot_product_attention,
+    cudnn_ops.scaled_dot_product_attention_with_lse,
+]
+_BOTH_PACKED = [cudnn_ops.varlen_attention, cudnn_ops.varlen_attention_with_lse]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("function", _BOTH, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "name", ["seq_lens_q", "seq_lens_kv", "alibi_slopes", "sinks", "rng_state"]
+)
+def test_lists_for_tensors(name, function, device):
+    good = torch.ones(GOOD, dtype=torch.bfloat16, device=device)
+    with pytest.raises(TypeError, match=rf"^{name} must be a tensor .*, got a list: torch.tensor"):
+        function(good, good, good, **{name: [3, 4]})
+    with pytest.raises(RuntimeError, match="enable_gqa"):  # the others keep torch's words
+        function(good, good, good, enable_gqa="yes", bottom_right=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("function", _BOTH_PACKED, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"])
+def test_lists_for_tensors_of_packed_sequences(name, function, device):
+    match = rf"^{name} must be a tensor .*, got a list: torch.tensor"
+    with pytest.raises(TypeError, match=match):
+        function(**packed(device, **{name: [0, 4, 9]}))
+    if name.startswith("cu"):
+        with pytest.raises(TypeError, match=match):
+            function(*packed(device, **{name: [0, 4, 9]}).values())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("function", [*_BOTH, *_BOTH_PACKED], ids=lambda f: f.__name__)
+def test_one_number_for_a_window(function, device):
+    good = torch.ones(GOOD, dtype=torch.bfloat16, device=device)
+    tensors = (good, good, good) if function in _BOTH else packed(device).values()
+    match = r"window_size must be \(left, right\), got 128: \(128, 0\)"
+    with pytest.raises(TypeError, match=match):
+        function(*tensors, window_size=128)
+    function(*tensors, window_size=(128, 0))
 
 
 # --- packed sequences -------------------------------------------------------------------
@@ -102,9 +157,14 @@ def packed(device: str, **changes):
         ({"k": lambda t: t.half()}, TypeError, "cast them to one dtype"),
         ({"cu_seqlens_q": lambda t: t.float()}, ValueError, "cu_seqlens_q must be an int32 or"),
         ({"cu_seqlens_q": lambda t: t[None]}, ValueError, "cu_seqlens_q must be an int32 or"),
-        ({"cu_seqlens_k": lambda t: t[:2]}, ValueError, "of 2 sequences and cu_seqlens_k of 1"),
+        (
+            {"cu_seqlens_k": lambda t: t[[0, 2]], "max_seqlen_k": 9},
+            ValueError,
+            "of 2 sequences and cu_seqlens_k of 1",
+        ),
         ({"max_seqlen_q": -1}, ValueError, "max_seqlen_q must not be negative"),
         ({"dropout_p": 1.0}, ValueError, "dropout_p must be at least 0"),
+        ({"k": lambda t: t[:, :0], "v": lambda t: t[:, :0]}, ValueError, "q has 4 heads and k 0"),
         ({"window_size": (-3, 0)}, ValueError, "window_size must be"),
         ({"softcap": -1.0}, ValueError, "softcap must be"),
         ({"softmax_scale": float("inf")}, ValueError, "scale must be a finite"),
@@ -127,20 +187,24 @@ def test_packed(changes, error, match, device):
     [
         ({"cu_seqlens_q": [1, 4, 9]}, "cu_seqlens_q must start at 0, got 1"),
         ({"cu_seqlens_k": [0, 4, 8]}, "cu_seqlens_k ends at 8, and there are 9 tokens"),
+        ({"cu_seqlens_k": [0, 4, 10]}, "cu_seqlens_k ends at 10, and there are 9 tokens"),
         ({"cu_seqlens_q": [0, 10, 9]}, "cu_seqlens_q must not decrease, and does by 1"),
+        ({"cu_seqlens_q": [0, -1, 9]}, "cu_seqlens_q must not decrease, and does by 1"),
         ({"max_seqlen_k": 4}, "max_seqlen_k is 4, and there is a sequence of 5 tokens"),
         ({"seqused_q": [4, 6]}, "seqused_q must lie between 0 and the length"),
+        ({"seqused_k": [-1, 5]}, "seqused_k must lie between 0 and the length"),
     ],
     ids=str,
 )
-def test_offsets_are_checked_when_asked(changes, match, device, monkeypatch):
+def test_offsets_are_checked_on_a_cpu_and_when_asked(changes, match, device, monkeypatch):
     changes = {
         name: torch.tensor(value, dtype=torch.int32, device=device)
         if isinstance(value, list)
         else value
         for name, value in changes.items()
     }
-    monkeypatch.setenv("CUDNN_OPS_CHECK", "1")
+    if device == "cuda":
+        monkeypatch.setenv("CUDNN_OPS_CHECK", "1")
     with pytest.raises(ValueError, match=match):
         torch.ops.cudnn_ops.varlen_attention(**packed(device, **changes))
     torch.ops.cudnn_ops.varlen_attention(**packed(device))

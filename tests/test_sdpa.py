@@ -289,3 +289,37 @@ def test_empty_results_are_counted_and_typed():
     assert not out.any()
     assert out.dtype == lse.dtype == torch.float64
     assert torch.equal(lse, torch.full((2, 4, 5), -torch.inf, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("sink", [None, -3.0, 65536.0])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_large_scores_on_a_cpu(sign, sink):
+    """Beside their log-sum-exp float32 has no room for what tells them apart."""
+    torch.manual_seed(0)
+    query, key = torch.zeros(1, 2, 5, 64), torch.zeros(1, 2, 7, 64)
+    query[..., 0], key[..., 0] = 8192.0, 64.0 * sign  # every score about +-524288 / 8, and exact
+    for tensor in (query, key):
+        tensor[..., 1] = torch.randint(-8, 9, tensor.shape[:3]) / 2
+    leaves = [query, key, torch.randn(1, 2, 7, 64)]
+    if sink is not None:
+        leaves.append(torch.full((2,), sink))
+    grad_out = torch.randn(1, 2, 5, 64)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+        scores = q @ k.mT / 8
+        columns = [scores, *(s.view(1, 2, 1, 1).expand(1, 2, 5, 1) for s in sinks)]
+        return torch.cat(columns, -1).softmax(-1)[..., :7] @ v
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+        return torch.ops.cudnn_ops.sdpa(q, k, v, sinks=sinks[0] if sinks else None)
+
+    results = []
+    for function, dtype in ((ours, torch.float32), (attend, torch.float64)):
+        typed = [leaf.detach().to(dtype).requires_grad_() for leaf in leaves]
+        out = function(*typed)
+        grads = list(torch.autograd.grad(out, typed, grad_out.to(dtype)))
+        for i in range(2):  # in the first column the rounding of 8192 and 64 terms shows
+            grads[i] = grads[i][..., 1:]
+        results.append([out, *grads])
+    for actual, exact in zip(*results, strict=True):
+        torch.testing.assert_close(actual.double(), exact, rtol=1e-5, atol=1e-5)

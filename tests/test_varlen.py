@@ -42,6 +42,9 @@ CASES = [
     replace(OTHER, one=replace(ONE, is_causal=True, dropout_p=0.3, sinks=True, softcap=5.0)),
     replace(BASE, lse=True, same=True, one=replace(ONE, is_causal=True, softcap=5.0)),
     replace(OTHER, lse=True, gaps=(2, 1, 0, 3), one=replace(ONE, sinks=True, window_size=(20, 7))),
+    # rows that are copied
+    replace(OTHER, lse=True, one=replace(ONE, head_size=20, value_size=12, is_causal=True)),
+    replace(BASE, same=True, one=replace(ONE, head_size=60, value_size=64, scale=0.3)),
     replace(BASE, lengths=(1,), lengths_kv=(1,), one=replace(ONE, is_causal=True)),
     replace(BASE, lengths=(0, 0), lengths_kv=(0, 5)),
     replace(BASE, lengths=(5, 9), lengths_kv=(0, 0), one=replace(ONE, sinks=True)),
@@ -88,6 +91,93 @@ def test_forward_alone_and_the_layout_of_the_results(device):
     assert lse.shape == (4, t.q.shape[0])
     assert lse.is_contiguous()
     assert lse.dtype == torch.float32
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("inference", [False, True])
+def test_any_last_stride(inference, device):
+    case = replace(OTHER, one=replace(ONE, is_causal=True))
+    t = cases.make(case, torch.bfloat16, device, seed=3)
+    strided = [tensor.repeat_interleave(2, -1)[..., ::2] for tensor in (t.q, t.k, t.v)]
+    assert all(tensor.stride(2) == 2 for tensor in strided)
+    t = replace(t, q=strided[0], k=strided[1], v=strided[2])
+    if not inference:
+        cases.check(case, t, cases.run(case, t))
+        return
+    expected = cudnn_ops.varlen_attention(*strided, *t.offsets, **case.kwargs())
+    with torch.inference_mode():
+        out = cudnn_ops.varlen_attention(*strided, *t.offsets, **case.kwargs())
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_heads(device):
+    case = replace(OTHER, lse=True, one=replace(ONE, heads=0, heads_kv=0, sinks=True))
+    t = cases.make(case, torch.bfloat16, device, seed=1)
+    results = cases.run(case, t)
+    assert results.out.shape == t.q.shape
+    assert results.lse.shape == (0, t.q.shape[0])
+    assert results.grad_query.shape == t.q.shape
+    assert results.grad_key.shape == t.k.shape
+    assert results.grad_sinks.shape == (0,)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize("beyond", [2**31 - 1, 2**32, 2**63 - 1])
+def test_windows_that_are_longer_than_any_sequence(beyond, same, device):
+    case = replace(BASE if same else OTHER, same=same)
+    for window, without in (
+        ((beyond, 0), (-1, 0)),
+        ((7, beyond), (7, -1)),
+        ((beyond, beyond), (-1, -1)),
+    ):
+        wide = replace(case, one=replace(ONE, window_size=window))
+        t = cases.make(wide, torch.bfloat16, device, seed=1)
+        results = cases.run(wide, t)
+        cases.check(replace(case, one=replace(ONE, window_size=without)), t, results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads_kv", [1, 2])
+def test_more_sequences_than_cudnn_takes_at_once(heads_kv):
+    """65,535 a launch; beyond them, or where the gradients of so many are too large, in parts."""
+    torch.manual_seed(0)
+    count = 70001
+    lengths = torch.arange(count, device="cuda") % 3 + 1
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    tokens = int(starts[-1])
+
+    def random(heads: int) -> torch.Tensor:
+        return torch.randn(tokens, heads, 64, device="cuda", dtype=torch.bfloat16)
+
+    leaves = [random(heads).requires_grad_() for heads in (2, heads_kv, heads_kv)]
+    grad_out = random(2)
+    out, lse = cudnn_ops.varlen_attention_with_lse(*leaves, starts, starts, 3, 3, causal=True)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    alone = cudnn_ops.varlen_attention(*leaves, starts, starts.clone(), 3, 3, causal=True)
+    torch.testing.assert_close(alone, out, rtol=1e-2, atol=1e-2)
+    for length in (1, 2, 3):  # all sequences of a length as one batch
+        of_length = (lengths == length).nonzero().flatten()
+        rows = starts[of_length].long()[:, None] + torch.arange(length, device="cuda")
+
+        def batched(packed: torch.Tensor, rows=rows) -> torch.Tensor:
+            return packed.detach()[rows].transpose(1, 2)
+
+        one = cases.sdpa.Case(len(of_length), 2, heads_kv, length, length, 64, 64, is_causal=True)
+        actual = cases.sdpa.Results(
+            batched(out), lse.t()[rows].transpose(1, 2), *(batched(grad) for grad in grads)
+        )
+        inputs = tuple(batched(leaf) for leaf in leaves)
+        cases.sdpa.check_results(one, actual, inputs, batched(grad_out))
+
+
+@pytest.mark.gpu
+def test_dropout_over_too_many_sequences_is_refused():
+    q = torch.ones(65537, 1, 64, device="cuda", dtype=torch.bfloat16)
+    starts = torch.arange(65538, device="cuda", dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="with dropout cuDNN takes at most 65535 seq"):
+        cudnn_ops.varlen_attention(q, q, q, starts, starts, 1, 1, dropout_p=0.1)
 
 
 @pytest.mark.parametrize("device", DEVICES)

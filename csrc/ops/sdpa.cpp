@@ -5,6 +5,7 @@
 #include "context_parallel.h"
 #include "sdpa_call.h"
 #include "sdpa_check.h"
+#include "sdpa_regular.h"
 
 #include <ATen/ops/max.h>
 #include <ATen/ops/min.h>
@@ -16,6 +17,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <string>
 
 namespace cudnn_ops {
 namespace {
@@ -110,79 +112,123 @@ void check_scalars(std::optional<double> scale, double dropout_p, double softcap
 namespace {
 
 void check_layout(const at::Tensor& tensor, const char* name) {
-  TORCH_CHECK_TYPE(tensor.defined(), "cudnn_ops.sdpa: ", name, " must be a tensor, got None");
-  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, "cudnn_ops.sdpa: ", name,
+  TORCH_CHECK_TYPE(tensor.defined(), kOp, name, " must be a tensor, got None");
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, kOp, name,
                     " must be a dense (strided) tensor, got layout ", tensor.layout(),
                     "; call .to_dense() first");
-  TORCH_CHECK_VALUE(tensor.dim() == 4, "cudnn_ops.sdpa: ", name,
-                    " must have 4 dimensions [batch, heads, length, head size], got shape ",
-                    tensor.sym_sizes(), "; add the missing ones with unsqueeze");
-  TORCH_CHECK_VALUE(holds(tensor.sym_stride(3).sym_eq(1)), "cudnn_ops.sdpa: ", name,
-                    " must have a last stride of 1, got strides ", tensor.sym_strides(),
-                    "; call .contiguous() first");
+  TORCH_CHECK_VALUE(tensor.dim() >= 2, kOp, name,
+                    " must have at least 2 dimensions, [length, head size], and usually is "
+                    "[batch, heads, length, head size]; got shape ",
+                    tensor.sym_sizes());
 }
 
 void check_same(const at::Tensor& query, const at::Tensor& other, const char* name) {
-  TORCH_CHECK_VALUE(query.device() == other.device(), "cudnn_ops.sdpa: query is on ",
-                    query.device(), " and ", name, " on ", other.device(),
-                    "; move them to one device");
-  TORCH_CHECK_TYPE(query.scalar_type() == other.scalar_type(), "cudnn_ops.sdpa: query has dtype ",
+  TORCH_CHECK_VALUE(query.device() == other.device(), kOp, "query is on ", query.device(), " and ",
+                    name, " on ", other.device(), "; move them to one device");
+  TORCH_CHECK_TYPE(query.scalar_type() == other.scalar_type(), kOp, "query has dtype ",
                    query.scalar_type(), " and ", name, " ", other.scalar_type(),
                    "; cast them to one dtype");
-  TORCH_CHECK_VALUE(holds(query.sym_size(0).sym_eq(other.sym_size(0))),
-                    "cudnn_ops.sdpa: query has batch size ", query.sym_size(0), " and ", name, " ",
-                    other.sym_size(0), "; expand the smaller one");
 }
 
-void check_shapes(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                  bool enable_gqa) {
+bool broadcasts(const c10::SymInt& a, const c10::SymInt& b) {
+  return known(a.sym_eq(b)) || known(a.sym_eq(1)) || known(b.sym_eq(1)) || holds(a.sym_eq(b));
+}
+
+c10::SymInt heads_of(const at::Tensor& tensor) {
+  return tensor.dim() < 3 ? c10::SymInt(1) : tensor.sym_size(-3);
+}
+
+// What to do about heads that do not fit: where the lengths look like heads, they are.
+std::string advice_on_heads(const at::Tensor& query, const at::Tensor& other, bool enable_gqa) {
+  const c10::SymInt heads = heads_of(query), heads_kv = heads_of(other);
+  const bool is_grouped = known(heads_kv.sym_ge(1)) && known((heads % heads_kv).sym_eq(0));
+  const c10::SymInt length = query.sym_size(-2), length_kv = other.sym_size(-2);
+  const bool fits_transposed =
+      query.dim() == 4 && other.dim() == 4 &&
+      (known(length.sym_eq(length_kv)) ||
+       (enable_gqa && known(length_kv.sym_ge(1)) && known((length % length_kv).sym_eq(0))));
+  std::string advice;
+  if (fits_transposed && (!is_grouped || known(length.sym_lt(heads_kv)))) {
+    advice =
+        "; if they are [batch, length, heads, head size], pass query.transpose(1, 2), and key and "
+        "value likewise";
+  }
+  if (enable_gqa)
+    return "; with enable_gqa=True the first must be a multiple of the second" + advice;
+  if (is_grouped) return "; pass enable_gqa=True for grouped-query attention" + advice;
+  return "; they must be equal, or one of them 1" + advice;
+}
+
+void check_heads(const at::Tensor& query, const at::Tensor& other, const char* name,
+                 bool enable_gqa) {
+  const c10::SymInt heads = heads_of(query), heads_other = heads_of(other);
+  TORCH_CHECK_VALUE(enable_gqa ? is_multiple(heads, heads_other) : broadcasts(heads, heads_other),
+                    kOp, "query has ", heads, " heads and ", name, " ", heads_other,
+                    advice_on_heads(query, other, enable_gqa));
+}
+
+// And whatever stands before it.
+void check_batch(const at::Tensor& one, const at::Tensor& other, const char* name,
+                 const char* other_name) {
+  for (int64_t i = 4; i <= std::min(one.dim(), other.dim()); ++i) {
+    const c10::SymInt size = one.sym_size(-i), other_size = other.sym_size(-i);
+    TORCH_CHECK_VALUE(broadcasts(size, other_size), kOp, name, " has batch size ", size, " and ",
+                      other_name, " ", other_size, "; they must be equal, or one of them 1");
+  }
+}
+
+}  // namespace
+
+void check_shapes(const Attention& args) {
+  const auto &query = args.query, &key = args.key, &value = args.value;
   check_layout(query, "query");
   check_layout(key, "key");
   check_layout(value, "value");
   check_same(query, key, "key");
   check_same(query, value, "value");
-  TORCH_CHECK_VALUE(holds(query.sym_size(3).sym_eq(key.sym_size(3))),
-                    "cudnn_ops.sdpa: query has head size ", query.sym_size(3), " and key ",
-                    key.sym_size(3), "; they must be equal (the value's may differ)");
-  TORCH_CHECK_VALUE(holds(key.sym_size(2).sym_eq(value.sym_size(2))),
-                    "cudnn_ops.sdpa: key has length ", key.sym_size(2), " and value ",
-                    value.sym_size(2), "; they must be equal");
-  const auto heads = query.sym_size(1);
-  const auto heads_kv = key.sym_size(1);
-  TORCH_CHECK_VALUE(holds(heads_kv.sym_eq(value.sym_size(1))), "cudnn_ops.sdpa: key has ", heads_kv,
-                    " heads and value ", value.sym_size(1), "; they must be equal");
-  if (enable_gqa) {
-    TORCH_CHECK_VALUE(holds(heads_kv.sym_ge(1)) && holds((heads % heads_kv).sym_eq(0)),
-                      "cudnn_ops.sdpa: query has ", heads, " heads and key ", heads_kv,
-                      "; with enable_gqa=True the first must be a multiple of the second");
-  } else {
-    TORCH_CHECK_VALUE(holds(heads.sym_eq(heads_kv)), "cudnn_ops.sdpa: query has ", heads,
-                      " heads and key ", heads_kv,
-                      "; pass enable_gqa=True for grouped-query attention");
-  }
+  TORCH_CHECK_VALUE(holds(query.sym_size(-1).sym_eq(key.sym_size(-1))), kOp, "query has head size ",
+                    query.sym_size(-1), " and key ", key.sym_size(-1),
+                    "; they must be equal (the value's may differ)");
+  TORCH_CHECK_VALUE(holds(key.sym_size(-2).sym_eq(value.sym_size(-2))), kOp, "key has length ",
+                    key.sym_size(-2), " and value ", value.sym_size(-2), "; they must be equal");
+  check_heads(query, key, "key", args.enable_gqa);
+  check_heads(query, value, "value", args.enable_gqa);
+  TORCH_CHECK_VALUE(args.enable_gqa || broadcasts(heads_of(key), heads_of(value)), kOp, "key has ",
+                    heads_of(key), " heads and value ", heads_of(value),
+                    "; they must be equal, or one of them 1");
+  check_batch(query, key, "query", "key");
+  check_batch(query, value, "query", "value");
+  check_batch(key, value, "key", "value");
 }
 
-void check_mask(const at::Tensor& mask, const at::Tensor& query, const at::Tensor& key) {
+void check_mask(const at::Tensor& mask, const at::Tensor& query, c10::SymIntArrayRef full) {
   const auto dtype = mask.scalar_type();
   TORCH_CHECK_TYPE(dtype == at::kBool || dtype == at::kHalf || dtype == at::kBFloat16 ||
                        dtype == at::kFloat || dtype == query.scalar_type(),
-                   "cudnn_ops.sdpa: attn_mask has dtype ", dtype,
+                   kOp, "attn_mask has dtype ", dtype,
                    "; it takes bool (True: attend), or what is added to the scores as float16, "
                    "bfloat16 or float32");
-  TORCH_CHECK_VALUE(mask.device() == query.device() && mask.layout() == at::kStrided,
-                    "cudnn_ops.sdpa: attn_mask must be a dense tensor on ", query.device(),
+  TORCH_CHECK_VALUE(mask.device() == query.device() && mask.layout() == at::kStrided, kOp,
+                    "attn_mask must be a dense tensor on ", query.device(),
                     ", as the query is; it is ", mask.layout(), " on ", mask.device());
-  const std::array<c10::SymInt, 4> full{query.sym_size(0), query.sym_size(1), query.sym_size(2),
-                                        key.sym_size(2)};
-  bool fits = mask.dim() <= 4;
+  const auto rank = static_cast<int64_t>(full.size());
+  bool fits = mask.dim() <= rank;
   for (int64_t i = 1; fits && i <= mask.dim(); ++i) {
     const auto size = mask.sym_size(-i);
-    fits = holds(size.sym_eq(1).sym_or(size.sym_eq(full[4 - i])));
+    fits = holds(size.sym_eq(1).sym_or(size.sym_eq(full[rank - i])));
   }
-  TORCH_CHECK_VALUE(fits, "cudnn_ops.sdpa: attn_mask of shape ", mask.sym_sizes(),
-                    " does not broadcast to [batch, heads, length, length of the keys], ",
-                    c10::SymIntArrayRef(full));
+  const auto is_of_keys = [&] {
+    return mask.dim() == 2 && known(mask.sym_size(0).sym_eq(full[rank - 4])) &&
+           known(mask.sym_size(1).sym_eq(full[rank - 1]));
+  };
+  TORCH_CHECK_VALUE(fits, kOp, "attn_mask of shape ", mask.sym_sizes(),
+                    " does not broadcast to [batch, heads, length, length of the keys], ", full,
+                    is_of_keys() ? "; one that says which keys each sequence has, [batch, length "
+                                   "of the keys], is given as attn_mask[:, None, None, :]"
+                                 : "");
 }
+
+namespace {
 
 void check_seq_lens(const OptionalTensor& lengths, const at::Tensor& query,
                     const c10::SymInt& length, const char* name) {
@@ -199,14 +245,35 @@ void check_seq_lens(const OptionalTensor& lengths, const at::Tensor& query,
                     least, " to ", most, "; the tensors have ", length);
 }
 
+// What is_regular asks for, also of sizes that it could not know.
+void check_regular(const Attention& args) {
+  const auto &query = args.query, &key = args.key, &value = args.value;
+  const bool fits = query.dim() == 4 && key.dim() == 4 && value.dim() == 4 &&
+                    holds(query.sym_stride(3).sym_eq(1)) && holds(key.sym_stride(3).sym_eq(1)) &&
+                    holds(value.sym_stride(3).sym_eq(1)) &&
+                    holds(query.sym_size(0).sym_eq(key.sym_size(0))) &&
+                    holds(query.sym_size(0).sym_eq(value.sym_size(0))) &&
+                    holds(key.sym_size(1).sym_eq(value.sym_size(1))) &&
+                    (args.enable_gqa || holds(query.sym_size(1).sym_eq(key.sym_size(1))));
+  TORCH_CHECK_VALUE(fits, kOp,
+                    "the kernels take [batch, heads, length, head size] with a last stride of 1, "
+                    "of one batch size; got ",
+                    query.sym_sizes(), ", ", key.sym_sizes(), " and ", value.sym_sizes());
+}
+
 }  // namespace
 
 void check_sdpa_arguments(const Attention& args) {
   const auto &query = args.query, &key = args.key;
   check_scalars(args.scale, args.dropout_p, args.softcap, args.window_size, args.rng_state, query,
                 kOp);
-  check_shapes(query, key, args.value, args.enable_gqa);
-  if (args.attn_mask) check_mask(*args.attn_mask, query, key);
+  check_shapes(args);
+  check_regular(args);
+  if (args.attn_mask) {
+    const std::array<c10::SymInt, 4> full{query.sym_size(0), query.sym_size(1), query.sym_size(2),
+                                          key.sym_size(2)};
+    check_mask(*args.attn_mask, query, full);
+  }
   if (args.alibi_slopes) check_per_head(*args.alibi_slopes, query, "alibi_slopes", kOp);
   if (args.sinks) check_per_head(*args.sinks, query, "sinks", kOp);
   check_seq_lens(args.seq_lens_q, query, query.sym_size(2), "seq_lens_q");
@@ -317,7 +384,16 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
       tags);
   m.def("_attention_rng_state(Tensor query, SymInt length, SymInt length_kv) -> Tensor",
         {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
-  // The checks alone, for the kernels that are written in Python.
+  // The checks alone, and the way to them, for the kernels that are written in Python.
+  m.def(
+      "_sdpa_is_regular(Tensor query, Tensor key, Tensor value, bool enable_gqa) -> bool",
+      [](const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, bool gqa) {
+        return cudnn_ops::is_regular(query, key, value, gqa);
+      },
+      tags);
+  m.def(("_sdpa_as_regular" + arguments + " -> (Tensor out, Tensor lse)").c_str(),
+        cudnn_ops::attention_kernel<cudnn_ops::OutAndLse, cudnn_ops::sdpa_with_lse_as_regular>,
+        tags);
   m.def(("_sdpa_check" + arguments + " -> ()").c_str(),
         cudnn_ops::attention_kernel<void, cudnn_ops::check_sdpa>, tags);
 }

@@ -3,6 +3,7 @@
 #include "autograd_node.h"
 #include "lse_gradient.h"
 #include "sdpa_call.h"
+#include "sdpa_regular.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
@@ -137,6 +138,7 @@ OutAndLse forward_with_node(c10::DispatchKeySet keys, const Attention& args, boo
 }
 
 at::Tensor sdpa_autograd(c10::DispatchKeySet keys, const Attention& given) {
+  if (!is_regular(given)) return sdpa_as_regular(given);
   check_differentiable(given);
   return with_rng_state(given, [&](const Attention& args) {
     if (requires_grad(args)) {
@@ -148,6 +150,7 @@ at::Tensor sdpa_autograd(c10::DispatchKeySet keys, const Attention& given) {
 }
 
 OutAndLse sdpa_with_lse_autograd(c10::DispatchKeySet keys, const Attention& given) {
+  if (!is_regular(given)) return sdpa_with_lse_as_regular(given);
   check_differentiable(given);
   return with_rng_state(given, [&](const Attention& args) {
     if (requires_grad(args)) return forward_with_node(keys, args, /*returns_lse=*/true);

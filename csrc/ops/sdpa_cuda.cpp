@@ -4,6 +4,7 @@
 #include "sdpa_call.h"
 #include "sdpa_part.h"
 #include "sdpa_problem.h"
+#include "sdpa_regular.h"
 
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/arange.h>
@@ -178,11 +179,14 @@ OutAndLse forward(const Attention& args, bool with_lse) {
   return {out, lse};
 }
 
+// What is not regular comes here only where autograd is left out, as in inference mode.
 at::Tensor sdpa_cuda(const Attention& args) {
+  if (!is_regular(args)) return sdpa_as_regular(args);
   return std::get<0>(forward(args, /*with_lse=*/false));
 }
 
 OutAndLse sdpa_with_lse_cuda(const Attention& args) {
+  if (!is_regular(args)) return sdpa_with_lse_as_regular(args);
   return forward(args, /*with_lse=*/true);
 }
 

@@ -4,6 +4,7 @@
 #include "sdpa_part.h"
 #include "sdpa_problem.h"
 #include "sdpa_ragged.h"
+#include "sdpa_regular.h"
 
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
@@ -123,6 +124,12 @@ Answer plan_key_op(const at::Tensor& query, const at::Tensor& key, const at::Ten
                        is_causal,     std::nullopt, true,  window_size, bottom_right,
                        softcap,       alibi_slopes, sinks, seq_lens_q,  seq_lens_kv,
                        deterministic, none};
+  if (!is_regular(args)) {
+    const RegularAttention regular(args);
+    const Attention given = regular.attention();
+    check_sdpa_arguments(given);
+    return plan_key(given, with_lse, backward, grad_mask, polymorphic);
+  }
   check_sdpa_arguments(args);
   return plan_key(args, with_lse, backward, grad_mask, polymorphic);
 }

@@ -4,6 +4,7 @@
 #include "varlen.h"
 #include "context_parallel.h"
 #include "sdpa_check.h"
+#include "sdpa_regular.h"
 #include "varlen_call.h"
 
 #include <ATen/ops/diff.h>
@@ -56,10 +57,9 @@ void check_varlen(const Varlen& args) {
                         holds(key.sym_size(1).sym_eq(value.sym_size(1))),
                     kOp, "k is ", key.sym_sizes(), " and v ", value.sym_sizes(),
                     "; tokens and heads must be equal");
-  TORCH_CHECK_VALUE(
-      holds(key.sym_size(1).sym_ge(1)) && holds((query.sym_size(1) % key.sym_size(1)).sym_eq(0)),
-      kOp, "q has ", query.sym_size(1), " heads and k ", key.sym_size(1),
-      "; the first must be a multiple of the second");
+  TORCH_CHECK_VALUE(is_multiple(query.sym_size(1), key.sym_size(1)), kOp, "q has ",
+                    query.sym_size(1), " heads and k ", key.sym_size(1),
+                    "; the first must be a multiple of the second");
   if (args.alibi_slopes) check_per_head(*args.alibi_slopes, query, "alibi_slopes", kOp);
   if (args.sinks) check_per_head(*args.sinks, query, "sinks", kOp);
   check_offsets(args.cu_seqlens_q, query, args.max_seqlen_q, "cu_seqlens_q", "max_seqlen_q", kOp);
@@ -69,6 +69,27 @@ void check_varlen(const Varlen& args) {
                     " sequences and cu_seqlens_k of ", args.cu_seqlens_k.sym_size(0) - 1);
   check_used(args.seqused_q, args.cu_seqlens_q, "seqused_q");
   check_used(args.seqused_k, args.cu_seqlens_k, "seqused_k");
+}
+
+bool is_regular(const Varlen& args) {
+  return has_regular_rows(args.query) && has_regular_rows(args.key) && has_regular_rows(args.value);
+}
+
+OutAndLse varlen_with_lse_as_regular(const Varlen& given) {
+  const at::Tensor query = with_regular_rows(given.query), key = with_regular_rows(given.key),
+                   value = with_regular_rows(given.value);
+  const auto [out, lse] =
+      call(varlen_with_lse_op(),
+           Varlen{query, key, value, given.cu_seqlens_q, given.cu_seqlens_k, given.max_seqlen_q,
+                  given.max_seqlen_k, given.dropout_p, scale_of_rows(given.scale, given.query),
+                  given.is_causal, given.window_size, given.softcap, given.alibi_slopes,
+                  given.sinks, given.seqused_q, given.seqused_k, given.bottom_right,
+                  given.deterministic, given.rng_state});
+  return {out.narrow_symint(-1, 0, given.value.sym_size(-1)), lse};
+}
+
+at::Tensor varlen_as_regular(const Varlen& given) {
+  return std::get<0>(varlen_with_lse_as_regular(given));
 }
 
 const c10::TypedOperatorHandle<VarlenOp<at::Tensor>>& varlen_op() {
@@ -111,6 +132,16 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
        offsets + options + " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_sinks)")
           .c_str(),
       tags);
+  m.def(
+      "_varlen_is_regular(Tensor q, Tensor k, Tensor v) -> bool",
+      [](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+        return cudnn_ops::has_regular_rows(q) && cudnn_ops::has_regular_rows(k) &&
+               cudnn_ops::has_regular_rows(v);
+      },
+      tags);
+  m.def(("_varlen_as_regular" + arguments + " -> (Tensor out, Tensor lse)").c_str(),
+        cudnn_ops::varlen_kernel<cudnn_ops::OutAndLse, cudnn_ops::varlen_with_lse_as_regular>,
+        tags);
   m.def(("_varlen_check" + arguments + " -> ()").c_str(),
         cudnn_ops::varlen_kernel<void, cudnn_ops::check_varlen>, tags);
 }

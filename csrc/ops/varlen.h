@@ -30,6 +30,11 @@ struct VarlenGrad {
 
 void check_varlen(const Varlen& args);
 
+// As for dense attention (sdpa_regular.h), where only the rows can be irregular.
+bool is_regular(const Varlen& args);
+at::Tensor varlen_as_regular(const Varlen& given);
+OutAndLse varlen_with_lse_as_regular(const Varlen& given);
+
 template <class Result>
 using VarlenOp = Result(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
                         const at::Tensor&, c10::SymInt, c10::SymInt, double, std::optional<double>,

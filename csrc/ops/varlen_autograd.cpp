@@ -145,6 +145,7 @@ bool requires_grad(const Varlen& args) {
 }
 
 at::Tensor varlen_autograd(c10::DispatchKeySet keys, const Varlen& given) {
+  if (!is_regular(given)) return varlen_as_regular(given);
   check_differentiable(given);
   return with_rng_state(given, [&](const Varlen& args) {
     if (requires_grad(args))
@@ -155,6 +156,7 @@ at::Tensor varlen_autograd(c10::DispatchKeySet keys, const Varlen& given) {
 }
 
 OutAndLse varlen_with_lse_autograd(c10::DispatchKeySet keys, const Varlen& given) {
+  if (!is_regular(given)) return varlen_with_lse_as_regular(given);
   check_differentiable(given);
   return with_rng_state(given, [&](const Varlen& args) {
     if (requires_grad(args)) return forward_with_node(keys, args, /*returns_lse=*/true);

@@ -1,9 +1,11 @@
 // Attention over packed sequences on CUDA: a ragged plan, declared for a rounded-up number of
 // sequences and length, that is told at run time where each begins. The host reads none of it.
 
+#include "sdpa_band.h"
 #include "sdpa_cuda.h"
 #include "sdpa_ragged.h"
 #include "varlen_call.h"
+#include "varlen_part.h"
 #include "varlen_table.h"
 
 #include <ATen/Context.h>
@@ -54,16 +56,17 @@ at::Tensor readable(const at::Tensor& packed) {
 }
 
 SdpaMask mask_of(const Varlen& args, bool backward) {
+  const Band band = Band::of(args.is_causal, args.window_size, args.bottom_right);
   SdpaMask mask;
-  mask.left = args.window_size[0];
-  mask.right = args.is_causal ? 0 : args.window_size[1];
+  mask.left = band.left;
+  mask.right = band.right;
   mask.has_softcap = args.softcap > 0;
   mask.has_alibi = args.alibi_slopes.has_value();
   mask.has_sinks = args.sinks.has_value() && !backward;
   mask.sequences = Sequences::kRagged;
   // At the top left cuDNN's backward skips what is hidden; here that is the bottom right too.
-  const bool is_bounded = mask.left != kUnbounded || mask.right != kUnbounded;
-  mask.bottom_right = args.bottom_right && (is_bounded || mask.has_alibi) && !are_same_tokens(args);
+  mask.bottom_right =
+      band.bottom_right && (band.is_bounded() || mask.has_alibi) && !are_same_tokens(args);
   if (args.dropout_p > 0) std::memcpy(&mask.dropout_p, &args.dropout_p, sizeof mask.dropout_p);
   return mask;
 }
@@ -112,9 +115,19 @@ c10::List<std::optional<at::Tensor>> places(const Varlen& args) {
   return indices;
 }
 
-at::Tensor dense_lse(const Varlen& args, const Declared& declared) {
-  return at::detail::empty_cuda({declared.sequences, args.query.size(1), declared.length},
-                                at::kFloat, args.query.device(), std::nullopt);
+// Of all sequences, for plans that take so many at a time, and of what the last declares beyond
+// them.
+at::Tensor dense_lse(const Varlen& args, int64_t most) {
+  const int64_t sequences = args.cu_seqlens_q.size(0) - 1;
+  const int64_t last = (sequences - 1) / most * most;
+  return at::detail::empty_cuda(
+      {last + declared_batch(sequences - last), args.query.size(1), Declared(args).length},
+      at::kFloat, args.query.device(), std::nullopt);
+}
+
+// The part of it that a plan is given.
+at::Tensor of_sequences(const at::Tensor& dense, const Varlen& part, int64_t start) {
+  return dense.narrow(0, start, Declared(part).sequences);
 }
 
 // Where nothing is attended to: the output is 0, and the log-sum-exp that of the sink alone.
@@ -128,20 +141,20 @@ void fill_with_nothing(const Varlen& args, const at::Tensor& out, const at::Tens
   }
 }
 
-// `lse` is [H, tokens] of empty_lse, or undefined.
-void run_forward(const Varlen& args, const at::Tensor& out, const at::Tensor& lse) {
+// `lse` is what the plan writes: [H, tokens] of empty_lse, or where `stride_of_lse` is 0 the dense
+// one of these sequences, or undefined.
+void run_forward(const Varlen& args, const at::Tensor& out, const at::Tensor& lse,
+                 int64_t stride_of_lse) {
   const Declared declared(args);
-  const int64_t stride_of_lse = lse.defined() ? lse_stride(args) : 0;
   const Scale scale(args.scale, args.query);
-  SdpaForwardTensors tensors{
-      readable(scale.applied_to(args.query)),
-      readable(args.key),
-      readable(args.value),
-      mask_tensors_of(args, /*backward=*/false),
-      scale.value,
-      static_cast<float>(args.softcap),
-      out,
-      stride_of_lse != 0 || !lse.defined() ? lse : dense_lse(args, declared)};
+  SdpaForwardTensors tensors{readable(scale.applied_to(args.query)),
+                             readable(args.key),
+                             readable(args.value),
+                             mask_tensors_of(args, /*backward=*/false),
+                             scale.value,
+                             static_cast<float>(args.softcap),
+                             out,
+                             lse};
   const SdpaForwardParams params{declare(tensors.query, declared.sequences, declared.length),
                                  declare(tensors.key, declared.sequences, declared.length_kv),
                                  declare(tensors.value, declared.sequences, declared.length_kv),
@@ -160,9 +173,17 @@ void run_forward(const Varlen& args, const at::Tensor& out, const at::Tensor& ls
   table.make(pointers.all);
   const graph::Call call = varlen_call(pointers);
   graph::execute(call, *graph::get_plan(call, graph::PlanKey::of(params, args.query.get_device())));
-  if (lse.defined() && stride_of_lse == 0) {
-    lse.t().copy_(at::index(tensors.lse.transpose(1, 2), places(args)));
-  }
+}
+
+// `lse` is that of empty_lse, or undefined.
+void run_forward_in_parts(const Varlen& args, const at::Tensor& out, const at::Tensor& lse) {
+  const int64_t stride_of_lse = lse.defined() ? lse_stride(args) : 0;
+  const bool is_dense = lse.defined() && stride_of_lse == 0;
+  const at::Tensor written = is_dense ? dense_lse(args, kMaxBackwardRows) : lse;
+  for_sequences(args, kMaxBackwardRows, [&](const Varlen& part, int64_t start) {
+    run_forward(part, out, is_dense ? of_sequences(written, part, start) : written, stride_of_lse);
+  });
+  if (is_dense) lse.t().copy_(at::index(written.transpose(1, 2), places(args)));
 }
 
 OutAndLse forward(const Varlen& args, bool with_lse) {
@@ -176,15 +197,17 @@ OutAndLse forward(const Varlen& args, bool with_lse) {
   if (with_lse) lse = empty_lse(args);
   const bool is_empty = out.numel() == 0 || args.key.size(0) == 0 || args.cu_seqlens_q.size(0) == 1;
   if (is_empty || !are_same_tokens(args)) fill_with_nothing(args, out, lse);
-  if (!is_empty) run_forward(args, out, lse);
+  if (!is_empty) run_forward_in_parts(args, out, lse);
   return {out, with_lse ? lse.contiguous() : lse};
 }
 
 at::Tensor varlen_cuda(const Varlen& args) {
+  if (!is_regular(args)) return varlen_as_regular(args);
   return std::get<0>(forward(args, /*with_lse=*/false));
 }
 
 OutAndLse varlen_with_lse_cuda(const Varlen& args) {
+  if (!is_regular(args)) return varlen_with_lse_as_regular(args);
   return forward(args, /*with_lse=*/true);
 }
 
@@ -192,24 +215,17 @@ struct Results {
   at::Tensor grad_query, grad_key, grad_value;
 };
 
-void run_backward(const Varlen& args, const VarlenGrad& grad, const Results& results) {
+// As run_forward has it, `grad.lse` is what the plan reads. The gradient of a query whose sign
+// Scale changed has that sign still.
+void run_backward(const Varlen& args, const VarlenGrad& grad, const Results& results,
+                  int64_t stride_of_lse) {
   const Declared declared(args);
-  const int64_t stride_of_lse = lse_stride(args);
   const Scale scale(args.scale, args.query);
-  at::Tensor lse;
-  if (stride_of_lse == 0) {
-    lse = dense_lse(args, declared);
-    lse.transpose(1, 2).index_put_(places(args), grad.lse.t());
-  } else if (stride_of_lse == grad.lse.size(1)) {
-    lse = grad.lse.contiguous();
-  } else {
-    lse = empty_lse(args).copy_(grad.lse);
-  }
   SdpaBackwardTensors tensors{readable(scale.applied_to(args.query)),
                               readable(args.key),
                               readable(args.value),
                               readable(grad.out),
-                              lse,
+                              grad.lse,
                               readable(grad.grad_out),
                               mask_tensors_of(args, /*backward=*/true),
                               scale.value,
@@ -252,23 +268,50 @@ void run_backward(const Varlen& args, const VarlenGrad& grad, const Results& res
   table.make(pointers.all);
   const graph::Call call = varlen_backward_call(pointers);
   graph::execute(call, *graph::get_plan(call, graph::PlanKey::of(params, args.query.get_device())));
-  if (scale.query_sign != 1) results.grad_query.mul_(scale.query_sign);
+}
+
+// With at most so many sequences at a time.
+void run_backward_in_parts(const Varlen& args, const VarlenGrad& grad, const Results& results,
+                           int64_t most) {
+  const int64_t stride_of_lse = lse_stride(args);
+  const bool is_dense = stride_of_lse == 0;
+  at::Tensor lse;
+  if (is_dense) {
+    lse = dense_lse(args, most);
+    lse.transpose(1, 2).index_put_(places(args), grad.lse.t());
+  } else if (stride_of_lse == grad.lse.size(1)) {
+    lse = grad.lse.contiguous();
+  } else {
+    lse = empty_lse(args).copy_(grad.lse);
+  }
+  for_sequences(args, most, [&](const Varlen& part, int64_t start) {
+    const at::Tensor read = is_dense ? of_sequences(lse, part, start) : lse;
+    run_backward(part, {grad.grad_out, grad.out, read}, results, stride_of_lse);
+  });
 }
 
 // How many groups of heads the gradients have to be computed in: cuDNN's are wrong beyond 2^31
-// elements of what is declared or of what there is.
-int64_t parts_of_heads(const Varlen& args) {
+// elements of what is declared, for at most so many sequences at a time, or of what there is.
+int64_t parts_of_heads(const Varlen& args, int64_t most) {
   const Declared declared(args);
   const int64_t size = std::max(args.query.size(2), args.value.size(2));
-  const int64_t tokens =
-      std::max({args.query.size(0), args.key.size(0), declared.sequences * declared.length,
-                declared.sequences * declared.length_kv});
+  const int64_t sequences = std::min(declared.sequences, most);
+  const int64_t tokens = std::max({args.query.size(0), args.key.size(0),
+                                   sequences * declared.length, sequences * declared.length_kv});
   const int64_t elements = tokens * args.query.size(1) * size;
   return std::max<int64_t>((elements + kMaxBackwardElements - 1) / kMaxBackwardElements, 1);
 }
 
-void run_backward_in_parts(const Varlen& args, const VarlenGrad& grad, const Results& results,
-                           int64_t parts) {
+// How many sequences at a time: all, or a power of 2 that leaves less to groups of heads than there
+// are heads.
+int64_t sequences_at_once(const Varlen& args) {
+  int64_t most = kMaxBackwardRows;
+  while (most > 1 && parts_of_heads(args, most) > args.key.size(1)) most = (most + 1) / 2;
+  return most;
+}
+
+void run_backward_by_heads(const Varlen& args, const VarlenGrad& grad, const Results& results,
+                           int64_t parts, int64_t most) {
   const int64_t heads = args.key.size(1);
   TORCH_CHECK_NOT_IMPLEMENTED(
       parts <= heads && args.dropout_p == 0,
@@ -308,7 +351,7 @@ void run_backward_in_parts(const Varlen& args, const VarlenGrad& grad, const Res
                       args.deterministic,
                       args.rng_state};
     const Results own{at::zeros_like(query), at::zeros_like(key), at::zeros_like(value)};
-    run_backward(part, {grad_out, out, lse}, own);
+    run_backward_in_parts(part, {grad_out, out, lse}, own, most);
     of_query(results.grad_query, 1).copy_(own.grad_query);
     results.grad_key.narrow(1, start, count).copy_(own.grad_key);
     results.grad_value.narrow(1, start, count).copy_(own.grad_value);
@@ -340,15 +383,17 @@ VarlenGradients varlen_backward_cuda(const Varlen& args, const VarlenGrad& grad)
     }
   }
   if (!is_empty) {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        sequences <= kMaxBackwardRows && args.query.size(1) <= kMaxBackwardRows,
-        "cudnn_ops.varlen_attention backward: cuDNN takes at most ", kMaxBackwardRows,
-        " sequences and heads, got ", sequences, " and ", args.query.size(1));
-    if (const int64_t parts = parts_of_heads(args); parts > 1) {
-      run_backward_in_parts(args, grad, results, parts);
+    TORCH_CHECK_NOT_IMPLEMENTED(args.query.size(1) <= kMaxBackwardRows,
+                                "cudnn_ops.varlen_attention backward: cuDNN takes at most ",
+                                kMaxBackwardRows, " heads, got ", args.query.size(1));
+    const int64_t most = sequences_at_once(args);
+    if (const int64_t parts = parts_of_heads(args, most); parts > 1) {
+      run_backward_by_heads(args, grad, results, parts, most);
     } else {
-      run_backward(args, grad, results);
+      run_backward_in_parts(args, grad, results, most);
     }
+    const Scale scale(args.scale, args.query);
+    if (scale.query_sign != 1) results.grad_query.mul_(scale.query_sign);
   }
   const at::Tensor grad_sinks =
       args.sinks ? grad_of_sinks(args, grad) : empty(args.query.flatten().narrow(0, 0, 0));

@@ -6,6 +6,7 @@ kernels in ``ops/sdpa_cpu.py``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils.flop_counter import register_flop_formula
+
+from cudnn_ops.ops.arguments import refuse_lists, refuse_one_number
 
 _ops = torch.ops.cudnn_ops
 
@@ -50,9 +53,12 @@ def scaled_dot_product_attention(
     for fall away. Differentiable once.
 
     Args:
-        query: [batch, heads, length, head size]. Any strides with a last one of 1; memory in
-            the order [batch, length, heads, head size], seen through ``transpose(1, 2)``, is
-            the fast path. float16 or bfloat16; on a CPU float32 and float64 too.
+        query: [batch, heads, length, head size]. Any strides; memory in the order [batch, length,
+            heads, head size], seen through ``transpose(1, 2)``, is the fast path. float16 or
+            bfloat16; on a CPU float32 and float64 too. As for torch's function, there may be no
+            batch and no heads ([length, head size] at least) or several dimensions of batch, the
+            product of which is then meant by ``batch`` below, and batch and heads broadcast. A last
+            stride other than 1 and a head size that is no multiple of 8 cost a copy.
         key: [batch, heads_kv, length_kv, head size], of the query's dtype and device.
         value: [batch, heads_kv, length_kv, value head size].
         attn_mask: broadcasts to [batch, heads, length, length_kv]. bool: False hides a key.
@@ -69,7 +75,7 @@ def scaled_dot_product_attention(
         enable_gqa: allows ``heads`` to be a multiple of ``heads_kv``; each key head then serves
             ``heads // heads_kv`` consecutive query heads, and is not expanded.
         window_size: (left, right), how many keys query ``i`` sees before and after key
-            ``i + shift``, that one besides; -1: all. As in FlashAttention.
+            ``i + shift``, that one besides; -1, or more than there are: all. As in FlashAttention.
         bottom_right: where queries and keys differ in number, the last query belongs to the last
             key (``shift = length_kv - length``), and not the first to the first
             (``shift = 0``). It places ``is_causal``, ``window_size`` and ``alibi_slopes``.
@@ -89,13 +95,15 @@ def scaled_dot_product_attention(
 
     Returns:
         [batch, heads, length, value head size]; dense, with the query's order of dimensions in
-        memory. Zero where there is nothing to attend to.
+        memory, unless the value head size is no multiple of 8. Zero where there is nothing to
+        attend to.
 
     Raises:
-        ValueError: shapes, strides, devices or options that do not fit; head sizes that are not
-            multiples of 8. With ``CUDNN_OPS_CHECK=1`` also lengths that are greater than the
-            tensors, for which it waits for the GPU.
-        TypeError: a dtype that cuDNN does not take, or two different ones.
+        ValueError: shapes, devices or options that do not fit; lengths that are negative or greater
+            than the tensors, on a GPU only with ``CUDNN_OPS_CHECK=1``, for which it waits for the
+            GPU.
+        TypeError: a dtype that cuDNN does not take, or two different ones; one number for a window,
+            a list for a tensor.
         NotImplementedError: cuDNN has no kernel for this on this GPU, or is known to compute it
             wrongly; the message has the reason.
     """
@@ -107,25 +115,38 @@ def scaled_dot_product_attention(
         return _ops.sdpa.default(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    return _ops.sdpa.default(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        window_size=window_size,
-        bottom_right=bottom_right,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        seq_lens_q=seq_lens_q,
-        seq_lens_kv=seq_lens_kv,
-        deterministic=deterministic,
-        rng_state=rng_state,
-    )
+    refuse_one_number(window_size)
+    try:
+        return _ops.sdpa.default(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            window_size=window_size,
+            bottom_right=bottom_right,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            seq_lens_q=seq_lens_q,
+            seq_lens_kv=seq_lens_kv,
+            deterministic=deterministic,
+            rng_state=rng_state,
+        )
+    except RuntimeError:  # of the schema
+        refuse_lists(
+            {
+                "alibi_slopes": alibi_slopes,
+                "sinks": sinks,
+                "seq_lens_q": seq_lens_q,
+                "seq_lens_kv": seq_lens_kv,
+                "rng_state": rng_state,
+            }
+        )
+        raise
 
 
 def scaled_dot_product_attention_with_lse(
@@ -153,17 +174,22 @@ def scaled_dot_product_attention_with_lse(
         inputs), contiguous, natural logarithm, ``-inf`` where there is nothing to attend to and
         no sink, and in padding. Dropout does not change it.
     """
-    return _ops.sdpa_with_lse.default(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        **options,
-    )
+    refuse_one_number(options.get("window_size"))
+    try:
+        return _ops.sdpa_with_lse.default(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            **options,
+        )
+    except RuntimeError:  # of the schema
+        refuse_lists(options)
+        raise
 
 
 def memory_order(like: Tensor) -> list[int]:
@@ -211,9 +237,21 @@ def empty_gradients(
     )
 
 
+def is_regular(
+    query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool = False, **_: Any
+) -> bool:
+    """Whether the kernels take the tensors of a call as they are (csrc/ops/sdpa_regular.h).
+
+    The others come to a kernel only where autograd is left out, as in inference mode.
+    """
+    return _ops._sdpa_is_regular.default(query, key, value, enable_gqa)
+
+
 def _sdpa_with_lse_fake(
     query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
+    if not is_regular(query, key, value, **kwargs):
+        return _ops._sdpa_as_regular.default(query, key, value, *args, **kwargs)
     _ops._sdpa_check.default(query, key, value, *args, **kwargs)
     sizes = [*query.shape[:3], value.shape[3]]
     lse = query.new_empty(sizes[:3], dtype=lse_dtype(query.dtype))
@@ -288,27 +326,32 @@ def visible_pairs(
 def _pairs(
     query: Sequence[int],
     key: Sequence[int],
+    out: Sequence[int],
     is_causal: bool = False,
     window_size: Sequence[int] = (-1, -1),
     bottom_right: bool = False,
     **_: Any,
 ) -> int:
-    pairs = visible_pairs(query[2], key[2], window_size, is_causal, bottom_right)
-    return query[0] * query[1] * pairs
+    """``out`` has the heads and the batch that the others broadcast to."""
+    pairs = visible_pairs(query[-2], key[-2], window_size, is_causal, bottom_right)
+    return math.prod(out[:-2]) * pairs
 
 
-@register_flop_formula([_ops.sdpa, _ops.sdpa_with_lse])
+@register_flop_formula([_ops.sdpa, _ops.sdpa_with_lse], get_raw=True)
 def _sdpa_flop(
-    query: Sequence[int],
-    key: Sequence[int],
-    value: Sequence[int],
-    attn_mask: Sequence[int] | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    *args: Any,
+    *,
+    out_val: Tensor | tuple[Tensor, Tensor],
     **options: Any,
 ) -> int:
-    return 2 * _pairs(query, key, is_causal, **options) * (query[3] + value[3])
+    out = out_val if isinstance(out_val, Tensor) else out_val[0]
+    pairs = _pairs(query.shape, key.shape, out.shape, is_causal, **options)
+    return 2 * pairs * (query.shape[-1] + value.shape[-1])
 
 
 @register_flop_formula(_ops._sdpa_backward)
@@ -328,6 +371,6 @@ def _sdpa_backward_flop(
     *args: Any,
     **kwargs: Any,
 ) -> int:
-    pairs = _pairs(query, key, is_causal, window_size, bottom_right)
+    pairs = _pairs(query, key, out, is_causal, window_size, bottom_right)
     # The scores again, and the gradients of query and key; of the weights and of value.
     return 2 * pairs * (3 * query[3] + 2 * value[3])

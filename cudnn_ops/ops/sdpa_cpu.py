@@ -119,6 +119,8 @@ class _Call:
 
 
 def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    if not sdpa.is_regular(*args[:3], **kwargs):
+        return _ops._sdpa_as_regular.default(*args, **kwargs)
     _ops._sdpa_check.default(*args, **kwargs)
     call = _Call(*args, **kwargs)
     query = call.query
@@ -130,12 +132,10 @@ def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             lse.copy_(call.sinks.view(-1, 1))
         return out.zero_(), lse
     scores, _ = call.scores()
-    total = scores.logsumexp(-1)
+    probabilities, _, total = _softmax(scores, call.sinks)
     if call.sinks is not None:
-        total = total.logaddexp(call.sinks.to(call.dtype).view(-1, 1))
         beyond = torch.arange(query.shape[2]) >= call.lengths()[0].squeeze(-1)
         total = total.masked_fill(beyond, -math.inf)
-    probabilities = _probabilities(scores, total)
     kept = call.kept()
     if kept is not None:
         probabilities = probabilities * kept
@@ -144,9 +144,27 @@ def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return out, lse.copy_(total)
 
 
-def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """Zero in rows that attend to nothing."""
-    return (scores - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)).exp_()
+def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The probabilities of the keys, that of the sink, [..., Sq], and the log-sum-exp.
+
+    All relative to the row's maximum: the log-sum-exp of large scores is rounded too far for
+    ``exp(score - lse)``. Zero, and ``-inf``, in rows that attend to nothing.
+    """
+    peak = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        sinks = sinks.to(scores.dtype).view(-1, 1, 1)
+        peak = peak.maximum(sinks)
+    peak = peak.masked_fill(peak.isneginf(), 0.0)
+    weights = (scores - peak).exp_()
+    total = weights.sum(-1, keepdim=True)
+    of_sink = None if sinks is None else (sinks - peak).exp_()
+    if of_sink is not None:
+        total = total + of_sink
+    lse = (total.log() + peak).squeeze(-1)
+    total = total.masked_fill(total == 0, 1.0)
+    if of_sink is not None:
+        of_sink = of_sink.div_(total).squeeze(-1)
+    return weights.div_(total), of_sink, lse
 
 
 def backward(
@@ -197,7 +215,10 @@ def backward(
         return tuple(grad.zero_() for grad in grads)
     dtype = call.dtype
     scores, slope = call.scores()
-    probabilities = _probabilities(scores, lse)
+    probabilities, of_sink, own_lse = _softmax(scores, sinks)
+    # Their sum where `lse` is over more than is given here: sinks, say, that want no gradient.
+    share = (own_lse - lse).masked_fill(lse.isneginf(), -math.inf).exp_()
+    probabilities = probabilities.mul_(share.unsqueeze(-1))
     grad_rows = call.by_key_head(grad_out)
     delta = (grad_out.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
     kept = call.kept()
@@ -209,9 +230,8 @@ def backward(
     grad_scores = probabilities * (grad_given - delta)
     if attn_mask is not None and grad_mask:
         grad_of_mask.copy_(grad_scores.sum_to_size(_four(attn_mask)).view(attn_mask.shape))
-    if sinks is not None:
-        weight = (sinks.to(dtype).view(-1, 1) - lse).exp().masked_fill(lse.isneginf(), 0.0)
-        grad_of_sinks.copy_(-(weight * delta.squeeze(-1)).sum((0, 2)))
+    if of_sink is not None:
+        grad_of_sinks.copy_(-(of_sink * share * delta.squeeze(-1)).sum((0, 2)))
     if slope is not None:
         grad_scores = grad_scores * slope
     grad_scores = call.by_key_head(grad_scores.mul_(call.factor))

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cudnn_ops.ops import sdpa_cpu
+from cudnn_ops.ops.arguments import refuse_lists, refuse_one_number
 from cudnn_ops.ops.sdpa import holds_numbers, lse_dtype, visible_pairs
 
 _ops = torch.ops.cudnn_ops
@@ -49,8 +50,8 @@ def varlen_attention(
     ``max_seqlen_q``, ``max_seqlen_k`` and the number of offsets. Differentiable once.
 
     Args:
-        q: [tokens, heads, head size], with a last stride of 1. float16 or bfloat16; on a CPU
-            float32 and float64 too.
+        q: [tokens, heads, head size]. float16 or bfloat16; on a CPU float32 and float64 too. A last
+            stride other than 1 and a head size that is no multiple of 8 cost a copy.
         k: [tokens of the keys, heads_kv, head size]; ``heads`` is a multiple of ``heads_kv``.
         v: [tokens of the keys, heads_kv, value head size].
         cu_seqlens_q: int32 or int64 [sequences + 1], where each sequence begins in ``q``: from 0
@@ -62,7 +63,8 @@ def varlen_attention(
         dropout_p: as in :func:`cudnn_ops.scaled_dot_product_attention`.
         softmax_scale: factor of the scores; None stands for ``1 / sqrt(head size)``.
         causal: each query attends to no key beyond its own, aligned as ``bottom_right`` says.
-        window_size: (left, right), how many keys a query sees on each side of its own; -1: all.
+        window_size: (left, right), how many keys a query sees on each side of its own; -1, or more
+            than there are: all.
         softcap: as there.
         alibi_slopes: as there. With a different number of queries and keys, and ``bottom_right``,
             cuDNN has no right kernel: NotImplementedError.
@@ -76,37 +78,54 @@ def varlen_attention(
         rng_state: as there.
 
     Returns:
-        [tokens, heads, value head size], contiguous; 0 where there is nothing to attend to.
+        [tokens, heads, value head size], contiguous unless the value head size is no multiple of 8;
+        0 where there is nothing to attend to.
 
     Raises:
-        ValueError: shapes, strides, devices or options that do not fit. With ``CUDNN_OPS_CHECK=1``,
-            which waits for the GPU, also offsets that do not begin at 0, do not end at the number
-            of tokens, decrease, or leave a sequence longer than the maximum: without it such
-            offsets give wrong results or an illegal memory access.
-        TypeError: a dtype that cuDNN does not take, or two different ones.
+        ValueError: shapes, devices or options that do not fit; offsets that do not begin at 0, do
+            not end at the number of tokens, decrease, or leave a sequence longer than the maximum.
+            On a GPU these are checked only with ``CUDNN_OPS_CHECK=1``, which waits for the GPU:
+            without it such offsets give wrong results or an illegal memory access.
+        TypeError: a dtype that cuDNN does not take, or two different ones; one number for a window,
+            a list for a tensor.
         NotImplementedError: cuDNN has no kernel for this on this GPU; the message has its reason.
     """
-    return _ops.varlen_attention.default(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        bottom_right=bottom_right,
-        deterministic=deterministic,
-        rng_state=rng_state,
-    )
+    refuse_one_number(window_size)
+    try:
+        return _ops.varlen_attention.default(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size=window_size,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            seqused_q=seqused_q,
+            seqused_k=seqused_k,
+            bottom_right=bottom_right,
+            deterministic=deterministic,
+            rng_state=rng_state,
+        )
+    except RuntimeError:  # of the schema
+        refuse_lists(
+            {
+                "cu_seqlens_q": cu_seqlens_q,
+                "cu_seqlens_k": cu_seqlens_k,
+                "alibi_slopes": alibi_slopes,
+                "sinks": sinks,
+                "seqused_q": seqused_q,
+                "seqused_k": seqused_k,
+                "rng_state": rng_state,
+            }
+        )
+        raise
 
 
 def varlen_attention_with_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -117,7 +136,12 @@ def varlen_attention_with_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor
         natural logarithm, as FlashAttention has it; where there is nothing to attend to
         that of the sink, or ``-inf``.
     """
-    return _ops.varlen_attention_with_lse.default(*args, **kwargs)
+    refuse_one_number(kwargs.get("window_size"))
+    try:
+        return _ops.varlen_attention_with_lse.default(*args, **kwargs)
+    except RuntimeError:  # of the schema
+        refuse_lists(dict(zip(_BACKWARD_OPTIONS, args[3:], strict=False)) | kwargs)
+        raise
 
 
 def _empty(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,6 +150,8 @@ def _empty(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _with_lse_fake(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any):
+    if not _ops._varlen_is_regular.default(q, k, v):
+        return _ops._varlen_as_regular.default(q, k, v, *args, **kwargs)
     _ops._varlen_check.default(q, k, v, *args, **kwargs)
     return _empty(q, v)
 
@@ -225,6 +251,8 @@ def _batched(packed: Tensor, tokens: slice) -> Tensor:
 
 
 def _with_lse_cpu(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any):
+    if not _ops._varlen_is_regular.default(q, k, v):
+        return _ops._varlen_as_regular.default(q, k, v, *args, **kwargs)
     _ops._varlen_check.default(q, k, v, *args, **kwargs)
     options = _options(args, kwargs)
     if options["dropout_p"] > 0 and options["rng_state"] is None:
