@@ -53,7 +53,8 @@ def test_paged(queries, options, pairs):
 def test_paged_queries_that_are_packed():
     query, *rest = _paged()
     packed = query.new_empty(5, HEADS, SIZE)
-    found = _flops(cudnn_ops.paged_attention, packed, *rest, cu_seqlens_q=_int(0, 1, 5))
+    options = {"cu_seqlens_q": _int(0, 1, 5), "max_seqlen_q": 4}
+    found = _flops(cudnn_ops.paged_attention, packed, *rest, **options)
     assert found == 2 * HEADS * (1 * 3 + 4 * 7) * 2 * SIZE
 
 
