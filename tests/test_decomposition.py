@@ -57,8 +57,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, starts_k: Tensor, u
     yield attend(q, k, v, starts, starts_k, 9, 11)
     yield attend(q, k, v, starts, starts_k, 9, 11, 0.0, 0.4, True, window_size=(4, 0))
     yield attend(q, k, v, starts, starts_k, 9, 11, causal=True, bottom_right=False)
-    options: dict[str, Any] = {"alibi_slopes": slopes, "softcap": 3.0}
-    yield attend(q, q[:, 2:], q[:, :2], starts, starts, 9, 9, causal=True, **options)
+    yield attend(q, q, q, starts, starts, 9, 9, causal=True, alibi_slopes=slopes, softcap=3.0)
     yield from with_lse(q, k, v, starts, starts_k, 9, 11, sinks=slopes, seqused_k=used)
     yield from with_lse(q, k, v, starts, starts_k, 9, 11, seqused_q=used, causal=True)
 
