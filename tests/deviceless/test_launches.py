@@ -14,8 +14,9 @@ import torch
 from tests.deviceless.kernel_images import images_of_library
 
 HERE = Path(__file__).parent
-#: Launched around a plan of cuDNN's, which takes a real GPU; always with 128 threads.
-BESIDE_PLANS = ("paged_pad", "paged_merge_")
+#: Launched beside a plan of cuDNN's, which takes a real GPU, on a grid alone: with 128 threads, or
+#: as many as they declare, and no more shared memory than that.
+BESIDE_PLANS = ("paged_pad", "paged_merge_", "conv_epilogue_forward_")
 
 
 def include_folders() -> list[str]:
@@ -52,6 +53,14 @@ def test_every_launch_fits(runtime, tmp_path):
     launched = [set(names) for names in answer["launched"]]
     assert len(launched) > 4
     assert set.union(*launched) == kernels
+
+
+def test_what_runs_beside_plans_fits():
+    for image in images_of_library():
+        for name, facts in image.kernels.items():
+            if name.startswith(BESIDE_PLANS):
+                assert facts.registers * (facts.most_threads or 128) <= 1 << 16, name
+                assert facts.shared <= 48 << 10, name
 
 
 def test_images_cover_what_is_described():
