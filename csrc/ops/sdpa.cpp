@@ -32,12 +32,15 @@ bool is_attention_dtype(const at::Tensor& tensor) {
 
 }  // namespace
 
+bool checks_values() {
+  const char* value = std::getenv("CUDNN_OPS_CHECK");
+  return value != nullptr && std::strcmp(value, "") != 0 && std::strcmp(value, "0") != 0;
+}
+
 bool checks_values(const at::Tensor& tensor) {
   // A compiler's tensors, subclasses of torch.Tensor, have none.
   if (tensor.is_meta() || tensor.unsafeGetTensorImpl()->is_python_dispatch()) return false;
-  if (tensor.is_cpu()) return true;
-  const char* value = std::getenv("CUDNN_OPS_CHECK");
-  return value != nullptr && std::strcmp(value, "") != 0 && std::strcmp(value, "0") != 0;
+  return tensor.is_cpu() || checks_values();
 }
 
 bool is_multiple(const c10::SymInt& heads, const c10::SymInt& of) {

@@ -5,8 +5,9 @@
 
 namespace cudnn_ops {
 
-// Whether what a tensor holds is checked: on a CPU always, on a GPU, which the check has to wait
-// for, where CUDNN_OPS_CHECK asks.
+// Whether CUDNN_OPS_CHECK asks for the checks that have to wait for the GPU.
+bool checks_values();
+// Whether what a tensor holds is checked: on a CPU always.
 bool checks_values(const at::Tensor& tensor);
 
 // Adds no guard for sizes that a compiler keeps symbolic beyond the fact that is checked.
