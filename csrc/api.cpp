@@ -12,6 +12,7 @@
 #include "graph/plan_source.h"
 #include "graph/plan_store.h"
 #include "graph/target.h"
+#include "graph/warn.h"
 
 #include <cudnn_frontend_version.h>
 #include <torch/version.h>
@@ -25,6 +26,10 @@ Versions versions() {
   constexpr bool with_cuda = false;
 #endif
   return {TORCH_VERSION, CUDNN_VERSION, CUDNN_FRONTEND_VERSION, with_cuda};
+}
+
+void set_warner(void (*warner)(const char* message)) {
+  graph::set_warner(warner);
 }
 
 CacheInfo cache_info() {

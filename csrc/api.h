@@ -32,6 +32,9 @@ struct Versions {
 
 CUDNN_OPS_API Versions versions();
 
+// Who gets the library's warnings (graph/warn.h).
+CUDNN_OPS_API void set_warner(void (*warner)(const char* message));
+
 // The plan cache (graph/plan_cache.h). set_cache_limit throws std::invalid_argument.
 CUDNN_OPS_API CacheInfo cache_info();
 CUDNN_OPS_API void cache_clear();

@@ -1,5 +1,5 @@
-// cudnn_ops._C: versions, cache statistics and the description of a GPU. No operator runs
-// through it.
+// cudnn_ops._C: versions, cache statistics, the description of a GPU, and where warnings go. No
+// operator runs through it.
 
 #include "api.h"
 
@@ -9,7 +9,21 @@
 namespace py = pybind11;
 namespace api = cudnn_ops::api;
 
+namespace {
+
+// Operators run without the GIL, and in threads that Python knows nothing of.
+void warn_in_python(const char* message) {
+  if (Py_IsInitialized() == 0) return;
+  const py::gil_scoped_acquire gil;
+  if (PyErr_WarnEx(PyExc_UserWarning, message, /*stack_level=*/1) != 0) {
+    throw py::error_already_set();
+  }
+}
+
+}  // namespace
+
 PYBIND11_MODULE(_C, m) {
+  api::set_warner(warn_in_python);
   m.def("versions", [] {
     const auto versions = api::versions();
     py::dict result;

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,8 @@ from tests.cases import sdpa as cases
 from tests.cases.sdpa import Case, run
 
 pytestmark = pytest.mark.usefixtures("fresh_cache")
+ROOT = Path(__file__).parents[1]
+CMAKE = (ROOT / "CMakeLists.txt").read_text()
 
 
 def plan(length: int = 64, device: str | Path = "h200"):
@@ -38,13 +42,18 @@ def plan_again(length: int = 64) -> str:
 
 
 @pytest.fixture
-def warnings_so_far(capfd):
-    """Reads what the operators' library has warned of since the last call: it writes to stderr."""
+def warnings_so_far():
+    """Reads what the operators' library has warned of since the last call, as Python warns."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
 
-    def read() -> list[str]:
-        return [line for line in capfd.readouterr().err.splitlines() if "cudnn_ops:" in line]
+        def read() -> list[str]:
+            ours = [w for w in caught if str(w.message).startswith("cudnn_ops:")]
+            caught.clear()
+            assert all(w.category is UserWarning for w in ours)
+            return [str(w.message) for w in ours]
 
-    return read
+        yield read
 
 
 def files(store: Path) -> list[Path]:
@@ -234,6 +243,61 @@ def test_a_file_of_another_user_is_not_used(store, warnings_so_far):
     os.chown(files(store)[0], 12345, 12345)
     assert plan_again() == "build"
     assert "belongs to another user" in warnings_so_far()[0]
+
+
+def test_a_filter_makes_an_error_of_a_warning(store):
+    plan()
+    damage_flip(files(store)[0])
+    cudnn_ops.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="is built anew"):
+            plan()
+    assert plan_again() == "build"
+
+
+def test_no_source_warns_past_python():
+    sources = {path.name: path.read_text() for path in ROOT.glob("csrc/**/*.cpp")}
+    assert [name for name, text in sources.items() if "TORCH_WARN" in text] == ["warn.cpp"]
+
+
+# --- which graphs a plan is of ----------------------------------------------------------
+
+
+def hash_of(sources: list[Path], folder: Path) -> str:
+    """What the build writes into the library for these sources."""
+    header = folder / "graph_hash.h"
+    script = ROOT / "csrc/cmake/hash_graphs.cmake"
+    joined = "|".join(map(str, sources))
+    command = ["cmake", f"-DOUTPUT={header}", f"-DSOURCES={joined}", "-P", script]
+    subprocess.run(command, check=True)
+    return header.read_text().split('"')[1]
+
+
+def test_a_plan_is_stored_for_the_sources_of_its_graph(store, tmp_path):
+    plan()
+    patterns = re.search(r"file\(GLOB graph_sources CONFIGURE_DEPENDS (.*?)\)", CMAKE, re.DOTALL)
+    sources = [path for pattern in patterns[1].split() for path in ROOT.glob(pattern)]
+    names = {path.name for path in sources}
+    assert {"sdpa_graph.cpp", "sdpa_params.h", "plan_build.cpp", "frontend.h"} <= names
+    known = hash_of(sources, tmp_path)
+    assert f"graphs {known}, gpu".encode() in files(store)[0].read_bytes()
+    for path in sources:
+        copy = tmp_path / path.name
+        copy.write_bytes(path.read_bytes() + b" ")
+        changed = [copy if other == path else other for other in sources]
+        assert hash_of(changed, tmp_path) != known
+
+
+def test_files_of_another_container_are_left_alone(store):
+    """It shares the folder and has a process of the same number, which writes a plan just now."""
+    plan()
+    others = [store / f".writing-{os.getpid()}-{count}" for count in range(200)]
+    for file in others:
+        file.write_bytes(b"half a plan")
+    plan(128)
+    assert len(files(store)) == 2
+    assert all(file.exists() for file in others)
 
 
 # --- hostile or useless folders ---------------------------------------------------------

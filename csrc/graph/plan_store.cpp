@@ -1,8 +1,9 @@
 #include "plan_store.h"
 
 #include "cudnn_library.h"
+#include "graph_hash.h"
+#include "warn.h"
 
-#include <c10/util/Exception.h>
 #include <cudnn_frontend_version.h>
 
 #include <dirent.h>
@@ -11,9 +12,9 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <ctime>
 #include <vector>
@@ -21,7 +22,7 @@
 namespace cudnn_ops::graph {
 namespace {
 
-// Counts changes of this file's format and of what an operator's key words mean.
+// Counts changes of the files' format. What is in a plan is told apart by kGraphs, a hash.
 constexpr uint32_t kFormat = 2;
 constexpr char kMagic[8] = {'c', 'u', 'D', 'N', 'N', 'o', 'p', 's'};
 constexpr const char* kSuffix = ".plan";
@@ -46,8 +47,8 @@ uint64_t fnv(const char* data, size_t size, uint64_t h = 0xCBF29CE484222325ull) 
 // Everything that could make a stored plan wrong to use.
 std::string identity_of(const PlanKey& key, const std::string& gpu) {
   std::string identity = "cudnn " + std::to_string(cudnn().version) + ", frontend " +
-                         std::to_string(CUDNN_FRONTEND_VERSION) + ", format " +
-                         std::to_string(kFormat) + ", gpu " + gpu + '\0';
+                         std::to_string(CUDNN_FRONTEND_VERSION) + ", graphs " + kGraphs + ", gpu " +
+                         gpu + '\0';
   identity.append(reinterpret_cast<const char*>(key.words().data()),
                   key.words().size() * sizeof(int64_t));
   return identity;
@@ -64,8 +65,7 @@ std::string file_name(const std::string& identity) {
 
 class File {
  public:
-  File(const std::string& path, int flags, mode_t mode = 0)
-      : descriptor_(open(path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW, mode)) {
+  explicit File(int descriptor) : descriptor_(descriptor) {
   }
   File(const File&) = delete;
   File& operator=(const File&) = delete;
@@ -252,7 +252,7 @@ void PlanStore::warn_once(Trouble trouble, const std::string& message) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (std::exchange(warned_[trouble], true)) return;
   }
-  TORCH_WARN("cudnn_ops: ", message);
+  warn("cudnn_ops: " + message);
 }
 
 bool PlanStore::contains(const PlanKey& key, const std::string& gpu) {
@@ -268,7 +268,7 @@ std::optional<std::string> PlanStore::load(const PlanKey& key, const std::string
   if (folder.empty()) return std::nullopt;
   const std::string identity = identity_of(key, gpu);
   const std::string path = folder + "/" + file_name(identity);
-  const File file(path, O_RDONLY);
+  const File file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
   if (file.get() < 0) return std::nullopt;
   std::string reason;
   auto plan = read_plan(file, identity, reason);
@@ -293,22 +293,24 @@ void PlanStore::save(const PlanKey& key, const std::string& gpu, const std::stri
   header.plan_size = plan.size();
   header.checksum = fnv(rest.data(), rest.size());
 
-  static std::atomic<int> counter{0};
-  const std::string temporary =
-      folder + "/" + kTemporary + std::to_string(getpid()) + "-" + std::to_string(counter++);
   const std::string path = folder + "/" + file_name(identity);
+  // Nobody else's, whichever machine or container shares the folder.
+  std::string temporary = folder + "/" + kTemporary + "XXXXXX";
   bool written = make_folder(folder);
   if (written) {
-    File file(temporary, O_WRONLY | O_CREAT | O_EXCL, 0600);
-    written = file.get() >= 0 &&
-              file.write_all(reinterpret_cast<const char*>(&header), sizeof header) &&
-              file.write_all(rest.data(), rest.size()) && file.close() &&
-              std::rename(temporary.c_str(), path.c_str()) == 0;
+    File file(mkostemp(temporary.data(), O_CLOEXEC));
+    written = file.get() >= 0;
+    if (written && !(file.write_all(reinterpret_cast<const char*>(&header), sizeof header) &&
+                     file.write_all(rest.data(), rest.size()) && file.close() &&
+                     std::rename(temporary.c_str(), path.c_str()) == 0)) {
+      written = false;
+      const int trouble = errno;
+      unlink(temporary.c_str());
+      errno = trouble;
+    }
   }
   if (!written) {
-    const std::string reason = error_text();
-    unlink(temporary.c_str());
-    warn_once(kWrite, "plans cannot be stored in " + folder + ": " + reason +
+    warn_once(kWrite, "plans cannot be stored in " + folder + ": " + error_text() +
                           "; the next process will build them again");
     return;
   }

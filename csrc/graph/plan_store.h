@@ -39,8 +39,8 @@ class PlanStore {
   void set_limit(int64_t bytes);
 
   // `gpu` is Target::gpu(). contains() only looks whether there is a file; what load() gives is
-  // what save() got for the same key, GPU, and versions of cuDNN, the frontend and this file's
-  // format.
+  // what save() got for the same key, GPU, versions of cuDNN and the frontend, and sources of the
+  // graphs.
   bool contains(const PlanKey& key, const std::string& gpu);
   std::optional<std::string> load(const PlanKey& key, const std::string& gpu);
   void save(const PlanKey& key, const std::string& gpu, const std::string& plan);

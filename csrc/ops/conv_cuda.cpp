@@ -4,6 +4,7 @@
 #include "or_none_cuda.h"
 
 #include "../graph/call_pointers.h"
+#include "../graph/warn.h"
 #include "../kernels/conv_epilogue.h"
 
 #include <ATen/Context.h>
@@ -36,18 +37,20 @@ at::Tensor image_of(const at::Tensor& tensor, const char* op = nullptr) {
   const auto format = channels_last(image);
   if (!image.is_contiguous(format)) {
     if (op != nullptr) {
-      TORCH_WARN_ONCE(op,
-                      ": an input or a weight does not have its channels last and is copied at "
-                      "every call; model.to(memory_format=torch.channels_last) lays them out so "
-                      "for good");
+      CUDNN_OPS_WARN_ONCE(
+          op,
+          ": an input or a weight does not have its channels last and is copied at "
+          "every call; model.to(memory_format=torch.channels_last) lays them out so "
+          "for good");
     }
     return image.contiguous(format);
   }
   if (is_aligned(image)) return image;
   if (op != nullptr) {
-    TORCH_WARN_ONCE(op,
-                    ": an input or a weight starts at an address that is no multiple of 16 and is "
-                    "copied at every call");
+    CUDNN_OPS_WARN_ONCE(
+        op,
+        ": an input or a weight starts at an address that is no multiple of 16 and is "
+        "copied at every call");
   }
   return image.clone(format);
 }

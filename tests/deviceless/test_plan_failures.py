@@ -151,11 +151,9 @@ def test_a_missing_compiler_is_no_refusal(tmp_path):
         f"libnvrtc.so.{torch.version.cuda.split('.')[0]}",
         "int nothing;",
         """
-for call in CALLS[:3]:
+for call in CALLS:  # the convolution too, which has engines for less than all of it
     message = failure_of(call)
     assert "libnvrtc" in message and "compiles kernels" in message, message
-answer = ask(CALLS[3])
-assert (answer.supported, answer.reason) == (True, ""), answer  # an engine of compiled kernels
 """,
     )
 
