@@ -192,6 +192,7 @@ def test_packed(changes, error, match, device):
         ({"cu_seqlens_q": [0, -1, 9]}, "cu_seqlens_q must not decrease, and does by 1"),
         ({"max_seqlen_k": 4}, "max_seqlen_k is 4, and there is a sequence of 5 tokens"),
         ({"seqused_q": [4, 6]}, "seqused_q must lie between 0 and the length"),
+        ({"seqused_q": [4, 4], "max_seqlen_q": 3}, "max_seqlen_q is 3, and seqused_q has 4"),
         ({"seqused_k": [-1, 5]}, "seqused_k must lie between 0 and the length"),
     ],
     ids=str,

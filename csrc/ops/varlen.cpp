@@ -28,8 +28,11 @@ void check_packed(const at::Tensor& tensor, const at::Tensor& query, const char*
   check_supported(tensor, name, kOp);
 }
 
-void check_used(const OptionalTensor& used, const at::Tensor& offsets, const char* name) {
+void check_used(const OptionalTensor& used, const at::Tensor& offsets, const c10::SymInt& longest,
+                const char* name, const char* longest_name) {
   if (!used) return;
+  TORCH_CHECK_VALUE(holds(longest.sym_ge(0)), kOp, longest_name, " must not be negative, got ",
+                    longest);
   TORCH_CHECK_VALUE(used->dim() == 1 &&
                         holds((used->sym_size(0) + 1).sym_eq(offsets.sym_size(0))) &&
                         used->device() == offsets.device() &&
@@ -39,6 +42,9 @@ void check_used(const OptionalTensor& used, const at::Tensor& offsets, const cha
   if (!checks_values(*used) || used->numel() == 0) return;
   TORCH_CHECK_VALUE(used->ge(0).all().item<bool>() && used->le(offsets.diff()).all().item<bool>(),
                     kOp, name, " must lie between 0 and the length of each sequence");
+  const auto most = used->max().item<int64_t>();
+  TORCH_CHECK_VALUE(longest >= most, kOp, longest_name, " is ", longest, ", and ", name, " has ",
+                    most);
 }
 
 }  // namespace
@@ -62,13 +68,16 @@ void check_varlen(const Varlen& args) {
                     "; the first must be a multiple of the second");
   if (args.alibi_slopes) check_per_head(*args.alibi_slopes, query, "alibi_slopes", kOp);
   if (args.sinks) check_per_head(*args.sinks, query, "sinks", kOp);
-  check_offsets(args.cu_seqlens_q, query, args.max_seqlen_q, "cu_seqlens_q", "max_seqlen_q", kOp);
-  check_offsets(args.cu_seqlens_k, key, args.max_seqlen_k, "cu_seqlens_k", "max_seqlen_k", kOp);
+  // The longest is that of the tokens that are used.
+  check_offsets(args.cu_seqlens_q, query, args.seqused_q ? query.sym_size(0) : args.max_seqlen_q,
+                "cu_seqlens_q", "max_seqlen_q", kOp);
+  check_offsets(args.cu_seqlens_k, key, args.seqused_k ? key.sym_size(0) : args.max_seqlen_k,
+                "cu_seqlens_k", "max_seqlen_k", kOp);
   TORCH_CHECK_VALUE(holds(args.cu_seqlens_q.sym_size(0).sym_eq(args.cu_seqlens_k.sym_size(0))), kOp,
                     "cu_seqlens_q is of ", args.cu_seqlens_q.sym_size(0) - 1,
                     " sequences and cu_seqlens_k of ", args.cu_seqlens_k.sym_size(0) - 1);
-  check_used(args.seqused_q, args.cu_seqlens_q, "seqused_q");
-  check_used(args.seqused_k, args.cu_seqlens_k, "seqused_k");
+  check_used(args.seqused_q, args.cu_seqlens_q, args.max_seqlen_q, "seqused_q", "max_seqlen_q");
+  check_used(args.seqused_k, args.cu_seqlens_k, args.max_seqlen_k, "seqused_k", "max_seqlen_k");
 }
 
 bool is_regular(const Varlen& args) {

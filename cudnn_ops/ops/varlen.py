@@ -58,7 +58,8 @@ def varlen_attention(
             to the number of tokens, not decreasing. A sequence may be empty.
         cu_seqlens_k: likewise for ``k`` and ``v``. The same tensor as ``cu_seqlens_q`` for
             self-attention: then the backward is up to twice as fast under a causal mask.
-        max_seqlen_q: at least the length of the longest sequence of queries, in tokens.
+        max_seqlen_q: at least the length of the longest sequence of queries, in tokens; with
+            ``seqused_q`` of those that are used.
         max_seqlen_k: likewise for the keys.
         dropout_p: as in :func:`cudnn_ops.scaled_dot_product_attention`.
         softmax_scale: factor of the scores; None stands for ``1 / sqrt(head size)``.
