@@ -40,13 +40,6 @@ REFUSALS = [
         {"padding": 1, "groups": 4},
         "engines for such graphs takes this",
     ),
-    (
-        "conv2d",
-        "h200",
-        [((2, 32, 14, 14), bf16), ((32, 1, 3, 3), bf16)],
-        {"padding": 1, "groups": 32, "activation": "gelu", "bias": True},
-        "leading_dim_in_bits_in % 128 != 0 (CUDNN_STATUS_NOT_SUPPORTED_SHAPE)",
-    ),
 ]
 
 
