@@ -13,7 +13,7 @@ from cudnn_ops import _C
 
 _FILE = Path(__file__).with_name("known_bad.json")
 _NO_END = 2**31
-_CONDITION = re.compile(r"([\w.]+) (==|!=|<=?|>=?) (-?\d+)")
+_CONDITION = re.compile(r"([\w.]+(?: % [1-9]\d*)?) (==|!=|<=?|>=?) (-?\d+)")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class KnownBad:
     direction, and one that nobody measured counts as bad. A row ends where a fix was measured, or
     where cuDNN's release notes state one."""
     when: tuple[str, ...]
-    """Conditions on the plan's parameters, all of which must hold: ``"key.size2 == 1"``."""
+    """Conditions on the plan's parameters, all of which must hold: ``"key.size2 % 128 == 64"``."""
     reason: str
     """Continues "it is known to"."""
     source: str

@@ -49,6 +49,14 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"op": "sdpa_backward", "q": ((1, 1024, 33000, 64), torch.bfloat16)},
         {"op": "sdpa_backward", "q": ((1, 1024, 32000, 64), torch.bfloat16)},
     ),
+    "backward-over-64-modulo-128-keys": (
+        {"op": "sdpa_backward", "q": ((2, 4, 192, 64), torch.bfloat16)},
+        {"op": "sdpa_backward", "q": ((2, 4, 192, 64), torch.bfloat16), "is_causal": True},
+    ),
+    "backward-of-a-single-query": (
+        {"op": "sdpa_backward", "q": ONE_QUERY, "k": SHAPE},
+        {"op": "sdpa_backward"},
+    ),
     "slopes-for-a-single-query": (
         {"op": "sdpa", "q": ONE_QUERY, "k": SHAPE, "alibi_slopes": True},
         {"op": "sdpa", "q": ONE_QUERY, "k": SHAPE},
@@ -79,6 +87,8 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 #: The operators never ask for these plans.
 EVADED = {
     "mask-told-to-have-one-row",
+    "backward-over-64-modulo-128-keys",
+    "backward-of-a-single-query",
     "slopes-for-a-single-query",
     "dropout-for-a-single-query",
     "slopes-from-the-end-of-told-lengths",

@@ -17,10 +17,15 @@ std::vector<KnownBad>& rules() {
   return *all;
 }
 
+// `name` is a fact's, or "fact % number".
 std::optional<int64_t> find(const Facts& facts, const std::string& name) {
-  const auto found = std::find_if(facts.begin(), facts.end(),
-                                  [&](const auto& fact) { return fact.first == name; });
-  return found == facts.end() ? std::nullopt : std::optional<int64_t>(found->second);
+  const size_t end = name.find(" % ");
+  const auto found = std::find_if(facts.begin(), facts.end(), [&](const auto& fact) {
+    return name.compare(0, end, fact.first) == 0;
+  });
+  if (found == facts.end()) return std::nullopt;
+  if (end == std::string::npos) return found->second;
+  return found->second % std::stoll(name.substr(end + 3));
 }
 
 bool holds(int64_t a, const std::string& comparison, int64_t b) {

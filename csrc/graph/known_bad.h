@@ -11,8 +11,8 @@
 
 namespace cudnn_ops::graph {
 
-// A number of the parameters (facts()), a comparison (==, !=, <, <=, >, >=) and what it is held
-// against.
+// A number of the parameters (facts()) or what a division leaves of it ("key.size2 % 128"), a
+// comparison (==, !=, <, <=, >, >=) and what it is held against.
 struct Condition {
   std::string fact, comparison;
   int64_t value;
