@@ -269,7 +269,7 @@ def hash_of(sources: list[Path], folder: Path) -> str:
     header = folder / "graph_hash.h"
     script = ROOT / "csrc/cmake/hash_graphs.cmake"
     joined = "|".join(map(str, sources))
-    command = ["cmake", f"-DOUTPUT={header}", f"-DSOURCES={joined}", "-P", script]
+    command = ["cmake", f"-DOUTPUT={header}", f"-DSOURCES={joined}", "-P", str(script)]
     subprocess.run(command, check=True)
     return header.read_text().split('"')[1]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,8 @@ COMPILED = replace(NATIVE, activation="silu", bias=True, residual=True)
 
 def convolution(case: ConvCase, number: int) -> Call:
     t = conv.make(case, torch.bfloat16, "cuda", seed=number)
-    t = conv.Tensors(*(None if x is None else x.detach() for x in vars(t).values()))
+    detached: dict[str, Any] = {name: x if x is None else x.detach() for name, x in vars(t).items()}
+    t = conv.Tensors(**detached)
     return lambda: [conv.run(case, t, by=_ops)]
 
 
