@@ -48,6 +48,25 @@ at::Tensor repeat_heads(const at::Tensor& tensor, const c10::SymInt& heads) {
   return tensor.unsqueeze(2).expand_symint(sizes).flatten(1, 2);
 }
 
+// A dense tensor of four dimensions with nothing to it that a compiler traces.
+bool is_plain(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.dim() != 4) return false;
+  const auto* impl = tensor.unsafeGetTensorImpl();
+  return !impl->has_symbolic_sizes_strides() && !impl->is_python_dispatch();
+}
+
+bool has_plain_rows(const at::Tensor& tensor) {
+  const int64_t size = tensor.sizes()[3];
+  return tensor.strides()[3] == 1 && size % kRowUnit == 0 && size > 0;
+}
+
+bool is_plainly_regular(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                        bool enable_gqa) {
+  if (!has_plain_rows(query) || !has_plain_rows(key) || !has_plain_rows(value)) return false;
+  const auto q = query.sizes(), k = key.sizes(), v = value.sizes();
+  return q[0] == k[0] && q[0] == v[0] && k[1] == v[1] && (enable_gqa || q[1] == k[1]);
+}
+
 }  // namespace
 
 bool has_regular_rows(const at::Tensor& tensor) {
@@ -74,6 +93,9 @@ std::optional<double> scale_of_rows(std::optional<double> scale, const at::Tenso
 
 bool is_regular(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                 bool enable_gqa) {
+  if (is_plain(query) && is_plain(key) && is_plain(value)) {
+    return is_plainly_regular(query, key, value, enable_gqa);
+  }
   for (const auto* tensor : {&query, &key, &value}) {
     if (!tensor->defined() || tensor->layout() != at::kStrided || tensor->dim() != 4 ||
         !has_unit_stride(*tensor) || !has_regular_size(*tensor)) {
@@ -84,6 +106,19 @@ bool is_regular(const at::Tensor& query, const at::Tensor& key, const at::Tensor
          may_be_equal(query.sym_size(0), value.sym_size(0)) &&
          may_be_equal(key.sym_size(1), value.sym_size(1)) &&
          (enable_gqa || may_be_equal(query.sym_size(1), key.sym_size(1)));
+}
+
+bool fits_plainly(const Attention& args) {
+  const auto &query = args.query, &key = args.key, &value = args.value;
+  if (!is_plain(query) || !is_plain(key) || !is_plain(value) ||
+      !is_plainly_regular(query, key, value, args.enable_gqa)) {
+    return false;
+  }
+  const auto q = query.sizes(), k = key.sizes(), v = value.sizes();
+  const bool fits_heads = k[1] == 0 ? q[1] == 0 : q[1] % k[1] == 0;
+  return fits_heads && q[3] == k[3] && k[2] == v[2] && query.device() == key.device() &&
+         query.device() == value.device() && query.scalar_type() == key.scalar_type() &&
+         query.scalar_type() == value.scalar_type();
 }
 
 RegularAttention::RegularAttention(const Attention& given)

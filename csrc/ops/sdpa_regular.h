@@ -25,6 +25,9 @@ bool is_regular(const at::Tensor& query, const at::Tensor& key, const at::Tensor
 inline bool is_regular(const Attention& args) {
   return is_regular(args.query, args.key, args.value, args.enable_gqa);
 }
+// Whether query, key and value are regular and fit each other, as nearly all do: in comparisons of
+// integers alone, so no of what a compiler traces. A no needs check_shapes to say why, if at all.
+bool fits_plainly(const Attention& args);
 
 // A call that is not regular as one that is. `given` must stay alive.
 class RegularAttention {
