@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 # Before the import: no test reads or writes the user's own store.
 os.environ["CUDNN_OPS_CACHE_DIR"] = ""
@@ -97,6 +99,15 @@ def poisoned(request):
     blocks.append(torch.full((1 << 26,), torch.nan, device="cuda"))
     del blocks
     yield
+
+
+@pytest.fixture
+def much_memory():
+    """Of the tests that take a large share of a GPU's memory one at a time, in all processes."""
+    with open(Path(tempfile.gettempdir()) / "cudnn_ops-tests-much-memory", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -62,7 +62,8 @@ def test_engines_are_compiled_with_the_threads_that_there_are(tmp_path):
     subprocess.run(command, check=True)
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, tmp_path],
-        env=os.environ | {"LD_PRELOAD": str(library), "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        env=os.environ | {"LD_PRELOAD": str(library)},
         capture_output=True,
         text=True,
         check=False,

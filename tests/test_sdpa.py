@@ -247,7 +247,7 @@ def test_flops_are_counted_as_torch_counts_its_own(device, grouped):
         pytest.param(Case(2, 66000, 33000, 16, 16, 64, 64), [0, 1], id="many-heads"),
     ],
 )
-def test_more_than_cudnn_takes_at_once(case, entries):
+def test_more_than_cudnn_takes_at_once(case, entries, much_memory):
     """Beyond 2^31 elements cuDNN 9.19's own backward, and so torch's, is wrong without a word."""
     torch.manual_seed(0)
 

@@ -140,7 +140,7 @@ def test_windows_that_are_longer_than_any_sequence(beyond, same, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads_kv", [1, 2])
-def test_more_sequences_than_cudnn_takes_at_once(heads_kv):
+def test_more_sequences_than_cudnn_takes_at_once(heads_kv, much_memory):
     """65,535 a launch; beyond them, or where the gradients of so many are too large, in parts."""
     torch.manual_seed(0)
     count = 70001
@@ -213,7 +213,7 @@ def test_the_host_never_waits(feature):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [(64, 4), (16, 16)])
-def test_totals_beyond_2_to_the_31_elements(heads):
+def test_totals_beyond_2_to_the_31_elements(heads, much_memory):
     """Offsets are 64-bit numbers; the backward is cut into groups of heads."""
     torch.manual_seed(0)
     lengths = [9000, 1, 70000, 250000] if heads[0] == 64 else [500000, 129, 600000]
