@@ -103,10 +103,12 @@ def test_results(case, device, poisoned):
     cases.check(case, t, out, lse)
     assert out.is_contiguous()
     assert lse.is_contiguous()
-    assert torch.equal(_ops.paged_attention(*t.arguments, **t.options), out)
+    # For heads of 512 cuDNN 9.19 adds up a sequence's parts in any order (measured on an H200).
+    close = {"rtol": 0.0, "atol": 0.0} if case not in WIDE else {"rtol": 2**-7, "atol": 2**-9}
+    torch.testing.assert_close(_ops.paged_attention(*t.arguments, **t.options), out, **close)
     into = torch.full_like(out, torch.nan)
     _ops._paged_attention_out(*t.arguments, **t.options, out=into)
-    assert torch.equal(into, out)
+    torch.testing.assert_close(into, out, **close)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -7,6 +7,7 @@
 #include "plan_policy.h"
 #include "plan_source.h"
 #include "plan_store.h"
+#include "warn.h"
 
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cudnn/Handle.h>
@@ -143,7 +144,14 @@ PlanPtr often_called_plan(const Call& call, const PlanKey& key) {
     return store.is_on() && store.contains(key, live_target().gpu());
   };
   if (is_capturing() || !policy.is_due(key, is_stored)) return nullptr;
-  auto plan = plan_or_null(call, key);
+  PlanPtr plan;
+  try {
+    plan = plan_or_null(call, key);
+  } catch (const c10::Error& failure) {
+    // What runs in its place goes on running.
+    CUDNN_OPS_WARN_ONCE(failure.what_without_backtrace(),
+                        "; cuDNN is not asked for this size again in this process");
+  }
   if (plan == nullptr) policy.refuse(key);
   return plan;
 }

@@ -32,7 +32,8 @@ MaskTensors::MaskTensors(const Attention& args, const Band& band, bool backward)
   }
   if (needs_lengths(args, band, backward)) {
     lengths = lengths_of(args.seq_lens_q, args.query);
-    lengths_kv = lengths_of(args.seq_lens_kv, args.key);
+    const bool are_alike = !is_padded(args) && args.query.size(2) == args.key.size(2);
+    lengths_kv = are_alike ? lengths : lengths_of(args.seq_lens_kv, args.key);
   }
 }
 

@@ -10,7 +10,13 @@ from cudnn_ops.support import explain
 bf16 = torch.bfloat16
 #: Operator, device, shapes, options, and what the sentence has to tell.
 REFUSALS = [
-    ("sdpa", "h200", [((1, 2, 64, 77), bf16)], {}, "hidden_dim should be multiple of 8"),
+    (
+        "sdpa_backward",
+        "a100",
+        [((1, 2, 64, 256), bf16)],
+        {"is_causal": True},
+        "hidden_dim should be less than or equal to 128",
+    ),
     ("sdpa_backward", "a100", [((1, 2, 128, 64), bf16)], {"softcap": 5.0}, "only Hopper is"),
     (
         "sdpa_backward",
@@ -18,13 +24,6 @@ REFUSALS = [
         [((1, 2, 128, 512), bf16)],
         {"sinks": True, "dropout_p": 0.1},
         "With dropout, this engine only supports fprop inference",
-    ),
-    (
-        "paged_attention",
-        "h200",
-        [((2, 1, 4, 64), bf16), *[((16, 24, 2, 64), bf16)] * 2],
-        {"page_table": (2, 4)},
-        "block size needs to be non-zero and a power of 2 (CUDNN_STATUS_BAD_PARAM)",
     ),
     (
         "rms_norm",
