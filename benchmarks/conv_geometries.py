@@ -117,7 +117,12 @@ GEOMETRIES = (
     depthwise(1, 256, (2000,), 15),
     depthwise(8, 2048, (1024,), 3),
     depthwise(8, 2048, (1024,), 7, dtype=_FP16),
-    grouped(8, 2048, (2048,), 2048, 4, 2048, padding=3),
+    *(
+        grouped(8, 2048, (2048,), 2048, 4, 2048, padding=3, dtype=dtype)
+        for dtype in (_BF16, _FP16, _FP32)
+    ),
+    depthwise(1, 256, (2000,), 15, dtype=_FP32),
+    depthwise(1, 256, (2000,), 9),
     depthwise(2, 64, (8, 28, 28), 3),
     depthwise(2, 64, (8, 28, 28), 3, 2, dtype=_FP16),
     depthwise(2, 64, (8, 28, 28), 3, dtype=_FP32),

@@ -110,6 +110,7 @@ def explain(
             ``with_stats=True`` for the forward that a backward follows, and ``normalized_shape``
             is the last dimension by default. Of a convolution ``reason`` says where the whole
             epilogue is not in cuDNN's graph, and why: cuDNN does not take it, or is faster without.
+            ``engine`` is ``"torch"`` where torch's own kernel runs, and ``reason`` says why.
 
     The reason is one sentence; where the environment has ``CUDNN_OPS_FULL_REASONS``, it is all that
     cuDNN says, engine by engine.
@@ -245,15 +246,21 @@ _FUSIONS = (
 def _explain_conv(
     op: str, input: TensorSpec, weight: TensorSpec | None, description: str, **options: Any
 ) -> tuple[bool, str, str, int]:
+    by_torch = _reasons_for_torch(op, input, weight, **options)
     if op.endswith("_backward"):
-        keys = conv_plan_keys(op, input, weight, **options)
-        of_input, of_weight = answers = [_C.make_plan(words, description) for words in keys]
+        keys = iter(conv_plan_keys(op, input, weight, **options))
+        of_input, of_weight = answers = [
+            (True, reason, "torch", 0) if reason else _C.make_plan(next(keys), description)
+            for reason in by_torch
+        ]
         return (
             of_input[0] and of_weight[0],
             "; ".join(dict.fromkeys(answer[1] for answer in answers if answer[1])),
             f"{of_input[2]}, {of_weight[2]}",
             max(of_input[3], of_weight[3]),
         )
+    if by_torch[0]:
+        return True, by_torch[0], "torch", 0
     refusal = ""
     for fusion, words, reason in _conv_plans(op, input, weight, **options):
         refusal = refusal or reason
@@ -271,13 +278,31 @@ def conv_plan_keys(
 ) -> list[Sequence[int]]:
     """The keys of the plans of one of :data:`CONVS`: for less and less fused, or both gradients.
 
+    There is none for what torch's own kernel computes.
+
     ``with_before=True``: what the activation is of is a result too, as training needs it.
     """
+    by_torch = _reasons_for_torch(op, input, weight, **options)
     if not op.endswith("_backward"):
-        return [words for _, words, _ in _conv_plans(op, input, weight, **options)]
+        plans = () if by_torch[0] else _conv_plans(op, input, weight, **options)
+        return [words for _, words, _ in plans]
     key = torch.ops.cudnn_ops._conv_backward_plan_key
     x, w, _, _, geometry, _, _ = _conv_arguments(op, input, weight, **with_effect(op, options))
-    return [key(x, w, geometry, is_of_weight) for is_of_weight in (False, True)]
+    return [
+        key(x, w, geometry, is_of_weight)
+        for is_of_weight, reason in zip((False, True), by_torch, strict=True)
+        if not reason
+    ]
+
+
+def _reasons_for_torch(
+    op: str, input: TensorSpec, weight: TensorSpec | None, **options: Any
+) -> list[str]:
+    """Why torch's own kernel runs in place of cuDNN's, or "": the forward, or for each gradient."""
+    x, w, _, _, geometry, _, _ = _conv_arguments(op, input, weight, **with_effect(op, options))
+    # csrc/ops/conv_choice.h's ConvStep.
+    steps = (1, 2) if op.endswith("_backward") else (0,)
+    return [torch.ops.cudnn_ops._conv_torch_reason(x, w, geometry, step) for step in steps]
 
 
 def _conv_plans(

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.usefixtures("without_tf32")
 _ops = torch.ops.cudnn_ops
 PLAIN = ConvCase(2, 8, 16, (9, 7), (3, 3), (1, 1), (1, 1), (1, 1))
 ROW = ConvCase(2, 8, 16, (9,), (3,), (2,), (1,), (1,), 2, "leaky_relu", residual=True)
+#: By torch's own kernel.
+DEPTHWISE = ConvCase(2, 8, 8, (9,), (4,), (1,), (3,), (1,), 8, "silu", residual=True)
 FULL = ConvCase(2, 8, 16, (9, 7), (3, 2), (2, 1), (1, 2), (1, 2), 2, "silu", residual=True)
 
 
@@ -45,6 +47,56 @@ def test_patches(size, device, poisoned):
         for channels_last in (False, True):
             case = replace(case, channels_last=channels_last)
             cases.check(case, cases.make(case, dtype, device, seed=2))
+
+
+#: Depthwise, of one dimension, by torch's own kernel: all; all but the gradient of the weight in
+#: bfloat16; the gradients in float32.
+BY_TORCH = {
+    "causal": ConvCase(2, 64, 64, (50,), (4,), (1,), (3,), (1,), 64),
+    "unlike padding": ConvCase(2, 64, 64, (50,), (4,), (1,), "same", (1,), 64),
+    "small": ConvCase(1, 40, 40, (200,), (15,), (1,), "same", (1,), 40),
+    "long": ConvCase(8, 512, 512, (300,), (31,), (1,), (15,), (1,), 512),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("name", BY_TORCH)
+def test_by_torch_s_own_kernel(name, is_whole, device, poisoned):
+    activation = "silu" if is_whole else "none"
+    case = replace(BY_TORCH[name], bias=is_whole, residual=is_whole, activation=activation)
+    for dtype in (torch.bfloat16, torch.float32):
+        cases.check(case, cases.make(case, dtype, device, seed=22))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BY_TORCH)
+def test_torch_s_own_kernel_takes_any_layout_and_gives_channels_last(name):
+    case = BY_TORCH[name]
+    t = cases.make(case, torch.float32, "cuda", seed=23)
+
+    def last(tensor: torch.Tensor) -> torch.Tensor:
+        moved = tensor.detach().movedim(1, -1).contiguous().movedim(-1, 1)
+        return moved.requires_grad_(tensor.requires_grad)
+
+    moved = cases.Tensors(last(t.input), last(t.weight), t.bias, None, last(t.grad_out))
+    for tensors in (t, moved):
+        cases.check(case, tensors)
+        out = cases.run(case, tensors)
+        (grad,) = torch.autograd.grad(out, tensors.input, tensors.grad_out)
+        for image in (out, grad):
+            assert image.movedim(1, -1).is_contiguous()
+
+
+@pytest.mark.gpu
+def test_torch_s_own_kernel_builds_no_plan(fresh_cache):
+    case = BY_TORCH["causal"]
+    t = cases.make(case, torch.bfloat16, "cuda", seed=24)
+    before = cudnn_ops.cache_info()
+    for within in (None, torch.autocast("cuda", torch.bfloat16)):
+        cases.check(case, t, within)
+    after = cudnn_ops.cache_info()
+    assert (after.builds, after.loads) == (before.builds, before.loads)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -93,7 +145,7 @@ def test_an_empty_batch(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", [PLAIN, FULL, ROW], ids=str)
+@pytest.mark.parametrize("case", [PLAIN, FULL, ROW, DEPTHWISE], ids=str)
 def test_opcheck(case, device):
     t = cases.make(case, torch.float32, device, seed=5)
     activation = cases.ACTIVATIONS.index(case.activation)

@@ -15,8 +15,10 @@ namespace cudnn_ops {
 namespace {
 
 constexpr int64_t kThreads = 512, kStrip = 32, kVectorBytes = 16;
-// So many rows a block that what it does but once is nothing beside them.
-constexpr int64_t kLeastTurns = 8;
+// So many rows a thread that what a block does but once, where it adds up, is nothing beside them.
+// Where it does not, each turn waits for memory again (what is written might be what the next one
+// reads): blocks for a turn each are faster until the GPU is full.
+constexpr int64_t kTurnsToAddUp = 8;
 
 // One for each activation.
 class Kernels {
@@ -72,8 +74,9 @@ struct Tiling {
     threads = static_cast<int>(pieces * rows_at_once);
   }
   // How many blocks share the rows of a strip.
-  int64_t stretches(int64_t rows, int64_t resident) const {
-    const int64_t wanted = (rows + rows_at_once * kLeastTurns - 1) / (rows_at_once * kLeastTurns);
+  int64_t stretches(int64_t rows, int64_t resident, int64_t least_turns) const {
+    const int64_t least = rows_at_once * least_turns;
+    const int64_t wanted = (rows + least - 1) / least;
     return std::max<int64_t>(1, std::min(wanted, resident / strips));
   }
 };
@@ -102,8 +105,8 @@ void conv_epilogue_forward(const at::Tensor& conv, const OptionalTensor& bias,
   const auto& kernel = (is_wide ? kernels.forward_wide : kernels.forward_narrow)[activation];
   const int64_t resident = kernel.resident_blocks(tiling.threads, 0);
   void* argument = &call;
-  kernel.launch(tiling.strips, static_cast<int>(tiling.stretches(rows, resident)), tiling.threads,
-                &argument);
+  const int64_t stretches = tiling.stretches(rows, resident, /*least_turns=*/1);
+  kernel.launch(tiling.strips, static_cast<int>(stretches), tiling.threads, &argument);
 }
 
 void conv_epilogue_backward(const at::Tensor& grad_out, const OptionalTensor& saved,
@@ -129,7 +132,8 @@ void conv_epilogue_backward(const at::Tensor& grad_out, const OptionalTensor& sa
   const auto& kernels = kernels_of(grad_out.scalar_type());
   const auto& kernel = (is_wide ? kernels.backward_wide : kernels.backward_narrow)[activation];
   const int64_t resident = kernel.resident_blocks(tiling.threads, shared);
-  const int64_t stretches = tiling.stretches(rows, resident);
+  const int64_t stretches =
+      tiling.stretches(rows, resident, grad_bias.defined() ? kTurnsToAddUp : 1);
   at::Tensor partial;
   if (grad_bias.defined()) {
     partial =

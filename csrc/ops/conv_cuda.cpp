@@ -8,12 +8,16 @@
 #include "../kernels/conv_epilogue.h"
 
 #include <ATen/Context.h>
+#include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/cuda/EmptyTensor.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 
 namespace cudnn_ops {
 namespace {
@@ -148,11 +152,63 @@ Convolved convolve(const Conv& args, const Images& images, bool with_before) {
   }
 }
 
-// What a plan left of the epilogue, in one pass.
-void add_rest(const Conv& args, const Images& images, bool with_before, Convolved& convolved) {
+// Torch's operators are called for their kernels alone: the derivative and the cast are ours.
+struct OnlyKernels {
+  at::AutoDispatchBelowADInplaceOrView no_autograd;
+  c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
+};
+
+// The input as torch's convolution of one dimension takes it, whose padding is the same on either
+// side: where ours is not, with the zeros in memory. And the padding that is left.
+std::pair<at::Tensor, int64_t> padded(const Conv& args) {
+  if (args.before(0) == args.behind(0)) return {args.input, args.before(0)};
+  return {at::constant_pad_nd(args.input, {args.before(0), args.behind(0)}), 0};
+}
+
+// Torch's kernel has the length last in memory, and torch copies the input to it (which is in the
+// times that reason_for_torch() goes by). The result is copied once, to the channels last as all
+// results of ours have them.
+at::Tensor channels_last_image(const at::Tensor& of_torch) {
+  const at::Tensor image = of_torch.unsqueeze(2);
+  return empty(image.sizes(), image).copy_(image);
+}
+
+// Torch looks at strides even where the size is 1, and with those that channels last have it would
+// take cuDNN's kernel.
+at::Tensor length_last(const at::Tensor& weight) {
+  const int64_t taps = weight.size(2);
+  return weight.contiguous().as_strided(weight.sizes(), {taps, taps, 1});
+}
+
+// The convolution and its bias by torch's kernel.
+Convolved convolve_by_torch(const Conv& args) {
+  const OnlyKernels guard;
+  const auto [input, padding] = padded(args);
+  const at::Tensor conv = at::conv1d(input, length_last(args.weight), args.bias, args.stride(0),
+                                     padding, args.dilation(0), args.groups());
+  return {channels_last_image(conv), at::Tensor(), ConvFusion::kBias};
+}
+
+// Likewise one of the gradients.
+at::Tensor gradient_by_torch(const Conv& args, const at::Tensor& grad, bool is_of_weight) {
+  const OnlyKernels guard;
+  const auto [input, padding] = padded(args);
+  const auto grads = at::convolution_backward(
+      grad.squeeze(2), input, length_last(args.weight), /*bias_sizes=*/std::nullopt,
+      {args.stride(0)}, {padding}, {args.dilation(0)}, /*transposed=*/false, /*output_padding=*/{0},
+      args.groups(), {!is_of_weight, is_of_weight, false});
+  at::Tensor found = is_of_weight ? std::get<1>(grads) : std::get<0>(grads);
+  const int64_t length = args.input.size(2);
+  if (!is_of_weight && found.size(2) != length) found = found.narrow(2, args.before(0), length);
+  return channels_last_image(found);
+}
+
+// What the convolution left of the epilogue, in one pass.
+void add_rest(const Conv& args, const OptionalTensor& row, const OptionalTensor& image,
+              bool with_before, Convolved& convolved) {
   const OptionalTensor nothing;
-  const auto& bias = convolved.fusion == ConvFusion::kNone ? images.bias : nothing;
-  const auto& residual = convolved.fusion >= ConvFusion::kBias ? images.residual : nothing;
+  const auto& bias = convolved.fusion == ConvFusion::kNone ? row : nothing;
+  const auto& residual = convolved.fusion >= ConvFusion::kBias ? image : nothing;
   if (args.activation == ConvActivation::kNone && !bias && !residual) return;
   const at::Tensor conv = convolved.out;
   // One of the two takes the place of what they are computed from.
@@ -176,10 +232,16 @@ ConvResults conv_cuda(const at::Tensor& input, const at::Tensor& weight, const O
     const c10::IntArrayRef sizes(params.out.sizes.data(), static_cast<size_t>(params.out.rank));
     convolved.out = empty(sizes, input);
     if (with_before) convolved.before = empty(sizes, input);
+  } else if (!reason_for_torch(args, ConvStep::kForward).empty()) {
+    convolved = convolve_by_torch(args);
+    const OptionalTensor image = residual ? image_of(*residual, args.op()) : residual;
+    add_rest(args, bias, image, with_before, convolved);
   } else {
     const Images images(args);
     convolved = convolve(args, images, with_before);
-    if (convolved.fusion != ConvFusion::kAll) add_rest(args, images, with_before, convolved);
+    if (convolved.fusion != ConvFusion::kAll) {
+      add_rest(args, images.bias, images.residual, with_before, convolved);
+    }
   }
   return {without_row(convolved.out, args),
           or_none(without_row(convolved.before, args), input, input.scalar_type())};
@@ -187,6 +249,10 @@ ConvResults conv_cuda(const at::Tensor& input, const at::Tensor& weight, const O
 
 // The gradient of the input or that of the weight, from that of the convolution's result.
 at::Tensor gradient(const Conv& args, const at::Tensor& grad, bool is_of_weight) {
+  const auto step = is_of_weight ? ConvStep::kWeightGradient : ConvStep::kInputGradient;
+  if (grad.numel() > 0 && !reason_for_torch(args, step).empty()) {
+    return gradient_by_torch(args, grad, is_of_weight);
+  }
   const auto params = conv_backward_params(args, is_of_weight);
   const auto& desc = is_of_weight ? params.weight : params.input;
   const at::Tensor result = empty({desc.sizes.data(), static_cast<size_t>(desc.rank)}, grad);

@@ -87,6 +87,15 @@ std::string bare_reason(const at::Tensor& input, const at::Tensor& weight,
   return std::string(reason_for_bare(params));
 }
 
+// Why torch's kernel runs, and no plan; empty where a plan does. `step` is a ConvStep.
+std::string torch_reason(const at::Tensor& input, const at::Tensor& weight,
+                         c10::IntArrayRef geometry, int64_t step) {
+  const OptionalTensor none;
+  const Conv args{input, weight, none, none, geometry, ConvActivation::kNone};
+  check_conv(args);
+  return std::string(reason_for_torch(args, static_cast<ConvStep>(step)));
+}
+
 std::vector<int64_t> backward_plan_key(const at::Tensor& input, const at::Tensor& weight,
                                        c10::IntArrayRef geometry, bool is_of_weight) {
   const OptionalTensor none;
@@ -143,6 +152,8 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
       "_conv_bare_reason(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, "
       "int[] geometry, int activation, int fusion) -> str",
       cudnn_ops::bare_reason);
+  m.def("_conv_torch_reason(Tensor input, Tensor weight, int[] geometry, int step) -> str",
+        cudnn_ops::torch_reason);
   m.def(
       "_conv_backward_plan_key(Tensor input, Tensor weight, int[] geometry, bool is_of_weight) "
       "-> int[]",

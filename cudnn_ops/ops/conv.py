@@ -88,6 +88,9 @@ def conv1d(
 ) -> Tensor:
     """:func:`conv2d` of one dimension.
 
+    For some depthwise ones torch's own kernel is faster and runs: :func:`cudnn_ops.support.explain`
+    says which.
+
     Args:
         input: [N, C, L], or without N; otherwise as in :func:`conv2d`.
         weight: [K, C / groups, R]; likewise.

