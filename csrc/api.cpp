@@ -1,7 +1,7 @@
 #include "api.h"
 
 #include "ops/context_parallel.h"
-#include "ops/norm_choice.h"
+#include "ops/norm/norm_choice.h"
 #include "graph/cudnn_library.h"
 #include "graph/device_query.h"
 #include "graph/engine_table.h"

@@ -69,7 +69,7 @@ def main() -> None:
     )
     header.write_text(
         f"// Made from {source.name} by compile_kernels.py.\n#pragma once\n\n"
-        '#include "device_kernel.h"\n\n'
+        '#include "kernels/device_kernel.h"\n\n'
         f"constexpr cudnn_ops::KernelImage {name}[] = {{\n{images}}};\n"
     )
 

@@ -1,7 +1,7 @@
 // Times the plans of one graph on the live GPU.
 #pragma once
 
-#include "cuda_call.h"
+#include "graph/cuda_call.h"
 
 #include <vector>
 

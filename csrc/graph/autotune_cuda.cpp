@@ -1,6 +1,6 @@
-#include "autotune.h"
+#include "graph/autotune.h"
 
-#include "error.h"
+#include "graph/error.h"
 
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/cudnn/Handle.h>

@@ -1,7 +1,7 @@
 // The addresses of a call, in the order of the plan's tensors, gathered from torch's.
 #pragma once
 
-#include "cuda_call.h"
+#include "graph/cuda_call.h"
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>

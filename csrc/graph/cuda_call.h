@@ -2,9 +2,9 @@
 // torch's allocator, execute. Needs a CUDA build of torch.
 #pragma once
 
-#include "plan.h"
-#include "plan_key.h"
-#include "target.h"
+#include "graph/plan.h"
+#include "graph/plan_key.h"
+#include "graph/target.h"
 
 #include <c10/util/ArrayRef.h>
 

@@ -1,13 +1,13 @@
-#include "cuda_call.h"
+#include "graph/cuda_call.h"
 
-#include "autotune.h"
-#include "cudnn_library.h"
-#include "error.h"
-#include "plan_cache.h"
-#include "plan_policy.h"
-#include "plan_source.h"
-#include "plan_store.h"
-#include "warn.h"
+#include "graph/autotune.h"
+#include "graph/cudnn_library.h"
+#include "graph/error.h"
+#include "graph/plan_cache.h"
+#include "graph/plan_policy.h"
+#include "graph/plan_source.h"
+#include "graph/plan_store.h"
+#include "graph/warn.h"
 
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cudnn/Handle.h>

@@ -1,6 +1,6 @@
-#include "cudnn_library.h"
+#include "graph/cudnn_library.h"
 
-#include "error.h"
+#include "graph/error.h"
 
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>

@@ -1,11 +1,11 @@
-#include "device_query.h"
+#include "graph/device_query.h"
 
-#include "cuda_call.h"
-#include "cudnn_library.h"
-#include "error.h"
-#include "plan_cache.h"
-#include "plan_source.h"
-#include "target.h"
+#include "graph/cuda_call.h"
+#include "graph/cudnn_library.h"
+#include "graph/error.h"
+#include "graph/plan_cache.h"
+#include "graph/plan_source.h"
+#include "graph/target.h"
 
 #include <stdexcept>
 

@@ -1,6 +1,6 @@
-#include "engine_table.h"
+#include "graph/engine_table.h"
 
-#include "cudnn_library.h"
+#include "graph/cudnn_library.h"
 
 #include <mutex>
 #include <unordered_map>

@@ -2,7 +2,7 @@
 // with the package (cudnn_ops/tuned/), one a GPU architecture, and are handed over by Python.
 #pragma once
 
-#include "plan_key.h"
+#include "graph/plan_key.h"
 
 #include <cstdint>
 #include <string>

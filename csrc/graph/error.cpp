@@ -1,6 +1,6 @@
-#include "error.h"
+#include "graph/error.h"
 
-#include "cudnn_library.h"
+#include "graph/cudnn_library.h"
 
 #include <algorithm>
 #include <array>

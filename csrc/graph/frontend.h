@@ -2,8 +2,8 @@
 // compile time. Nothing outside csrc/graph and the operators' *_graph.cpp includes this.
 #pragma once
 
-#include "target.h"
-#include "tensor_desc.h"
+#include "graph/target.h"
+#include "graph/tensor_desc.h"
 
 #include <cudnn_frontend.h>
 

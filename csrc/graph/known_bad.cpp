@@ -1,6 +1,6 @@
-#include "known_bad.h"
+#include "graph/known_bad.h"
 
-#include "plan_kind.h"
+#include "graph/plan_kind.h"
 
 #include <algorithm>
 #include <mutex>

@@ -2,7 +2,7 @@
 // plan's parameters, from cudnn_ops/known_bad.json. Consulted whenever a plan is made.
 #pragma once
 
-#include "plan_key.h"
+#include "graph/plan_key.h"
 
 #include <cstdint>
 #include <string>

@@ -1,7 +1,7 @@
-#include "plan.h"
+#include "graph/plan.h"
 
-#include "cudnn_library.h"
-#include "error.h"
+#include "graph/cudnn_library.h"
+#include "graph/error.h"
 
 #include <algorithm>
 #include <array>

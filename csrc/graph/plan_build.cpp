@@ -1,10 +1,10 @@
 // Everything of Target and Plan that needs the frontend: describing a GPU, building a plan.
 
-#include "cudnn_library.h"
-#include "error.h"
-#include "frontend.h"
-#include "plan.h"
-#include "target.h"
+#include "graph/cudnn_library.h"
+#include "graph/error.h"
+#include "graph/frontend.h"
+#include "graph/plan.h"
+#include "graph/target.h"
 
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>

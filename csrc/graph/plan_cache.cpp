@@ -1,6 +1,6 @@
-#include "plan_cache.h"
+#include "graph/plan_cache.h"
 
-#include "error.h"
+#include "graph/error.h"
 
 #include <stdexcept>
 

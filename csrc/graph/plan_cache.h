@@ -5,8 +5,8 @@
 // instead of building it again; where it fails, they try one after the other.
 #pragma once
 
-#include "plan.h"
-#include "plan_key.h"
+#include "graph/plan.h"
+#include "graph/plan_key.h"
 
 #include <c10/util/FunctionRef.h>
 

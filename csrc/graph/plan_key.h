@@ -9,7 +9,7 @@
 // not a field cannot be baked into one.
 #pragma once
 
-#include "tensor_desc.h"
+#include "graph/tensor_desc.h"
 
 #include <c10/util/ArrayRef.h>
 #include <c10/util/SmallVector.h>

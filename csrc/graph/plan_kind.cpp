@@ -1,4 +1,4 @@
-#include "plan_kind.h"
+#include "graph/plan_kind.h"
 
 #include <unordered_map>
 

@@ -2,8 +2,8 @@
 // graph. Each operator's *_graph.cpp registers its own with a static RegisterPlanKind.
 #pragma once
 
-#include "plan_key.h"
-#include "target.h"
+#include "graph/plan_key.h"
+#include "graph/target.h"
 
 #include <memory>
 #include <string>

@@ -1,4 +1,4 @@
-#include "plan_policy.h"
+#include "graph/plan_policy.h"
 
 namespace cudnn_ops::graph {
 

@@ -5,7 +5,7 @@
 // Any thread may call anything here at any time.
 #pragma once
 
-#include "plan_key.h"
+#include "graph/plan_key.h"
 
 #include <c10/util/FunctionRef.h>
 

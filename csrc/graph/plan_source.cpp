@@ -1,11 +1,11 @@
-#include "plan_source.h"
+#include "graph/plan_source.h"
 
-#include "cudnn_library.h"
-#include "engine_table.h"
-#include "error.h"
-#include "known_bad.h"
-#include "plan_kind.h"
-#include "plan_store.h"
+#include "graph/cudnn_library.h"
+#include "graph/engine_table.h"
+#include "graph/error.h"
+#include "graph/known_bad.h"
+#include "graph/plan_kind.h"
+#include "graph/plan_store.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,9 +1,9 @@
 // Where a plan that the cache lacks comes from: the store on disk, else a build.
 #pragma once
 
-#include "plan.h"
-#include "plan_key.h"
-#include "target.h"
+#include "graph/plan.h"
+#include "graph/plan_key.h"
+#include "graph/target.h"
 
 #include <c10/util/FunctionRef.h>
 

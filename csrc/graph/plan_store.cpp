@@ -1,8 +1,8 @@
-#include "plan_store.h"
+#include "graph/plan_store.h"
 
-#include "cudnn_library.h"
+#include "graph/cudnn_library.h"
 #include "graph_hash.h"
-#include "warn.h"
+#include "graph/warn.h"
 
 #include <cudnn_frontend_version.h>
 

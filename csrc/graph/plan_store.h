@@ -9,7 +9,7 @@
 // Any thread may call anything here at any time.
 #pragma once
 
-#include "plan_key.h"
+#include "graph/plan_key.h"
 
 #include <array>
 #include <cstdint>

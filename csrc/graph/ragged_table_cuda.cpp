@@ -1,4 +1,4 @@
-#include "ragged_table.h"
+#include "graph/ragged_table.h"
 
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>

@@ -1,4 +1,4 @@
-#include "tensor_desc.h"
+#include "graph/tensor_desc.h"
 
 #include <algorithm>
 #include <sstream>

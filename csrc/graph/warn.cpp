@@ -1,4 +1,4 @@
-#include "warn.h"
+#include "graph/warn.h"
 
 #include <c10/util/Exception.h>
 

@@ -1,7 +1,7 @@
 // A convolution's epilogue and its gradient by kernels of our own (conv_epilogue.cu).
 #pragma once
 
-#include "../ops/conv.h"
+#include "ops/conv/conv.h"
 
 namespace cudnn_ops {
 

@@ -1,8 +1,8 @@
-#include "conv_epilogue.h"
+#include "kernels/conv_epilogue.h"
 
-#include "conv_epilogue_call.h"
+#include "kernels/conv_epilogue_call.h"
 #include "conv_epilogue_images.h"
-#include "device_kernel.h"
+#include "kernels/device_kernel.h"
 
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/cuda/EmptyTensor.h>

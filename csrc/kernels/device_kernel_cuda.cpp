@@ -1,4 +1,4 @@
-#include "device_kernel.h"
+#include "kernels/device_kernel.h"
 
 #include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDAException.h>

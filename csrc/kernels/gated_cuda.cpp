@@ -1,8 +1,8 @@
 // Gated activations on CUDA, each way by one kernel (gated.cu).
 
-#include "../ops/gated.h"
+#include "ops/gated/gated.h"
 #include "gated_images.h"
-#include "device_kernel.h"
+#include "kernels/device_kernel.h"
 
 #include <ATen/cuda/EmptyTensor.h>
 #include <c10/cuda/CUDAGuard.h>

@@ -1,4 +1,4 @@
-#include "norm_launch.h"
+#include "kernels/norm_launch.h"
 
 #include <algorithm>
 

@@ -2,7 +2,7 @@
 // of rows, which may lie apart, and with a sum ahead of the norm.
 #pragma once
 
-#include "../ops/norm.h"
+#include "ops/norm/norm.h"
 
 namespace cudnn_ops {
 

@@ -1,4 +1,4 @@
-#include "norm_rows.h"
+#include "kernels/norm_rows.h"
 
 #include "norm_backward_bfloat16_images.h"
 #include "norm_backward_float_images.h"
@@ -6,10 +6,10 @@
 #include "norm_forward_bfloat16_images.h"
 #include "norm_forward_float_images.h"
 #include "norm_forward_half_images.h"
-#include "norm_rows_call.h"
-#include "../ops/norm_problem.h"
-#include "device_kernel.h"
-#include "norm_launch.h"
+#include "kernels/norm_rows_call.h"
+#include "ops/norm/norm_problem.h"
+#include "kernels/device_kernel.h"
+#include "kernels/norm_launch.h"
 
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/cuda/EmptyTensor.h>

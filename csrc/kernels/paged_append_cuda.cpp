@@ -1,8 +1,8 @@
 // Writing new keys and values into a paged cache, by one kernel (paged_append.cu).
 
-#include "../ops/paged.h"
+#include "ops/attention/paged/paged.h"
 #include "paged_append_images.h"
-#include "device_kernel.h"
+#include "kernels/device_kernel.h"
 
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>

@@ -2,7 +2,7 @@
 // sequence that each see one key more than the one before, and sinks.
 #pragma once
 
-#include "../ops/paged.h"
+#include "ops/attention/paged/paged.h"
 
 namespace cudnn_ops {
 

@@ -1,7 +1,7 @@
-#include "paged_merge.h"
+#include "kernels/paged_merge.h"
 
 #include "paged_merge_images.h"
-#include "device_kernel.h"
+#include "kernels/device_kernel.h"
 
 #include <algorithm>
 #include <array>

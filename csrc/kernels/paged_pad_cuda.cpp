@@ -1,7 +1,7 @@
-#include "paged_pad.h"
+#include "kernels/paged_pad.h"
 
 #include "paged_pad_images.h"
-#include "device_kernel.h"
+#include "kernels/device_kernel.h"
 
 #include <ATen/cuda/EmptyTensor.h>
 

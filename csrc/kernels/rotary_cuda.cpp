@@ -1,8 +1,8 @@
 // Rotary position embedding on CUDA, each way by one kernel (rotary.cu).
 
-#include "../ops/rotary.h"
-#include "device_kernel.h"
-#include "rotary_call.h"
+#include "ops/rotary/rotary.h"
+#include "kernels/device_kernel.h"
+#include "kernels/rotary_call.h"
 #include "rotary_images.h"
 
 #include <ATen/cuda/EmptyTensor.h>

@@ -2,7 +2,7 @@
 // that computes the gradients, in the words of the torch that is compiled against.
 #pragma once
 
-#include "autograd_field.h"
+#include "ops/autograd_field.h"
 
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/function.h>

@@ -1,4 +1,4 @@
-#include "context_parallel.h"
+#include "ops/context_parallel.h"
 
 #include <atomic>
 

@@ -1,0 +1,93 @@
+// What attention's plans bake in, and the order in which they take their addresses.
+#pragma once
+
+#include "graph/plan_key.h"
+#include "graph/tensor_desc.h"
+
+namespace cudnn_ops {
+
+// How a plan knows where its sequences are and how long.
+enum class Sequences : int64_t {
+  kFull,     // each fills its part of a batched tensor
+  kLengths,  // as kFull, but only so many rows of each count: int32 [B] on the device
+  kRagged,   // they begin where the offsets say: int64 [B + 1] on the device, for every tensor
+};
+
+constexpr int64_t kUnbounded = -1;
+
+// What stands between the products of attention. The scale and the cap are passed at run time.
+//
+// A query i of a sequence attends to the keys j with  i - left <= j - shift <= i + right,  where
+// shift is 0, or with `bottom_right` the length of the keys less that of the queries.
+struct SdpaMask {
+  int64_t left = kUnbounded;
+  int64_t right = kUnbounded;
+  bool bottom_right = false;
+  bool has_softcap = false;
+  bool has_alibi = false;
+  bool has_sinks = false;
+  Sequences sequences = Sequences::kFull;
+  graph::TensorDesc bias;  // rank 0: there is none
+  int64_t dropout_p = 0;   // the bits of a double
+
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor&& visit) {
+    visit("left", self.left);
+    visit("right", self.right);
+    visit("bottom_right", self.bottom_right);
+    visit("has_softcap", self.has_softcap);
+    visit("has_alibi", self.has_alibi);
+    visit("has_sinks", self.has_sinks);
+    visit("sequences", self.sequences);
+    visit("bias", self.bias);
+    visit("dropout_p", self.dropout_p);
+  }
+};
+
+// The log-sum-exp is [B, Hq, Sq], dense; or packed, [Hq, lse_stride] and its offsets: a token's
+// neighbours in memory are tokens, for cuDNN reads and writes it a row of threads at a time.
+struct SdpaForwardParams {
+  static constexpr const char* kName = "sdpa";
+  graph::TensorDesc query, key, value, out;
+  SdpaMask mask;
+  bool with_lse = false;
+  int64_t lse_stride = 0;  // 0: dense
+
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor&& visit) {
+    visit("query", self.query);
+    visit("key", self.key);
+    visit("value", self.value);
+    visit("out", self.out);
+    SdpaMask::fields(self.mask, visit);
+    visit("with_lse", self.with_lse);
+    visit("lse_stride", self.lse_stride);
+  }
+};
+
+struct SdpaBackwardParams {
+  static constexpr const char* kName = "sdpa_backward";
+  graph::TensorDesc query, key, value, out, grad_out, grad_query, grad_key, grad_value;
+  graph::TensorDesc grad_bias;  // rank 0: not asked for
+  SdpaMask mask;
+  int64_t lse_stride = 0;  // 0: dense
+  bool is_deterministic = false;
+
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor&& visit) {
+    visit("query", self.query);
+    visit("key", self.key);
+    visit("value", self.value);
+    visit("out", self.out);
+    visit("grad_out", self.grad_out);
+    visit("grad_query", self.grad_query);
+    visit("grad_key", self.grad_key);
+    visit("grad_value", self.grad_value);
+    visit("grad_bias", self.grad_bias);
+    SdpaMask::fields(self.mask, visit);
+    visit("lse_stride", self.lse_stride);
+    visit("is_deterministic", self.is_deterministic);
+  }
+};
+
+}  // namespace cudnn_ops

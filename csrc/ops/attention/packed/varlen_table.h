@@ -1,0 +1,65 @@
+// Where packed sequences begin and how long they are, as cuDNN reads it: made on the device from
+// the offsets that are there, so that the host reads none of them.
+#pragma once
+
+#include "ops/attention/packed/varlen.h"
+
+#include <optional>
+
+namespace cudnn_ops {
+
+// Of sequences that lie one behind the other: the offsets of each tensor that holds them, int64
+// [declared + 1] in elements, and their lengths, int32 [declared]. What is declared beyond the
+// sequences that there are is empty. It stays as long as this does.
+class SequenceTable {
+ public:
+  // `used`: how many tokens of each sequence there are, from its beginning; without it all.
+  SequenceTable(const at::Tensor& offsets, const OptionalTensor& used, int64_t declared)
+      : given_(offsets), used_(used), declared_(declared) {
+  }
+
+  // Of a packed tensor, or of one with `step` elements from a token to the next: which row it is.
+  size_t add_offsets(const at::Tensor& packed);
+  size_t add_offsets(int64_t step);
+  // Fills the table; then the addresses are there.
+  void make();
+  void* offsets(size_t row) const;
+  void* lengths() const;
+
+ private:
+  const at::Tensor& given_;
+  const OptionalTensor& used_;
+  int64_t declared_;
+  c10::SmallVector<int64_t, 8> steps_;
+  at::Tensor offsets_, lengths_;
+};
+
+// Whether queries and keys are the same tokens, so that each finds itself and nothing is unwritten.
+bool are_same_tokens(const Varlen& args);
+
+// Both sides of a call.
+class VarlenTable {
+ public:
+  VarlenTable(const Varlen& args, int64_t declared);
+
+  template <class TensorOrStep>
+  void add_offsets(const TensorOrStep& packed, bool of_keys) {
+    const bool is_key = of_keys && keys_;
+    rows_.push_back({is_key, (is_key ? *keys_ : queries_).add_offsets(packed)});
+  }
+  // Appends the addresses of the offsets in the order in which they were added, and those of the
+  // lengths of queries and of keys.
+  void make(c10::SmallVectorImpl<void*>& pointers);
+
+ private:
+  struct Row {
+    bool is_key;
+    size_t number;
+  };
+
+  SequenceTable queries_;
+  std::optional<SequenceTable> keys_;  // none where they are the same tokens
+  c10::SmallVector<Row, 16> rows_;
+};
+
+}  // namespace cudnn_ops

@@ -1,0 +1,243 @@
+// Attention over a paged cache, and writing into one: schemas and the checks of their arguments.
+// Kernels: paged_cuda.cpp here and ../kernels/paged_append_cuda.cpp, the CPU and fake ones in
+// cudnn_ops/ops/paged.py.
+
+#include "ops/attention/paged/paged.h"
+#include "ops/context_parallel.h"
+#include "ops/attention/check.h"
+
+#include <ATen/ops/arange.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
+
+namespace cudnn_ops {
+namespace {
+
+constexpr const char* kOp = "cudnn_ops.paged_attention: ";
+constexpr const char* kAppend = "cudnn_ops.paged_kv_append_: ";
+
+const char* layout_of(bool head_major) {
+  return head_major ? "[pages, heads, page size, head size]"
+                    : "[pages, page size, heads, head size]";
+}
+
+void check_cache(const at::Tensor& cache, const at::Tensor& like, const char* name,
+                 const char* like_name, bool head_major, const char* op) {
+  TORCH_CHECK_VALUE(
+      cache.layout() == at::kStrided && cache.dim() == 4 && holds(cache.sym_stride(3).sym_eq(1)),
+      op, name, " must be ", layout_of(head_major), " with a last stride of 1; got ",
+      cache.sym_sizes(), " with strides ", cache.sym_strides());
+  TORCH_CHECK_TYPE(cache.scalar_type() == like.scalar_type(), op, like_name, " has dtype ",
+                   like.scalar_type(), " and ", name, " ", cache.scalar_type(),
+                   "; they must be of one dtype");
+  TORCH_CHECK_VALUE(cache.device() == like.device(), op, like_name, " is on ", like.device(),
+                    " and ", name, " on ", cache.device(), "; move them to one device");
+}
+
+void check_caches(const at::Tensor& key_cache, const at::Tensor& value_cache, const char* op) {
+  for (const int64_t dim : {0, 1, 2}) {
+    TORCH_CHECK_VALUE(holds(key_cache.sym_size(dim).sym_eq(value_cache.sym_size(dim))), op,
+                      "key_cache is ", key_cache.sym_sizes(), " and value_cache ",
+                      value_cache.sym_sizes(), "; pages, page size and heads must be equal");
+  }
+}
+
+void check_index(const at::Tensor& tensor, const c10::SymInt& batch, int64_t dim,
+                 const at::Tensor& query, const char* name, const char* shape) {
+  TORCH_CHECK_VALUE(tensor.scalar_type() == at::kInt && tensor.dim() == dim &&
+                        holds(tensor.sym_size(0).sym_eq(batch)) &&
+                        tensor.device() == query.device(),
+                    kOp, name, " must be an int32 tensor ", shape, ", for ", batch,
+                    " sequences, on ", query.device(), "; got ", tensor.scalar_type(), " ",
+                    tensor.sym_sizes(), " on ", tensor.device());
+}
+
+void check_page_size(const Paged& args) {
+  // Plans differ by it, so there is little to gain from keeping it symbolic.
+  const int64_t size = args.key_cache.sym_size(args.token_dim()).guard_int(__FILE__, __LINE__);
+  TORCH_CHECK_VALUE(size > 0 && (size & (size - 1)) == 0, kOp, "key_cache has pages of ", size,
+                    " tokens (as ", layout_of(args.head_major),
+                    "); the page size must be a power of 2");
+}
+
+// What lies behind the last token of a sequence in its last page: cuDNN multiplies it by 0.
+void check_tails(const Paged& args) {
+  const int64_t page_size = args.key_cache.size(args.token_dim());
+  const at::Tensor last = args.seq_lens_kv.sub(1).clamp_min(0).to(at::kLong).unsqueeze(1);
+  const at::Tensor pages = args.page_table.gather(1, last.floor_divide(page_size)).squeeze(1);
+  const at::Tensor slots = at::arange(page_size, args.page_table.options());
+  const at::Tensor behind =
+      slots.gt(last.remainder(page_size)).logical_and(args.seq_lens_kv.gt(0).unsqueeze(1));
+  const at::Tensor used = args.seq_lens_kv.gt(0);
+  const at::Tensor finite = args.value_cache.index_select(0, pages.masked_fill(~used, 0))
+                                .isfinite()
+                                .all(3)
+                                .all(args.head_dim());
+  const at::Tensor bad = behind.logical_and(~finite).any(1).nonzero();
+  TORCH_CHECK_VALUE(bad.numel() == 0, kOp, "sequence ", bad[0].item<int64_t>(),
+                    " ends inside a page, and value_cache has NaN or infinity behind its last "
+                    "token there; several queries a sequence need finite values in its place");
+}
+
+void check_contents(const Paged& args) {
+  if (!checks_values(args.seq_lens_kv) || args.seq_lens_kv.numel() == 0) return;
+  const int64_t page_size = args.key_cache.size(args.token_dim());
+  const int64_t reach = args.page_table.size(1) * page_size;
+  const auto least = args.seq_lens_kv.min().item<int64_t>();
+  const auto most = args.seq_lens_kv.max().item<int64_t>();
+  TORCH_CHECK_VALUE(least >= 0, kOp, "seq_lens_kv must not be negative, got ", least);
+  TORCH_CHECK_VALUE(most <= reach, kOp, "seq_lens_kv has ", most, ", and the page table reaches ",
+                    reach, " tokens: ", args.page_table.size(1), " pages of ", page_size);
+  if (most == 0) return;
+  const at::Tensor first =
+      at::arange(args.page_table.size(1), args.page_table.options()).mul(page_size);
+  const at::Tensor used = first.lt(args.seq_lens_kv.unsqueeze(1));
+  const at::Tensor pages = args.page_table.masked_select(used);
+  const auto lowest = pages.min().item<int64_t>(), highest = pages.max().item<int64_t>();
+  TORCH_CHECK_VALUE(lowest >= 0 && highest < args.key_cache.size(0), kOp, "page_table holds page ",
+                    lowest < 0 ? lowest : highest, ", and there are ", args.key_cache.size(0),
+                    " pages");
+  if (!args.has_one_query_each()) check_tails(args);
+}
+
+}  // namespace
+
+void check_paged(const Paged& args) {
+  refuse_context_parallel(kOp);
+  const auto& query = args.query;
+  const OptionalTensor none;
+  check_scalars(args.scale, 0.0, args.softcap, args.window_size, none, query, kOp);
+  TORCH_CHECK_VALUE(query.layout() == at::kStrided && query.dim() == (args.is_packed() ? 3 : 4) &&
+                        holds(query.sym_stride(-1).sym_eq(1)),
+                    kOp,
+                    "query must be [batch, length, heads, head size], or with cu_seqlens_q "
+                    "[tokens, heads, head size], with a last stride of 1; got ",
+                    query.sym_sizes(), " with strides ", query.sym_strides());
+  check_supported(query, "query", kOp);
+  check_cache(args.key_cache, query, "key_cache", "query", args.head_major, kOp);
+  check_cache(args.value_cache, query, "value_cache", "query", args.head_major, kOp);
+  check_supported(args.value_cache, "value_cache", kOp);
+  check_caches(args.key_cache, args.value_cache, kOp);
+  TORCH_CHECK_VALUE(holds(query.sym_size(-1).sym_eq(args.key_cache.sym_size(3))), kOp,
+                    "query has head size ", query.sym_size(-1), " and key_cache ",
+                    args.key_cache.sym_size(3), "; they must be equal");
+  const c10::SymInt heads = query.sym_size(-2), heads_kv = args.key_cache.sym_size(args.head_dim());
+  TORCH_CHECK_VALUE(is_multiple(heads, heads_kv), kOp, "query has ", heads, " heads and key_cache ",
+                    heads_kv, " (as ", layout_of(args.head_major),
+                    "); the first must be a multiple of the second");
+  check_page_size(args);
+  c10::SymInt batch = args.is_packed() ? args.cu_seqlens_q->sym_size(0) - 1 : query.sym_size(0);
+  check_index(args.page_table, batch, 2, query, "page_table", "[batch, pages of a sequence]");
+  check_index(args.seq_lens_kv, batch, 1, query, "seq_lens_kv", "[batch]");
+  if (args.sinks) check_per_head(*args.sinks, query, "sinks", kOp, query.dim() - 2);
+  if (args.is_packed()) {
+    check_offsets(*args.cu_seqlens_q, query, args.max_seqlen_q, "cu_seqlens_q", "max_seqlen_q",
+                  kOp);
+  }
+  check_contents(args);
+}
+
+void check_paged_out(const Paged& args, const at::Tensor& out) {
+  auto sizes = args.query.sym_sizes().vec();
+  sizes.back() = args.value_cache.sym_size(3);
+  TORCH_CHECK_VALUE(out.sym_sizes() == sizes && out.scalar_type() == args.query.scalar_type() &&
+                        out.device() == args.query.device() && out.is_contiguous(),
+                    kOp, "out must be ", c10::SymIntArrayRef(sizes), ", ", args.query.scalar_type(),
+                    " and contiguous, on ", args.query.device(), "; got ", out.sym_sizes(), ", ",
+                    out.scalar_type(), " with strides ", out.sym_strides(), ", on ", out.device());
+}
+
+void check_paged_append(const at::Tensor& key_cache, const at::Tensor& value_cache,
+                        const at::Tensor& key, const at::Tensor& value,
+                        const at::Tensor& slot_mapping, bool head_major) {
+  check_cache(key_cache, key, "key_cache", "key", head_major, kAppend);
+  check_cache(value_cache, value, "value_cache", "value", head_major, kAppend);
+  check_caches(key_cache, value_cache, kAppend);
+  TORCH_CHECK_TYPE(key.scalar_type() == value.scalar_type(), kAppend, "key has dtype ",
+                   key.scalar_type(), " and value ", value.scalar_type());
+  const int64_t head_dim = head_major ? 1 : 2;
+  const std::array<std::tuple<const at::Tensor&, const at::Tensor&, const char*>, 2> pairs{
+      {{key, key_cache, "key"}, {value, value_cache, "value"}}};
+  for (const auto& [tensor, cache, name] : pairs) {
+    TORCH_CHECK_VALUE(
+        tensor.dim() == 3 && holds(tensor.sym_size(1).sym_eq(cache.sym_size(head_dim))) &&
+            holds(tensor.sym_size(2).sym_eq(cache.sym_size(3))) &&
+            (TORCH_GUARD_OR_FALSE(tensor.sym_size(0).sym_eq(0)) ||
+             holds(tensor.sym_stride(2).sym_eq(1))),
+        kAppend, name, " must be [tokens, heads, head size] as ", name, "_cache has them, ",
+        cache.sym_size(head_dim), " and ", cache.sym_size(3), ", with a last stride of 1; got ",
+        tensor.sym_sizes(), " with strides ", tensor.sym_strides());
+  }
+  TORCH_CHECK_VALUE(slot_mapping.scalar_type() == at::kLong && slot_mapping.dim() == 1 &&
+                        holds(slot_mapping.sym_size(0).sym_eq(key.sym_size(0))) &&
+                        holds(key.sym_size(0).sym_eq(value.sym_size(0))) &&
+                        slot_mapping.device() == key.device() && value.device() == key.device(),
+                    kAppend,
+                    "slot_mapping must be an int64 tensor [tokens] for as many keys and "
+                    "values, on their device; got ",
+                    slot_mapping.scalar_type(), " ", slot_mapping.sym_sizes(), " on ",
+                    slot_mapping.device(), ", ", key.sym_size(0), " keys and ", value.sym_size(0),
+                    " values on ", key.device());
+  if (!checks_values(slot_mapping) || slot_mapping.numel() == 0) return;
+  const int64_t slots = key_cache.size(0) * key_cache.size(head_major ? 2 : 1);
+  const auto most = slot_mapping.max().item<int64_t>(), least = slot_mapping.min().item<int64_t>();
+  TORCH_CHECK_VALUE(least >= -1 && most < slots, kAppend, "slot_mapping holds ",
+                    least < -1 ? least : most, ", and there are slots 0 to ", slots - 1,
+                    " (-1 for none)");
+}
+
+namespace {
+
+void paged_check(const at::Tensor& query, const at::Tensor& key_cache,
+                 const at::Tensor& value_cache, const at::Tensor& page_table,
+                 const at::Tensor& seq_lens_kv, const OptionalTensor& cu_seqlens_q,
+                 c10::SymInt max_seqlen_q, std::optional<double> scale, bool is_causal,
+                 c10::IntArrayRef window_size, bool bottom_right, double softcap,
+                 const OptionalTensor& sinks, bool head_major, const OptionalTensor& out) {
+  const Paged args{query,
+                   key_cache,
+                   value_cache,
+                   page_table,
+                   seq_lens_kv,
+                   cu_seqlens_q,
+                   std::move(max_seqlen_q),
+                   scale,
+                   is_causal,
+                   window_size,
+                   bottom_right,
+                   softcap,
+                   sinks,
+                   head_major};
+  check_paged(args);
+  if (out) check_paged_out(args, *out);
+}
+
+}  // namespace
+}  // namespace cudnn_ops
+
+TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
+  const std::string arguments =
+      "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor page_table, "
+      "Tensor seq_lens_kv, *, Tensor? cu_seqlens_q=None, SymInt max_seqlen_q=0, "
+      "float? scale=None, bool is_causal=False, int[2] window_size=[-1, -1], "
+      "bool bottom_right=True, float softcap=0.0, Tensor? sinks=None, bool head_major=False";
+  m.def(("paged_attention" + arguments + ") -> Tensor").c_str(), tags);
+  m.def(("paged_attention_with_lse" + arguments + ") -> (Tensor out, Tensor lse)").c_str(), tags);
+  // Nothing is returned: what an operator returns must not be what it was given.
+  m.def(("_paged_attention_out" + arguments + ", Tensor(a!) out) -> ()").c_str(), tags);
+  m.def(("_paged_check" + arguments + ", Tensor? out=None) -> ()").c_str(), cudnn_ops::paged_check,
+        tags);
+  const std::string append =
+      "Tensor key, Tensor value, Tensor slot_mapping, bool head_major=False) -> ()";
+  m.def(("paged_kv_append_(Tensor(a!) key_cache, Tensor(b!) value_cache, " + append).c_str(), tags);
+  m.def(("_paged_append_check(Tensor key_cache, Tensor value_cache, " + append).c_str(),
+        cudnn_ops::check_paged_append, tags);
+}
+
+// What is written in place has no derivative either.
+TORCH_LIBRARY_IMPL(cudnn_ops, Autograd, m) {
+  for (const char* name : {"_paged_attention_out", "paged_kv_append_"}) {
+    m.impl(name, torch::autograd::autogradNotImplementedFallback());
+  }
+}

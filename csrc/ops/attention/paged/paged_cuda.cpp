@@ -1,0 +1,346 @@
+// Attention over a paged cache on CUDA. The host reads neither lengths nor pages: what varies from
+// call to call lies on the device, and the plan is declared for a rounded-up batch and table.
+
+#include "ops/attention/paged/paged_problem.h"
+#include "ops/attention/plan_tensors_cuda.h"
+#include "ops/attention/polymorphic.h"
+#include "ops/attention/packed/varlen_table.h"
+
+#include "kernels/paged_merge.h"
+#include "kernels/paged_pad.h"
+
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/CUDAEvent.h>
+#include <ATen/cuda/EmptyTensor.h>
+#include <ATen/ops/ones.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <utility>
+
+namespace cudnn_ops {
+namespace {
+
+// Of one plan: what declared_batch() leaves as it is, and a multiple of 4, so that what lies behind
+// so many begins where cuDNN can read it.
+constexpr int64_t kMaxSequences = 49152;
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// int32 ones, how many queries each sequence has in decoding: the same for all calls of a batch, so
+// they are made once. No stream waits for them on the host: until they are known to be written,
+// those that did not write them wait on the device.
+class Ones {
+ public:
+  explicit Ones(const at::Tensor& ones) : tensor_(ones) {
+    written_.record();
+  }
+
+  // For the current stream; not defined where only a wait on the host would make them safe.
+  at::Tensor get() {
+    if (!is_written_) {
+      const bool capturing = graph::is_capturing();
+      {
+        // Another thread may be capturing a graph, which a query would break.
+        const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+        is_written_ = written_.query();
+      }
+      if (!is_written_ && capturing) return {};
+      if (!is_written_) written_.block(c10::cuda::getCurrentCUDAStream());
+    }
+    return tensor_;
+  }
+
+ private:
+  at::Tensor tensor_;
+  at::cuda::CUDAEvent written_;
+  bool is_written_ = false;
+};
+
+at::Tensor single_queries(const at::Device& device, int64_t batch) {
+  using Key = std::pair<c10::DeviceIndex, int64_t>;
+  static auto& made = *new std::map<Key, Ones>;  // the driver may be gone at exit
+  static std::mutex mutex;
+  const Key key{device.index(), batch};
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (const auto found = made.find(key); found != made.end()) {
+      if (const at::Tensor ones = found->second.get(); ones.defined()) return ones;
+    }
+  }
+  const at::Tensor ones = at::ones({batch}, at::TensorOptions().dtype(at::kInt).device(device));
+  if (graph::is_capturing()) return ones;  // written when the graph is replayed
+  const std::lock_guard<std::mutex> lock(mutex);
+  made.try_emplace(key, ones);
+  return ones;
+}
+
+// How many sequences cuDNN writes: those that are declared, whether they are there or not. Packed
+// ones it leaves alone.
+int64_t rows_of(const Paged& args) {
+  if (args.is_packed()) return args.query.size(0);
+  const int64_t batch = args.query.size(0);
+  const int64_t before_last = std::max<int64_t>(batch - 1, 0) / kMaxSequences * kMaxSequences;
+  return before_last + declared_batch(batch - before_last);
+}
+
+// The queries as the plan declares them; what has to be added is read and does not count.
+at::Tensor declared_query(const at::Tensor& query, const PagedProblem& problem, int64_t rows) {
+  if (problem.queries == 1 && query.size(0) == rows) return query;
+  const int64_t heads_kv = problem.params.key_cache.sizes[1];
+  at::Tensor given = query;
+  if (problem.queries > 1) given = query.unflatten(2, {heads_kv, -1}).transpose(1, 2);
+  auto sizes = given.sizes().vec();
+  sizes[0] = rows;
+  const at::Tensor copy =
+      at::detail::empty_cuda(sizes, query.scalar_type(), query.device(), std::nullopt);
+  copy.narrow(0, 0, query.size(0)).copy_(given);
+  return copy;
+}
+
+at::Tensor empty_out(const Paged& args, int64_t rows) {
+  auto sizes = args.query.sizes().vec();
+  sizes[0] = rows;
+  sizes.back() = args.value_cache.size(3);
+  return at::detail::empty_cuda(sizes, args.query.scalar_type(), args.query.device(), std::nullopt);
+}
+
+// [rows, H, Sq], or [H, tokens] with room for what the plan declares.
+at::Tensor empty_lse(const Paged& args, int64_t rows) {
+  const auto& query = args.query;
+  const auto empty = [&](at::IntArrayRef sizes) -> at::Tensor {
+    return at::detail::empty_cuda(sizes, at::kFloat, query.device(), std::nullopt);
+  };
+  if (!args.is_packed()) return empty({rows, query.size(2), query.size(1)});
+  return empty({query.size(1), packed_lse_stride(rows)}).narrow(1, 0, rows);
+}
+
+// The sinks beside a log-sum-exp.
+at::Tensor sinks_of(const Paged& args) {
+  const at::Tensor sinks = args.sinks->to(at::kFloat);
+  return args.is_packed() ? sinks.unsqueeze(-1) : sinks.view({1, -1, 1});
+}
+
+graph::Call call_of(const SdpaPointers& pointers) {
+  return {"cudnn_ops.paged_attention",
+          "gather the pages and call cudnn_ops.scaled_dot_product_attention", pointers.all,
+          pointers.written};
+}
+
+// Where the plan writes: `out` and `lse` themselves, but for queries that it takes for heads.
+PartialAttention partial_of(const Paged& args, const PagedProblem& problem, const at::Tensor& out,
+                            const at::Tensor& lse) {
+  const int64_t rows = rows_of(args);
+  const auto empty = [&](at::IntArrayRef sizes, at::ScalarType dtype) -> at::Tensor {
+    return at::detail::empty_cuda(sizes, dtype, out.device(), std::nullopt);
+  };
+  PartialAttention partial{out, lse, problem.hidden};
+  if (problem.queries > 1) {
+    const int64_t heads = args.query.size(2) * problem.queries;
+    partial.out = empty({rows, heads, out.size(-1)}, out.scalar_type());
+    partial.lse = empty({rows, heads}, at::kFloat);
+  } else if (problem.params.with_lse && !lse.defined()) {
+    partial.lse = empty_lse(args, rows);
+  }
+  return partial;
+}
+
+// Where nothing is attended to: the output is 0, and the log-sum-exp that of the sink alone.
+void fill_with_nothing(const at::Tensor& out, const at::Tensor& lse, const OptionalTensor& sinks) {
+  out.zero_();
+  if (lse.defined()) sinks ? lse.copy_(*sinks) : lse.fill_(-kInfinity);
+}
+
+// Numbers that cuDNN can read where they are.
+bool is_readable(const at::Tensor& indices) {
+  const auto address = reinterpret_cast<uintptr_t>(indices.const_data_ptr());
+  return indices.is_contiguous() && address % graph::TensorDesc::kAlignment == 0;
+}
+
+// `out` and `lse` have rows_of() rows.
+void run(const Paged& args, const at::Tensor& out, const at::Tensor& lse) {
+  const PagedProblem problem(args, lse.defined());
+  const auto& params = problem.params;
+  const int64_t declared = params.page_table.sizes[0], width = params.page_table.sizes[2];
+  const PartialAttention partial = partial_of(args, problem, out, lse);
+  constexpr int kMeasured = 9;  // Hopper
+  const bool writes_all =
+      problem.is_decoding() && at::cuda::getCurrentDeviceProperties()->major == kMeasured;
+  if (!args.is_packed() && !writes_all) {
+    // Not every engine writes what belongs to a sequence without keys.
+    fill_with_nothing(partial.out, partial.lse,
+                      params.mask.has_sinks ? OptionalTensor(sinks_of(args)) : OptionalTensor());
+  }
+
+  const Scale scale(args.scale, args.query);
+  const at::Tensor query = scale.applied_to(args.query);
+  SdpaForwardTensors tensors{declared_query(query, problem, rows_of(args)),
+                             args.key_cache,
+                             args.value_cache,
+                             MaskTensors(),
+                             scale.value,
+                             static_cast<float>(args.softcap),
+                             partial.out,
+                             partial.lse};
+  if (params.mask.has_sinks) tensors.mask.sinks = args.sinks->to(at::kFloat).contiguous();
+  const OptionalTensor all;
+  std::optional<SequenceTable> queries;
+  if (args.is_packed()) queries.emplace(*args.cu_seqlens_q, all, declared);
+  const int64_t length = params.query.sizes[2];
+  at::Tensor table = args.page_table;
+  const bool is_told_all = problem.hidden == 0 && problem.most_keys == kUnbounded;
+  if (problem.is_decoding() && is_told_all && table.size(0) == declared && table.size(1) == width &&
+      is_readable(table) && is_readable(args.seq_lens_kv)) {
+    tensors.mask.lengths_kv = args.seq_lens_kv;
+    tensors.mask.lengths = single_queries(table.device(), declared);
+  } else {
+    const auto padded = pad_table(table, args.seq_lens_kv,
+                                  {declared, width, args.key_cache.size(args.token_dim()), length,
+                                   problem.hidden, problem.most_keys});
+    table = padded.page_table;
+    tensors.mask.lengths_kv = padded.seq_lens_kv;
+    if (!queries) tensors.mask.lengths = padded.seq_lens_q;
+  }
+  SdpaPointers pointers(params, tensors);
+  if (queries) {
+    const size_t of_query = queries->add_offsets(tensors.query);
+    const size_t of_out = queries->add_offsets(out);
+    const size_t of_lse = params.with_lse ? queries->add_offsets(1) : 0;
+    queries->make();
+    pointers.all.push_back(queries->offsets(of_query));
+    pointers.all.push_back(queries->offsets(of_out));
+    if (params.with_lse) pointers.all.push_back(queries->offsets(of_lse));
+    pointers.all.push_back(queries->lengths());
+    pointers.all.push_back(tensors.mask.lengths_kv.mutable_data_ptr());
+  }
+  pointers.all.push_back(table.mutable_data_ptr());
+  const graph::Call call = call_of(pointers);
+  graph::execute(call, *graph::get_plan(call, graph::PlanKey::of(params, out.get_device())));
+  if (problem.is_merged) merge_paged(args, query, scale.value, partial, out, lse);
+}
+
+void check_addressable(const at::Tensor& cache, const char* name) {
+  TORCH_CHECK_VALUE(graph::is_addressable(cache), "cudnn_ops.paged_attention: ", name,
+                    " must lie at a multiple of 16 bytes, and so must each head, token and page; "
+                    "got strides ",
+                    cache.strides());
+}
+
+// Some of the sequences, from number `start` on. Packed queries stay whole: the offsets alone say
+// which of them belong to these.
+void run_part(const Paged& args, int64_t start, int64_t count, const at::Tensor& out,
+              const at::Tensor& lse) {
+  const at::Tensor page_table = args.page_table.narrow(0, start, count);
+  const at::Tensor seq_lens_kv = args.seq_lens_kv.narrow(0, start, count);
+  at::Tensor query = args.query;
+  OptionalTensor offsets;
+  if (args.is_packed()) {
+    offsets = args.cu_seqlens_q->narrow(0, start, count + 1);
+  } else {
+    query = query.narrow(0, start, count);
+  }
+  const Paged part = args.with_sequences(query, offsets, page_table, seq_lens_kv);
+  const auto mine = [&](const at::Tensor& tensor) {
+    return args.is_packed() || !tensor.defined() ? tensor : tensor.narrow(0, start, rows_of(part));
+  };
+  run(part, mine(out), mine(lse));
+}
+
+void run_in_parts(const Paged& args, const at::Tensor& out, const at::Tensor& lse) {
+  if (args.is_packed()) {
+    // Not every engine writes what belongs to a sequence without keys.
+    fill_with_nothing(out, lse, args.sinks ? OptionalTensor(sinks_of(args)) : OptionalTensor());
+  }
+  const int64_t sequences = args.page_table.size(0);
+  if (sequences <= kMaxSequences) return run(args, out, lse);
+  for (int64_t start = 0; start < sequences; start += kMaxSequences) {
+    run_part(args, start, std::min(kMaxSequences, sequences - start), out, lse);
+  }
+}
+
+void forward_into(const Paged& args, const at::Tensor& out, const at::Tensor& lse) {
+  const c10::cuda::CUDAGuard device_guard(args.query.device());
+  graph::require_sm80("cudnn_ops.paged_attention", args.query.get_device());
+  if (out.numel() == 0) return;
+  if (args.key_cache.numel() == 0 || args.page_table.numel() == 0) {
+    const auto sinks = args.sinks ? OptionalTensor(sinks_of(args)) : OptionalTensor();
+    return fill_with_nothing(out, lse, sinks);
+  }
+  check_addressable(args.key_cache, "key_cache");
+  check_addressable(args.value_cache, "value_cache");
+  if (graph::is_addressable(args.query)) return run_in_parts(args, out, lse);
+  const at::Tensor query = args.query.clone(at::MemoryFormat::Contiguous);
+  run_in_parts(args.with_query(query, args.cu_seqlens_q), out, lse);
+}
+
+// The output, and with_lse the log-sum-exp.
+OutAndLse forward(const Paged& args, bool with_lse) {
+  if (is_packed_batch(args)) {
+    auto [out, lse] = forward(PackedBatch(args).args, with_lse);
+    return {out.squeeze(1), with_lse ? lse.squeeze(2).t().contiguous() : lse};
+  }
+  const int64_t rows = rows_of(args);
+  const at::Tensor out = empty_out(args, rows);
+  const at::Tensor lse = with_lse ? empty_lse(args, rows) : at::Tensor();
+  forward_into(args, out, lse);
+  const int64_t own = args.query.size(0);
+  if (args.is_packed()) return {out, with_lse ? lse.contiguous() : lse};
+  if (own == rows) return {out, lse};
+  return {out.narrow(0, 0, own), with_lse ? lse.narrow(0, 0, own) : lse};
+}
+
+at::Tensor paged_cuda(const Paged& args) {
+  check_paged(args);
+  return std::get<0>(forward(args, /*with_lse=*/false));
+}
+
+OutAndLse paged_with_lse_cuda(const Paged& args) {
+  check_paged(args);
+  return forward(args, /*with_lse=*/true);
+}
+
+void write_out(const Paged& args, const at::Tensor& out) {
+  if (is_packed_batch(args)) return write_out(PackedBatch(args).args, out.unsqueeze(1));
+  const bool has_room = out.size(0) == rows_of(args) && graph::is_addressable(out);
+  if (has_room) return forward_into(args, out, at::Tensor());
+  out.copy_(std::get<0>(forward(args, /*with_lse=*/false)));
+}
+
+void paged_out_cuda(const at::Tensor& query, const at::Tensor& key_cache,
+                    const at::Tensor& value_cache, const at::Tensor& page_table,
+                    const at::Tensor& seq_lens_kv, const OptionalTensor& cu_seqlens_q,
+                    c10::SymInt max_seqlen_q, std::optional<double> scale, bool is_causal,
+                    c10::IntArrayRef window_size, bool bottom_right, double softcap,
+                    const OptionalTensor& sinks, bool head_major, const at::Tensor& out) {
+  const Paged args{query,
+                   key_cache,
+                   value_cache,
+                   page_table,
+                   seq_lens_kv,
+                   cu_seqlens_q,
+                   std::move(max_seqlen_q),
+                   scale,
+                   is_causal,
+                   window_size,
+                   bottom_right,
+                   softcap,
+                   sinks,
+                   head_major};
+  check_paged(args);
+  check_paged_out(args, out);
+  write_out(args, out);
+}
+
+}  // namespace
+}  // namespace cudnn_ops
+
+TORCH_LIBRARY_IMPL(cudnn_ops, CUDA, m) {
+  using namespace cudnn_ops;
+  m.impl("paged_attention", paged_kernel<at::Tensor, paged_cuda>);
+  m.impl("paged_attention_with_lse", paged_kernel<OutAndLse, paged_with_lse_cuda>);
+  m.impl("_paged_attention_out", paged_out_cuda);
+}

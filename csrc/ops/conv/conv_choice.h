@@ -1,0 +1,25 @@
+// cuDNN takes a convolution and its epilogue in one graph, or the bare convolution, whose epilogue
+// is then a pass of our own over memory. It has other engines for either, and for some convolutions
+// none for the former that is any good. Which is faster was measured (H200, cuDNN 9.19, 85
+// geometries); the bare convolution's engines are those that torch runs. For a few convolutions no
+// engine is as fast as the kernel that torch has beside cuDNN.
+#pragma once
+
+#include "ops/conv/conv_problem.h"
+
+#include <string_view>
+
+namespace cudnn_ops {
+
+// Why the convolution of these parameters should be run without the epilogue that they have, in
+// words for users; empty where they have none, or where the graph of the whole is faster.
+std::string_view reason_for_bare(const ConvParams& params);
+
+// What is computed: the convolution, or one of its gradients.
+enum class ConvStep : int64_t { kForward, kInputGradient, kWeightGradient };
+
+// Why torch's own kernel should run in place of any of cuDNN's, in words for users; empty where one
+// of cuDNN's should.
+std::string_view reason_for_torch(const Conv& args, ConvStep step);
+
+}  // namespace cudnn_ops

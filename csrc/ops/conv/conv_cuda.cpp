@@ -1,0 +1,309 @@
+// Convolutions with their epilogue on CUDA.
+
+#include "ops/conv/conv_choice.h"
+#include "ops/or_none_cuda.h"
+
+#include "graph/call_pointers.h"
+#include "graph/warn.h"
+#include "kernels/conv_epilogue.h"
+
+#include <ATen/Context.h>
+#include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/cuda/EmptyTensor.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/library.h>
+
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+
+namespace cudnn_ops {
+namespace {
+
+constexpr const char* kAdvice = "torch.nn.functional has convolutions for the rest";
+
+at::Tensor empty(c10::IntArrayRef sizes, const at::Tensor& like) {
+  return at::detail::empty_cuda(sizes, like.scalar_type(), like.device(), channels_last(like));
+}
+
+bool is_aligned(const at::Tensor& tensor) {
+  constexpr auto kAlignment = static_cast<uintptr_t>(graph::TensorDesc::kAlignment);
+  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kAlignment == 0;
+}
+
+// As plans and kernels want it: an image, of one row where there is one dimension, with its
+// channels last, at an address from which pieces can be loaded. `op`, if any, says what it copies.
+at::Tensor image_of(const at::Tensor& tensor, const char* op = nullptr) {
+  constexpr int64_t kOneDimension = 3;
+  const at::Tensor image = tensor.dim() == kOneDimension ? tensor.unsqueeze(2) : tensor;
+  const auto format = channels_last(image);
+  if (!image.is_contiguous(format)) {
+    if (op != nullptr) {
+      CUDNN_OPS_WARN_ONCE(
+          op,
+          ": an input or a weight does not have its channels last and is copied at "
+          "every call; model.to(memory_format=torch.channels_last) lays them out so "
+          "for good");
+    }
+    return image.contiguous(format);
+  }
+  if (is_aligned(image)) return image;
+  if (op != nullptr) {
+    CUDNN_OPS_WARN_ONCE(
+        op,
+        ": an input or a weight starts at an address that is no multiple of 16 and is "
+        "copied at every call");
+  }
+  return image.clone(format);
+}
+
+// [K], likewise.
+at::Tensor row_of(const at::Tensor& tensor) {
+  if (!tensor.is_contiguous()) return tensor.contiguous();
+  return is_aligned(tensor) ? tensor : tensor.clone();
+}
+
+// An image as a tensor of as many dimensions as the operator was called with.
+at::Tensor without_row(const at::Tensor& image, const Conv& args) {
+  return image.defined() && args.dims() == 1 ? image.squeeze(2) : image;
+}
+
+graph::Call call_of(const char* op, const graph::CallPointers& pointers) {
+  return {op, kAdvice, pointers.all, pointers.written, at::globalContext().benchmarkCuDNN()};
+}
+
+// What of the epilogue cuDNN was found to take in one graph, by the key of the whole: all, until it
+// refuses that.
+class KnownFusions {
+ public:
+  ConvFusion of(const graph::PlanKey& whole) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = fusions_.find(whole);
+    return found == fusions_.end() ? ConvFusion::kAll : found->second;
+  }
+  void set(const graph::PlanKey& whole, ConvFusion fusion) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    fusions_.insert_or_assign(whole, fusion);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<graph::PlanKey, ConvFusion, graph::PlanKeyHash> fusions_;
+};
+
+KnownFusions& known_fusions() {
+  static auto* all = new KnownFusions();
+  return *all;
+}
+
+// The tensors of a call as plans take them.
+struct Images {
+  at::Tensor input, weight;
+  OptionalTensor bias, residual;
+
+  explicit Images(const Conv& args)
+      : input(image_of(args.input, args.op())), weight(image_of(args.weight, args.op())) {
+    if (args.bias) bias = row_of(*args.bias);
+    if (args.residual) residual = image_of(*args.residual, args.op());
+  }
+};
+
+// What a plan has computed; `before` only where that is a result beside another.
+struct Convolved {
+  at::Tensor out, before;
+  ConvFusion fusion;
+};
+
+// The convolution and as much of the epilogue as cuDNN takes in one graph and is fast with.
+Convolved convolve(const Conv& args, const Images& images, bool with_before) {
+  const int device = images.input.get_device();
+  ConvParams params = conv_params(args, ConvFusion::kAll, with_before);
+  const auto whole = graph::PlanKey::of(params, device);
+  auto key = whole;
+  ConvFusion fusion = known_fusions().of(whole);
+  while (true) {
+    if (fusion != ConvFusion::kAll) params = conv_params(args, fusion, with_before);
+    if (!reason_for_bare(params).empty()) {
+      fusion = ConvFusion::kNone;
+      params = conv_params(args, fusion, with_before);
+    }
+    if (fusion != ConvFusion::kAll) key = graph::PlanKey::of(params, device);
+    const c10::IntArrayRef sizes(params.out.sizes.data(), static_cast<size_t>(params.out.rank));
+    const at::Tensor out = empty(sizes, images.input);
+    const at::Tensor before = params.before.rank > 0 ? empty(sizes, images.input) : at::Tensor();
+    graph::CallPointers pointers;
+    pointers.read(images.input);
+    pointers.read(images.weight);
+    if (params.bias.rank > 0) pointers.read(*images.bias);
+    if (params.residual.rank > 0) pointers.read(*images.residual);
+    pointers.write(before);
+    pointers.write(out);
+    const graph::Call call = call_of(args.op(), pointers);
+    const auto plan =
+        fusion == ConvFusion::kNone ? graph::get_plan(call, key) : graph::plan_or_null(call, key);
+    if (plan != nullptr) {
+      graph::execute(call, *plan);
+      return {out, before, fusion};
+    }
+    fusion = static_cast<ConvFusion>(static_cast<int64_t>(fusion) + 1);
+    known_fusions().set(whole, fusion);
+  }
+}
+
+// Torch's operators are called for their kernels alone: the derivative and the cast are ours.
+struct OnlyKernels {
+  at::AutoDispatchBelowADInplaceOrView no_autograd;
+  c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
+};
+
+// The input as torch's convolution of one dimension takes it, whose padding is the same on either
+// side: where ours is not, with the zeros in memory. And the padding that is left.
+std::pair<at::Tensor, int64_t> padded(const Conv& args) {
+  if (args.before(0) == args.behind(0)) return {args.input, args.before(0)};
+  return {at::constant_pad_nd(args.input, {args.before(0), args.behind(0)}), 0};
+}
+
+// Torch's kernel has the length last in memory, and torch copies the input to it (which is in the
+// times that reason_for_torch() goes by). The result is copied once, to the channels last as all
+// results of ours have them.
+at::Tensor channels_last_image(const at::Tensor& of_torch) {
+  const at::Tensor image = of_torch.unsqueeze(2);
+  return empty(image.sizes(), image).copy_(image);
+}
+
+// Torch looks at strides even where the size is 1, and with those that channels last have it would
+// take cuDNN's kernel.
+at::Tensor length_last(const at::Tensor& weight) {
+  const int64_t taps = weight.size(2);
+  return weight.contiguous().as_strided(weight.sizes(), {taps, taps, 1});
+}
+
+// The convolution and its bias by torch's kernel.
+Convolved convolve_by_torch(const Conv& args) {
+  const OnlyKernels guard;
+  const auto [input, padding] = padded(args);
+  const at::Tensor conv = at::conv1d(input, length_last(args.weight), args.bias, args.stride(0),
+                                     padding, args.dilation(0), args.groups());
+  return {channels_last_image(conv), at::Tensor(), ConvFusion::kBias};
+}
+
+// Likewise one of the gradients.
+at::Tensor gradient_by_torch(const Conv& args, const at::Tensor& grad, bool is_of_weight) {
+  const OnlyKernels guard;
+  const auto [input, padding] = padded(args);
+  const auto grads = at::convolution_backward(
+      grad.squeeze(2), input, length_last(args.weight), /*bias_sizes=*/std::nullopt,
+      {args.stride(0)}, {padding}, {args.dilation(0)}, /*transposed=*/false, /*output_padding=*/{0},
+      args.groups(), {!is_of_weight, is_of_weight, false});
+  at::Tensor found = is_of_weight ? std::get<1>(grads) : std::get<0>(grads);
+  const int64_t length = args.input.size(2);
+  if (!is_of_weight && found.size(2) != length) found = found.narrow(2, args.before(0), length);
+  return channels_last_image(found);
+}
+
+// What the convolution left of the epilogue, in one pass.
+void add_rest(const Conv& args, const OptionalTensor& row, const OptionalTensor& image,
+              bool with_before, Convolved& convolved) {
+  const OptionalTensor nothing;
+  const auto& bias = convolved.fusion == ConvFusion::kNone ? row : nothing;
+  const auto& residual = convolved.fusion >= ConvFusion::kBias ? image : nothing;
+  if (args.activation == ConvActivation::kNone && !bias && !residual) return;
+  const at::Tensor conv = convolved.out;
+  // One of the two takes the place of what they are computed from.
+  if (with_before) convolved.before = conv, convolved.out = empty(conv.sizes(), conv);
+  conv_epilogue_forward(conv, bias, residual, args.activation, convolved.before, convolved.out);
+}
+
+ConvResults conv_cuda(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
+                      const OptionalTensor& residual, c10::IntArrayRef geometry, int64_t activation,
+                      bool with_before) {
+  const Conv args{input, weight, bias, residual, geometry, conv_activation(activation)};
+  check_conv(args);
+  TORCH_CHECK_TYPE(input.scalar_type() != at::kDouble, args.op(),
+                   ": input must be float16, bfloat16 or float32 on a GPU; got float64");
+  const c10::cuda::CUDAGuard device_guard(input.device());
+  graph::require_sm80(args.op(), input.get_device());
+  with_before = with_before && needs_before(args.activation);
+  Convolved convolved;
+  if (input.numel() == 0) {
+    const auto params = conv_params(args, ConvFusion::kNone, false);
+    const c10::IntArrayRef sizes(params.out.sizes.data(), static_cast<size_t>(params.out.rank));
+    convolved.out = empty(sizes, input);
+    if (with_before) convolved.before = empty(sizes, input);
+  } else if (!reason_for_torch(args, ConvStep::kForward).empty()) {
+    convolved = convolve_by_torch(args);
+    const OptionalTensor image = residual ? image_of(*residual, args.op()) : residual;
+    add_rest(args, bias, image, with_before, convolved);
+  } else {
+    const Images images(args);
+    convolved = convolve(args, images, with_before);
+    if (convolved.fusion != ConvFusion::kAll) {
+      add_rest(args, images.bias, images.residual, with_before, convolved);
+    }
+  }
+  return {without_row(convolved.out, args),
+          or_none(without_row(convolved.before, args), input, input.scalar_type())};
+}
+
+// The gradient of the input or that of the weight, from that of the convolution's result.
+at::Tensor gradient(const Conv& args, const at::Tensor& grad, bool is_of_weight) {
+  const auto step = is_of_weight ? ConvStep::kWeightGradient : ConvStep::kInputGradient;
+  if (grad.numel() > 0 && !reason_for_torch(args, step).empty()) {
+    return gradient_by_torch(args, grad, is_of_weight);
+  }
+  const auto params = conv_backward_params(args, is_of_weight);
+  const auto& desc = is_of_weight ? params.weight : params.input;
+  const at::Tensor result = empty({desc.sizes.data(), static_cast<size_t>(desc.rank)}, grad);
+  if (grad.numel() == 0) return result.zero_();
+  const at::Tensor other = image_of(is_of_weight ? args.input : args.weight, args.op());
+  graph::CallPointers pointers;
+  pointers.read(other);
+  pointers.read(grad);
+  pointers.write(result);
+  const graph::Call call = call_of(args.op(), pointers);
+  const auto key = graph::PlanKey::of(params, grad.get_device());
+  graph::execute(call, *graph::get_plan(call, key));
+  return result;
+}
+
+ConvGradients conv_backward_cuda(const at::Tensor& grad_out, const at::Tensor& input,
+                                 const at::Tensor& weight, const OptionalTensor& saved,
+                                 c10::IntArrayRef geometry, int64_t activation,
+                                 std::array<bool, 4> output_mask) {
+  const c10::cuda::CUDAGuard device_guard(input.device());
+  const OptionalTensor nothing;
+  const Conv args{input, weight, nothing, nothing, geometry, conv_activation(activation)};
+  check_conv_backward(args, grad_out, saved);
+  const at::Tensor of_out = image_of(grad_out);
+  const bool is_linear = args.activation == ConvActivation::kNone;
+  const at::Tensor grad = is_linear ? of_out : empty(of_out.sizes(), of_out);
+  at::Tensor of_input, of_weight, of_bias, of_residual;
+  if (output_mask[2]) of_bias = at::detail::empty_cuda({weight.size(0)}, input.options());
+  if (grad.numel() == 0) {
+    if (of_bias.defined()) of_bias.zero_();
+  } else if (output_mask[2] || !is_linear) {
+    const OptionalTensor kept = saved ? image_of(*saved) : nothing;
+    conv_epilogue_backward(of_out, kept, args.activation, is_linear ? at::Tensor() : grad, of_bias);
+  }
+  if (output_mask[0]) of_input = without_row(gradient(args, grad, /*is_of_weight=*/false), args);
+  if (output_mask[1]) {
+    of_weight = without_row(gradient(args, grad, /*is_of_weight=*/true), args);
+    // As the weight lies: autograd would copy another.
+    const at::Tensor like = args.dims() == 1 ? weight.unsqueeze(2) : weight;
+    if (!like.is_contiguous(channels_last(like))) of_weight = of_weight.contiguous();
+  }
+  if (output_mask[3]) of_residual = without_row(is_linear ? grad.clone() : grad, args);
+  const auto dtype = input.scalar_type();
+  return {or_none(of_input, input, dtype), or_none(of_weight, input, dtype),
+          or_none(of_bias, input, dtype), or_none(of_residual, input, dtype)};
+}
+
+}  // namespace
+}  // namespace cudnn_ops
+
+TORCH_LIBRARY_IMPL(cudnn_ops, CUDA, m) {
+  m.impl("_conv", cudnn_ops::conv_cuda);
+  m.impl("_conv_backward", cudnn_ops::conv_backward_cuda);
+}

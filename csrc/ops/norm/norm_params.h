@@ -1,0 +1,41 @@
+// What a plan of a norm bakes in.
+#pragma once
+
+#include "graph/tensor_desc.h"
+
+namespace cudnn_ops {
+
+// Rows that lie one behind the other, [rows, size, 1, 1]; the parameters are [1, size, 1, 1], of
+// rank 0 where there are none.
+struct NormParams {
+  static constexpr const char* kName = "norm";
+  graph::TensorDesc input, weight, bias;
+  bool is_layer = false, zero_centered = false, with_stats = false;
+
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor&& visit) {
+    visit("input", self.input);
+    visit("weight", self.weight);
+    visit("bias", self.bias);
+    visit("is_layer", self.is_layer);
+    visit("zero_centered", self.zero_centered);
+    visit("with_stats", self.with_stats);
+  }
+};
+
+// The backward always has a weight: cuDNN wants one.
+struct NormBackwardParams {
+  static constexpr const char* kName = "norm_backward";
+  graph::TensorDesc input, weight;
+  bool is_layer = false, zero_centered = false;
+
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor&& visit) {
+    visit("input", self.input);
+    visit("weight", self.weight);
+    visit("is_layer", self.is_layer);
+    visit("zero_centered", self.zero_centered);
+  }
+};
+
+}  // namespace cudnn_ops

@@ -1,0 +1,91 @@
+// Rotary position embedding: schemas, checks, the public operator, and its derivative, which is a
+// rotation back. The kernels are in ../kernels/rotary*, those for CPUs and fake tensors in
+// cudnn_ops/ops/rotary.py.
+
+#include "ops/rotary/rotary.h"
+#include "ops/autograd_node.h"
+#include "ops/backward_check.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/library.h>
+
+namespace cudnn_ops {
+namespace {
+
+constexpr const char* kOp = "cudnn_ops.rotary_embedding";
+
+constexpr char kBackward[] = "RotaryBackward";
+
+// `is_backward`: of a rotation back. It is linear, and can go on.
+variable_list rotary_gradients(const variable_list& grads, const Wanted<1>& /*wanted*/,
+                               const at::Tensor& cos, const at::Tensor& sin, bool is_backward) {
+  return {rotary_op().call(grads[0], cos, sin, !is_backward)};
+}
+
+using RotaryBackwardNode = BackwardNode<kBackward, rotary_gradients>;
+
+at::Tensor rotary_autograd(c10::DispatchKeySet keys, const at::Tensor& input, const at::Tensor& cos,
+                           const at::Tensor& sin, bool is_backward) {
+  refuse_forward_mode(kOp, {input});
+  TORCH_CHECK_NOT_IMPLEMENTED(!torch::autograd::compute_requires_grad(cos, sin), kOp,
+                              ": cos and sin have no gradient here");
+  const at::Tensor out = [&] {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return rotary_op().redispatch(below_autograd(keys), input, cos, sin, is_backward);
+  }();
+  if (torch::autograd::compute_requires_grad(input)) {
+    auto node = make_node<RotaryBackwardNode>();
+    node->set_next_edges(torch::autograd::collect_next_edges(input));
+    torch::autograd::set_history(out, node);
+    node->save(cos, sin, is_backward);
+  }
+  return out;
+}
+
+at::Tensor rotary(const at::Tensor& input, const at::Tensor& cos, const at::Tensor& sin) {
+  return rotary_op().call(input, cos, sin, /*is_backward=*/false);
+}
+
+}  // namespace
+
+void check_rotary(const at::Tensor& input, const at::Tensor& cos, const at::Tensor& sin) {
+  TORCH_CHECK_TYPE(cos.defined() && sin.defined(), kOp, ": cos and sin must be tensors, got None");
+  TORCH_CHECK_TYPE(is_computed_in(input.scalar_type()), kOp,
+                   ": input must be float16, bfloat16 or float32 (float64 too on a CPU); got ",
+                   input.scalar_type());
+  TORCH_CHECK_TYPE(
+      sin.scalar_type() == cos.scalar_type() &&
+          (cos.scalar_type() == input.scalar_type() || cos.scalar_type() == at::kFloat),
+      kOp, ": cos and sin must be of the input's dtype, ", input.scalar_type(),
+      ", or float32; got ", cos.scalar_type(), " and ", sin.scalar_type());
+  TORCH_CHECK_VALUE(input.dim() == 4 && input.sym_size(3) % 2 == 0, kOp,
+                    ": input must be [B, H, S, D] with an even D; got ", input.sym_sizes());
+  TORCH_CHECK_VALUE(cos.dim() == 3 && cos.sym_sizes() == sin.sym_sizes() &&
+                        (cos.sym_size(0) == 1 || cos.sym_size(0) == input.sym_size(0)) &&
+                        cos.sym_size(1) == input.sym_size(2) &&
+                        cos.sym_size(2) == input.sym_size(3) && cos.device() == input.device() &&
+                        sin.device() == input.device(),
+                    kOp, ": cos and sin must be [B or 1, S, D] for an input ", input.sym_sizes(),
+                    " on ", input.device(), "; got ", cos.sym_sizes(), " on ", cos.device(),
+                    " and ", sin.sym_sizes(), " on ", sin.device());
+}
+
+const c10::TypedOperatorHandle<RotaryOp>& rotary_op() {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("cudnn_ops::_rotary", "").typed<RotaryOp>();
+  return op;
+}
+
+}  // namespace cudnn_ops
+
+TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  m.def("rotary_embedding(Tensor input, Tensor cos, Tensor sin) -> Tensor", cudnn_ops::rotary,
+        tags);
+  m.def("_rotary(Tensor input, Tensor cos, Tensor sin, bool is_backward) -> Tensor", tags);
+  m.def("_rotary_check(Tensor input, Tensor cos, Tensor sin) -> ()", cudnn_ops::check_rotary, tags);
+}
+
+TORCH_LIBRARY_IMPL(cudnn_ops, Autograd, m) {
+  m.impl("_rotary", cudnn_ops::rotary_autograd);
+}
