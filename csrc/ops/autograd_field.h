@@ -53,17 +53,17 @@ struct Field : StoredField<T> {
 };
 
 // A list of numbers.
-template <class T>
-struct Field<c10::ArrayRef<T>> : StoredField<c10::SmallVector<T, 13>> {
+template <class T, unsigned size>
+struct Field<c10::SmallVector<T, size>> : StoredField<c10::SmallVector<T, size>> {
   using Packed = std::vector<T>;
 
-  void keep(c10::ArrayRef<T> value, const torch::autograd::Node* /*node*/) {
-    this->stored.assign(value.begin(), value.end());
+  void keep(const c10::SmallVector<T, size>& value, const torch::autograd::Node* /*node*/) {
+    this->stored = value;
   }
   void release() {
   }
   template <class Owner>
-  c10::ArrayRef<T> get(const Owner& /*owner*/) const {
+  const c10::SmallVector<T, size>& get(const Owner& /*owner*/) const {
     return this->stored;
   }
   template <class Owner>

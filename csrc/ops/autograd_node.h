@@ -1,11 +1,16 @@
 // What every derivative is written with: one template for the autograd Nodes, made of the function
-// that computes the gradients, in the words of the torch that is compiled against.
+// that computes the gradients and of the struct that it computes them from, in the words of the
+// torch that is compiled against.
 #pragma once
 
 #include "ops/autograd_field.h"
+#include "ops/operator.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
 
 #include <algorithm>
@@ -54,14 +59,14 @@ template <size_t inputs>
 using Wanted = std::array<bool, inputs>;
 
 // The Node of a derivative. `gradients` computes those of the inputs from those of the outputs, of
-// which one at least is defined; its further parameters are what is kept for it, and the only list
-// of that. It runs below in eager mode, and as a node of a graph under compiled autograd, with
-// tensors in whatever memory format saved-tensor hooks brought them back.
+// which one at least is defined, and from what was saved: a struct whose fields (operator.h) are
+// the only list of that. It runs below in eager mode, and as a node of a graph under compiled
+// autograd, with tensors in whatever memory format saved-tensor hooks brought them back.
 template <const char* name_, auto gradients>
 class BackwardNode;
 
-template <const char* name_, size_t inputs, class... Args,
-          variable_list (*gradients)(const variable_list&, const Wanted<inputs>&, Args...)>
+template <const char* name_, size_t inputs, class Saved,
+          variable_list (*gradients)(const variable_list&, const Wanted<inputs>&, const Saved&)>
 class BackwardNode<name_, gradients> final : public torch::autograd::Node {
  public:
   std::string name() const override {
@@ -69,8 +74,9 @@ class BackwardNode<name_, gradients> final : public torch::autograd::Node {
   }
 
   // After set_history(), which says what is an output of this Node.
-  void save(const std::decay_t<Args>&... args) {
-    std::apply([&](auto&... field) { (field.keep(args, this), ...); }, fields_);
+  void save(const Saved& saved) {
+    for_each(fields_, Saved::fields(saved),
+             [&](auto& field, const auto& value) { field.keep(value, this); });
   }
 
   void release_variables() override {
@@ -82,9 +88,10 @@ class BackwardNode<name_, gradients> final : public torch::autograd::Node {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (are_undefined(grads)) return variable_list(inputs);
     const auto owner = owner_of(*this);
-    return std::apply(
-        [&](const auto&... field) { return gradients(grads, wanted(), field.get(owner)...); },
-        fields_);
+    Saved saved;
+    for_each(fields_, Saved::fields(saved),
+             [&](const auto& field, auto& value) { value = field.get(owner); });
+    return gradients(grads, wanted(), saved);
   }
 
   void compiled_args(torch::autograd::CompiledNodeArgs& args) const override {
@@ -96,11 +103,8 @@ class BackwardNode<name_, gradients> final : public torch::autograd::Node {
     using namespace torch::dynamo::autograd;
     const auto& compiler = getPyCompilerInterface();
     // Once, as the functions of torch's own Nodes; the types are those that call_packed() unpacks.
-    static const std::string function =
-        compiler->bind_function(saved.get_py_compiler(), name_, call_packed,
-                                {IValuePacker<std::vector<bool>>::packed_type(),
-                                 IValuePacker<Packed<Args>>::packed_type()...},
-                                /*is_custom_function=*/true);
+    static const std::string function = compiler->bind_function(
+        saved.get_py_compiler(), name_, call_packed, packed_types(), /*is_custom_function=*/true);
     std::apply([&](auto&... field) { (field.before(saved), ...); }, fields_);
     PackedArgs packed;
     const auto mask = wanted();
@@ -116,8 +120,35 @@ class BackwardNode<name_, gradients> final : public torch::autograd::Node {
   }
 
  private:
-  template <class Arg>
-  using Packed = typename Field<std::decay_t<Arg>>::Packed;
+  template <class Fields>
+  struct FieldsToKeep;
+  template <class... Members>
+  struct FieldsToKeep<std::tuple<Members&...>> {
+    using Kept = std::tuple<Field<Members>...>;
+    using Packed = std::tuple<typename Field<Members>::Packed...>;
+  };
+  using Kept = typename FieldsToKeep<FieldsOf<Saved>>::Kept;
+  using Packed = typename FieldsToKeep<FieldsOf<Saved>>::Packed;
+
+  // Calls `function` with each of one tuple and its fellow of the other.
+  template <class Ones, class Others, class Function>
+  static void for_each(Ones&& ones, Others&& others, const Function& function) {
+    std::apply(
+        [&](auto&... one) {
+          std::apply([&](auto&... other) { (function(one, other), ...); }, others);
+        },
+        ones);
+  }
+
+  static std::vector<at::TypePtr> packed_types() {
+    using torch::dynamo::autograd::IValuePacker;
+    std::vector<at::TypePtr> types{IValuePacker<std::vector<bool>>::packed_type()};
+    const auto add = [&](const auto& packed) {
+      types.push_back(IValuePacker<std::decay_t<decltype(packed)>>::packed_type());
+    };
+    std::apply([&](const auto&... packed) { (add(packed), ...); }, Packed());
+    return types;
+  }
 
   static bool are_undefined(const variable_list& grads) {
     return std::none_of(grads.begin(), grads.end(),
@@ -138,13 +169,17 @@ class BackwardNode<name_, gradients> final : public torch::autograd::Node {
     const auto mask = args.unpack<std::vector<bool>>();
     Wanted<inputs> wanted{};
     std::copy_n(mask.begin(), inputs, wanted.begin());
-    // In braces: from left to right.
-    const std::tuple<Packed<Args>...> fields{args.unpack<Packed<Args>>()...};
-    return std::apply([&](const auto&... field) { return gradients(grads, wanted, field...); },
-                      fields);
+    Saved saved;
+    std::apply([&](auto&... value) { (unpack(args, value), ...); }, Saved::fields(saved));
+    return gradients(grads, wanted, saved);
   }
 
-  std::tuple<Field<std::decay_t<Args>>...> fields_;
+  template <class Value>
+  static void unpack(torch::autograd::PackedArgs& args, Value& value) {
+    value = args.unpack<typename Field<Value>::Packed>();
+  }
+
+  Kept fields_;
 };
 
 // Of a tuple of gradients those that are asked for.
@@ -170,6 +205,43 @@ inline c10::DispatchKeySet below_autograd(c10::DispatchKeySet keys) {
   return keys & c10::after_ADInplaceOrView_keyset;
 }
 
+// Whether a derivative will be asked for, and the tensors that it would be of.
+template <class Args>
+variable_list differentiable_inputs(const Args& args) {
+  variable_list inputs;
+  if (!at::GradMode::is_enabled()) return inputs;
+  const auto add = [&](const auto& value) {
+    using Value = std::decay_t<decltype(value)>;
+    if constexpr (std::is_same_v<Value, at::Tensor>) {
+      if (value.defined() && value.requires_grad()) inputs.push_back(value);
+    } else if constexpr (std::is_same_v<Value, OptionalTensor>) {
+      if (value && value->requires_grad()) inputs.push_back(*value);
+    }
+  };
+  std::apply([&](const auto&... value) { (add(value), ...); }, Args::fields(args));
+  return inputs;
+}
+
+// Runs a backward that has no derivative: its results can be used, but asking for a gradient
+// through them raises `message`.
+template <class Gradients, class Args>
+Gradients without_derivative(const Operator<Gradients, Args>& op, c10::DispatchKeySet keys,
+                             const Args& args, const char* message) {
+  Gradients gradients;
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    gradients = op.redispatch(below_autograd(keys), args);
+  }
+  const variable_list inputs = differentiable_inputs(args);
+  if (!inputs.empty()) {
+    const auto node =
+        make_node<torch::autograd::Error>(message, torch::autograd::collect_next_edges(inputs));
+    std::apply([&](auto&... tensor) { (torch::autograd::set_history(tensor, node), ...); },
+               gradients);
+  }
+  return gradients;
+}
+
 inline void refuse_forward_mode(
     const char* op, std::initializer_list<std::reference_wrapper<const at::Tensor>> inputs) {
   for (const at::Tensor& input : inputs) {
@@ -180,3 +252,5 @@ inline void refuse_forward_mode(
 }
 
 }  // namespace cudnn_ops
+
+#include "ops/autograd_node_flat.h"

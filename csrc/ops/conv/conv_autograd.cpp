@@ -29,7 +29,7 @@ variable_list conv_gradients(const variable_list& grads, const Wanted<4>& wanted
   return result;
 }
 
-using ConvBackwardNode = BackwardNode<kBackward, conv_gradients>;
+using ConvBackwardNode = FlatNode<kBackward, conv_gradients>;
 
 ConvResults conv_autograd(c10::DispatchKeySet keys, const at::Tensor& input,
                           const at::Tensor& weight, const OptionalTensor& bias,

@@ -20,7 +20,7 @@ variable_list gated_gradients(const variable_list& grads, const Wanted<2>& wante
   return only_wanted(wanted, gated_backward_op().call(grads[0], gate, up, activation));
 }
 
-using GatedBackwardNode = BackwardNode<kBackward, gated_gradients>;
+using GatedBackwardNode = FlatNode<kBackward, gated_gradients>;
 
 at::Tensor gated_autograd(c10::DispatchKeySet keys, const at::Tensor& gate, const at::Tensor& up,
                           int64_t activation) {

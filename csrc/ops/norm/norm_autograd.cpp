@@ -41,7 +41,7 @@ variable_list norm_gradients(const variable_list& grads, const Wanted<4>& wanted
   return result;
 }
 
-using NormBackwardNode = BackwardNode<kBackward, norm_gradients>;
+using NormBackwardNode = FlatNode<kBackward, norm_gradients>;
 
 NormResults norm_autograd(c10::DispatchKeySet keys, const at::Tensor& input,
                           const OptionalTensor& residual, c10::SymIntArrayRef normalized_shape,

@@ -6,7 +6,6 @@
 #include "ops/autograd_node.h"
 #include "ops/backward_check.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/library.h>
 
 namespace cudnn_ops {
@@ -16,34 +15,43 @@ constexpr const char* kOp = "cudnn_ops.rotary_embedding";
 
 constexpr char kBackward[] = "RotaryBackward";
 
-// `is_backward`: of a rotation back. It is linear, and can go on.
+struct Rotation {
+  at::Tensor cos, sin;
+  bool is_backward = false;
+
+  template <class Self>
+  static auto fields(Self& self) {
+    return std::tie(self.cos, self.sin, self.is_backward);
+  }
+};
+
+// A rotation is linear: its gradient is a rotation back, which can be differentiated again.
 variable_list rotary_gradients(const variable_list& grads, const Wanted<1>& /*wanted*/,
-                               const at::Tensor& cos, const at::Tensor& sin, bool is_backward) {
-  return {rotary_op().call(grads[0], cos, sin, !is_backward)};
+                               const Rotation& saved) {
+  return {rotary_op().call({grads[0], saved.cos, saved.sin, !saved.is_backward})};
 }
 
 using RotaryBackwardNode = BackwardNode<kBackward, rotary_gradients>;
 
-at::Tensor rotary_autograd(c10::DispatchKeySet keys, const at::Tensor& input, const at::Tensor& cos,
-                           const at::Tensor& sin, bool is_backward) {
-  refuse_forward_mode(kOp, {input});
-  TORCH_CHECK_NOT_IMPLEMENTED(!torch::autograd::compute_requires_grad(cos, sin), kOp,
+at::Tensor rotary_autograd(c10::DispatchKeySet keys, const Rotary& args) {
+  refuse_forward_mode(kOp, {args.input});
+  TORCH_CHECK_NOT_IMPLEMENTED(!torch::autograd::compute_requires_grad(args.cos, args.sin), kOp,
                               ": cos and sin have no gradient here");
   const at::Tensor out = [&] {
     at::AutoDispatchBelowADInplaceOrView guard;
-    return rotary_op().redispatch(below_autograd(keys), input, cos, sin, is_backward);
+    return rotary_op().redispatch(below_autograd(keys), args);
   }();
-  if (torch::autograd::compute_requires_grad(input)) {
+  if (torch::autograd::compute_requires_grad(args.input)) {
     auto node = make_node<RotaryBackwardNode>();
-    node->set_next_edges(torch::autograd::collect_next_edges(input));
+    node->set_next_edges(torch::autograd::collect_next_edges(args.input));
     torch::autograd::set_history(out, node);
-    node->save(cos, sin, is_backward);
+    node->save({args.cos, args.sin, args.is_backward});
   }
   return out;
 }
 
 at::Tensor rotary(const at::Tensor& input, const at::Tensor& cos, const at::Tensor& sin) {
-  return rotary_op().call(input, cos, sin, /*is_backward=*/false);
+  return rotary_op().call({input, cos, sin});
 }
 
 }  // namespace
@@ -70,9 +78,8 @@ void check_rotary(const at::Tensor& input, const at::Tensor& cos, const at::Tens
                     " and ", sin.sym_sizes(), " on ", sin.device());
 }
 
-const c10::TypedOperatorHandle<RotaryOp>& rotary_op() {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("cudnn_ops::_rotary", "").typed<RotaryOp>();
+const Operator<at::Tensor, Rotary>& rotary_op() {
+  static const Operator<at::Tensor, Rotary> op("cudnn_ops::_rotary");
   return op;
 }
 
@@ -87,5 +94,5 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
 }
 
 TORCH_LIBRARY_IMPL(cudnn_ops, Autograd, m) {
-  m.impl("_rotary", cudnn_ops::rotary_autograd);
+  m.impl("_rotary", cudnn_ops::kernel<cudnn_ops::rotary_autograd>);
 }

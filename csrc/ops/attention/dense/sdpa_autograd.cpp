@@ -88,7 +88,7 @@ variable_list sdpa_gradients(const variable_list& grads, const Wanted<5>& wanted
   return only_wanted(wanted, results);
 }
 
-using SdpaBackwardNode = BackwardNode<kBackward, sdpa_gradients>;
+using SdpaBackwardNode = FlatNode<kBackward, sdpa_gradients>;
 
 bool requires_grad(const Attention& args) {
   return torch::autograd::compute_requires_grad(args.query, args.key, args.value, args.attn_mask,

@@ -94,7 +94,7 @@ variable_list varlen_gradients(const variable_list& grads, const Wanted<4>& want
   return only_wanted(wanted, results);
 }
 
-using VarlenBackwardNode = BackwardNode<kBackward, varlen_gradients>;
+using VarlenBackwardNode = FlatNode<kBackward, varlen_gradients>;
 
 void check_differentiable(const Varlen& args) {
   refuse_forward_mode("cudnn_ops.varlen_attention", {args.query, args.key, args.value});

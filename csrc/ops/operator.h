@@ -1,0 +1,135 @@
+// Between the dispatcher's long lists of arguments and one struct of arguments a family.
+//
+// Such a struct names its members once more, in the order of the operator's schema:
+//
+//   struct Rotary {
+//     at::Tensor input, cos, sin;
+//     bool is_backward = false;
+//
+//     template <class Self>
+//     static auto fields(Self& self) {
+//       return std::tie(self.input, self.cos, self.sin, self.is_backward);
+//     }
+//   };
+//
+// The operator's function type, its kernels, calls of it and what its autograd Node saves
+// (autograd_node.h) follow from that list.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/SmallVector.h>
+
+#include <optional>
+#include <tuple>
+#include <utility>
+
+namespace cudnn_ops {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+// The type of a parameter in the operator's function, from that of the member.
+template <class Member>
+struct Parameter {
+  using type = Member;
+};
+template <>
+struct Parameter<at::Tensor> {
+  using type = const at::Tensor&;
+};
+template <>
+struct Parameter<OptionalTensor> {
+  using type = const OptionalTensor&;
+};
+template <class T, unsigned size>
+struct Parameter<c10::SmallVector<T, size>> {
+  using type = c10::ArrayRef<T>;
+};
+
+// A tuple of references to the members.
+template <class Args>
+using FieldsOf = decltype(Args::fields(std::declval<Args&>()));
+
+template <class Args, class Fields = FieldsOf<Args>>
+struct Unpacked;
+template <class Args, class... Members>
+struct Unpacked<Args, std::tuple<Members&...>> {
+  template <class Result>
+  using Function = Result(typename Parameter<Members>::type...);
+
+  static Args pack(typename Parameter<Members>::type... values) {
+    Args args;
+    Args::fields(args) =
+        std::forward_as_tuple(std::forward<typename Parameter<Members>::type>(values)...);
+    return args;
+  }
+  template <class Result, Result (*body)(const Args&)>
+  static Result kernel(typename Parameter<Members>::type... values) {
+    return body(pack(std::forward<typename Parameter<Members>::type>(values)...));
+  }
+  template <class Result, Result (*body)(c10::DispatchKeySet, const Args&)>
+  static Result kernel(c10::DispatchKeySet keys, typename Parameter<Members>::type... values) {
+    return body(keys, pack(std::forward<typename Parameter<Members>::type>(values)...));
+  }
+};
+
+template <class Body>
+struct KernelOf;
+template <class Result, class Args>
+struct KernelOf<Result (*)(const Args&)> {
+  template <Result (*body)(const Args&)>
+  static constexpr auto function = &Unpacked<Args>::template kernel<Result, body>;
+};
+template <class Result, class Args>
+struct KernelOf<Result (*)(c10::DispatchKeySet, const Args&)> {
+  template <Result (*body)(c10::DispatchKeySet, const Args&)>
+  static constexpr auto function = &Unpacked<Args>::template kernel<Result, body>;
+};
+
+// A kernel for the dispatcher from a function of the struct, which may ask for the dispatch keys.
+template <auto body>
+constexpr auto kernel = KernelOf<decltype(body)>::template function<body>;
+
+template <class Result, class Args>
+class Operator {
+ public:
+  explicit Operator(const char* name, const char* overload = "")
+      : handle_(c10::Dispatcher::singleton()
+                    .findSchemaOrThrow(name, overload)
+                    .template typed<typename Unpacked<Args>::template Function<Result>>()) {
+  }
+  Result call(const Args& args) const {
+    return std::apply([&](const auto&... values) { return handle_.call(values...); },
+                      Args::fields(args));
+  }
+  Result redispatch(c10::DispatchKeySet keys, const Args& args) const {
+    return std::apply([&](const auto&... values) { return handle_.redispatch(keys, values...); },
+                      Args::fields(args));
+  }
+
+ private:
+  c10::TypedOperatorHandle<typename Unpacked<Args>::template Function<Result>> handle_;
+};
+
+namespace detail {
+
+template <size_t start, class Tuple, size_t... i>
+auto slice(const Tuple& tuple, std::index_sequence<i...> /*indices*/) {
+  return std::tuple<std::tuple_element_t<start + i, Tuple>...>(std::get<start + i>(tuple)...);
+}
+
+}  // namespace detail
+
+// The first `count` of a struct's fields, and the others: for a backward, whose schema has more
+// arguments among those of the forward.
+template <size_t count, class Tuple>
+auto first_fields(const Tuple& fields) {
+  return detail::slice<0>(fields, std::make_index_sequence<count>());
+}
+template <size_t count, class Tuple>
+auto other_fields(const Tuple& fields) {
+  constexpr size_t others = std::tuple_size_v<Tuple> - count;
+  return detail::slice<count>(fields, std::make_index_sequence<others>());
+}
+
+}  // namespace cudnn_ops
