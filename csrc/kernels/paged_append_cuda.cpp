@@ -63,7 +63,7 @@ const DeviceKernel& kernel_of(int64_t unit) {
 
 void append_cuda(const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& key,
                  const at::Tensor& value, const at::Tensor& slot_mapping, bool head_major) {
-  check_paged_append(key_cache, value_cache, key, value, slot_mapping, head_major);
+  check_paged_append({key_cache, value_cache, key, value, slot_mapping, head_major});
   if (key.numel() + value.numel() == 0 || key_cache.size(0) == 0) return;
   const c10::cuda::CUDAGuard device_guard(key.device());
   const at::Tensor slots_of_tokens = slot_mapping.contiguous();

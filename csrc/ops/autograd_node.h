@@ -222,24 +222,27 @@ variable_list differentiable_inputs(const Args& args) {
   return inputs;
 }
 
-// Runs a backward that has no derivative: its results can be used, but asking for a gradient
-// through them raises `message`.
-template <class Gradients, class Args>
-Gradients without_derivative(const Operator<Gradients, Args>& op, c10::DispatchKeySet keys,
-                             const Args& args, const char* message) {
-  Gradients gradients;
+// Runs an operator that has no derivative, as backwards have none: its results can be used, but
+// asking for a gradient through them raises `message`.
+template <class Results, class Args>
+Results without_derivative(const Operator<Results, Args>& op, c10::DispatchKeySet keys,
+                           const Args& args, const char* message) {
+  Results results;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    gradients = op.redispatch(below_autograd(keys), args);
+    results = op.redispatch(below_autograd(keys), args);
   }
   const variable_list inputs = differentiable_inputs(args);
-  if (!inputs.empty()) {
-    const auto node =
-        make_node<torch::autograd::Error>(message, torch::autograd::collect_next_edges(inputs));
+  if (inputs.empty()) return results;
+  const auto node =
+      make_node<torch::autograd::Error>(message, torch::autograd::collect_next_edges(inputs));
+  if constexpr (std::is_same_v<Results, at::Tensor>) {
+    torch::autograd::set_history(results, node);
+  } else {
     std::apply([&](auto&... tensor) { (torch::autograd::set_history(tensor, node), ...); },
-               gradients);
+               results);
   }
-  return gradients;
+  return results;
 }
 
 inline void refuse_forward_mode(

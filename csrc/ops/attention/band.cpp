@@ -1,6 +1,7 @@
 #include "ops/attention/band.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace cudnn_ops {
 namespace {
@@ -14,8 +15,24 @@ int64_t bound(int64_t keys) {
 
 }  // namespace
 
-Band Band::of(bool is_causal, c10::IntArrayRef window_size, bool bottom_right) {
-  return {bound(window_size[0]), is_causal ? 0 : bound(window_size[1]), bottom_right};
+Band Band::of(const AttentionOptions& options) {
+  return {bound(options.window_size[0]), options.is_causal ? 0 : bound(options.window_size[1]),
+          options.bottom_right};
+}
+
+SdpaMask mask_of_options(const AttentionOptions& options, const Band& band, bool has_alibi,
+                         bool backward) {
+  SdpaMask mask;
+  mask.left = band.left;
+  mask.right = band.right;
+  mask.bottom_right = band.bottom_right && (band.is_bounded() || has_alibi);
+  mask.has_softcap = options.softcap > 0;
+  mask.has_alibi = has_alibi;
+  mask.has_sinks = options.sinks.has_value() && !backward;
+  if (options.dropout_p > 0) {
+    std::memcpy(&mask.dropout_p, &options.dropout_p, sizeof mask.dropout_p);
+  }
+  return mask;
 }
 
 VisibleBand VisibleBand::of(Band band, int64_t length, int64_t length_kv, bool has_slopes) {

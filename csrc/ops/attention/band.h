@@ -2,9 +2,8 @@
 // diagonal lies.
 #pragma once
 
+#include "ops/attention/attention.h"
 #include "ops/attention/attention_params.h"
-
-#include <c10/util/ArrayRef.h>
 
 #include <cstdint>
 
@@ -15,12 +14,16 @@ struct Band {
   int64_t right = kUnbounded;
   bool bottom_right = false;
 
-  // The band of a call's arguments. A bound that no sequence reaches is none.
-  static Band of(bool is_causal, c10::IntArrayRef window_size, bool bottom_right);
+  // The band of a call. A bound that no sequence reaches is none.
+  static Band of(const AttentionOptions& options);
   bool is_bounded() const {
     return left != kUnbounded || right != kUnbounded;
   }
 };
+
+// What a plan bakes in of the options. The backward needs no sinks: they are in the log-sum-exp.
+SdpaMask mask_of_options(const AttentionOptions& options, const Band& band, bool has_alibi,
+                         bool backward);
 
 // The band of a plan for these lengths alone, and that of one for others too, which has all bounds.
 struct Bands {

@@ -1,7 +1,7 @@
 // The checks that all attention operators share. `op` begins the message: "cudnn_ops.sdpa: ".
 #pragma once
 
-#include "ops/attention/dense/sdpa.h"
+#include "ops/attention/attention.h"
 
 namespace cudnn_ops {
 
@@ -20,21 +20,15 @@ inline bool known(const c10::SymBool& condition) {
   return TORCH_GUARD_OR_FALSE(condition);
 }
 
-// Of query heads and those that they share; of none only none.
+// Whether query heads can share that many heads of the keys; none share none.
 bool is_multiple(const c10::SymInt& heads, const c10::SymInt& of);
-// Query, key and value as torch's function takes them: they fit each other, or broadcast.
-void check_shapes(const Attention& args);
-// `full`: what it has to broadcast to, [..., H, Sq, Skv].
-void check_mask(const at::Tensor& mask, const at::Tensor& query, c10::SymIntArrayRef full);
-// Dtypes and head sizes that no GPU takes, said before a graph is built.
+// Refuses dtypes and head sizes that no GPU supports, before a graph is built.
 void check_supported(const at::Tensor& tensor, const char* name, const char* op);
-// A number for each head of the query, which are its dimension `head_dim`.
-void check_per_head(const at::Tensor& tensor, const at::Tensor& query, const char* name,
-                    const char* op, int64_t head_dim = 1);
-void check_scalars(std::optional<double> scale, double dropout_p, double softcap,
-                   c10::IntArrayRef window_size, const OptionalTensor& rng_state,
-                   const at::Tensor& query, const char* op);
-// Of packed sequences: [B + 1] whole numbers, and where checks_values says so what they are.
+void check_options(const AttentionOptions& options, const at::Tensor& query, const char* op);
+// alibi_slopes and sinks: a number for each head of the query, which are its dimension `head_dim`.
+void check_per_head(const AttentionOptions& options, const at::Tensor& query, const char* op,
+                    int64_t head_dim = 1);
+// Offsets of packed sequences, [B + 1] integers; their values where checks_values says so.
 void check_offsets(const at::Tensor& offsets, const at::Tensor& packed, const c10::SymInt& longest,
                    const char* name, const char* longest_name, const char* op);
 

@@ -28,13 +28,6 @@ struct LseGradient {
     grad_out =
         at::cat({at::stack({high, low}, -1), out.narrow_symint(-1, 2, sizes.back() - 2)}, -1);
   }
-
-  // That of the sinks, [..., H, 1] as they are given, over lse [..., H, rows]: summed over `dims`.
-  static at::Tensor of_sinks(const at::Tensor& sinks, const at::Tensor& g, const at::Tensor& lse,
-                             at::IntArrayRef dims) {
-    const at::Tensor weight = sinks.to(lse.scalar_type()).unsqueeze(-1).sub(lse).exp();
-    return weight.mul(g).masked_fill(lse.isneginf(), 0.0).sum(dims).to(sinks.scalar_type());
-  }
 };
 
 // Either may be undefined.

@@ -1,16 +1,19 @@
-// The mask's tensors as cuDNN reads them, and a plan's list of addresses.
-
 #include "ops/attention/plan_tensors_cuda.h"
-#include "ops/attention/dense/sdpa_problem.h"
 
-#include <ATen/ops/full.h>
+#include "ops/attention/layout.h"
+
+#include <ATen/cuda/EmptyTensor.h>
+
+#include <cmath>
 
 namespace cudnn_ops {
 namespace {
 
-at::Tensor lengths_of(const OptionalTensor& lengths, const at::Tensor& like) {
-  if (lengths) return lengths->to(at::kInt).contiguous();
-  return at::full({like.size(0)}, like.size(2), like.options().dtype(at::kInt));
+// One more than the largest offset, in elements, from the first element of a nonempty tensor.
+int64_t extent(const at::Tensor& tensor) {
+  int64_t last = 0;
+  for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+  return last + 1;
 }
 
 void* read(const at::Tensor& tensor) {
@@ -19,22 +22,52 @@ void* read(const at::Tensor& tensor) {
 
 }  // namespace
 
-MaskTensors::MaskTensors(const Attention& args, const Band& band, bool backward)
-    : bias(bias_of(args, band, backward)) {
-  if (args.alibi_slopes && !has_slopes_in_bias(args, band, backward)) {
-    alibi_slopes = args.alibi_slopes->to(at::kFloat).contiguous();
+at::Tensor empty_like_order(c10::IntArrayRef sizes, const at::Tensor& like) {
+  return at::detail::empty_strided_cuda(sizes, dense_strides_like(sizes, like), like.scalar_type(),
+                                        like.device());
+}
+
+at::Tensor addressable(const at::Tensor& tensor, const at::Tensor& like, int64_t max_extent) {
+  if (graph::is_addressable(tensor) && extent(tensor) <= max_extent) return tensor;
+  return empty_like_order(tensor.sizes(), like).copy_(tensor);
+}
+
+Scale::Scale(std::optional<double> scale, const at::Tensor& query) {
+  value = static_cast<float>(scale.value_or(1.0 / std::sqrt(static_cast<double>(query.size(-1)))));
+  // The GPU takes what is smaller than the smallest normal number for zero.
+  const bool is_zero = std::abs(value) < std::numeric_limits<float>::min();
+  query_sign = is_zero ? 0 : value > 0 ? 1 : -1;
+  value = is_zero ? 1.0F : std::abs(value);
+}
+
+at::Tensor Scale::applied_to(const at::Tensor& query) const {
+  return query_sign == 1 ? query : query.mul(query_sign);
+}
+
+void fill_with_nothing(const at::Tensor& out, const at::Tensor& lse, const OptionalTensor& sinks) {
+  out.zero_();
+  if (!lse.defined()) return;
+  if (sinks) {
+    lse.copy_(sinks->unsqueeze(-1));
+  } else {
+    lse.fill_(-std::numeric_limits<double>::infinity());
   }
-  if (args.sinks && !backward) sinks = args.sinks->to(at::kFloat).contiguous();
-  if (args.dropout_p > 0) {
-    rng_state = args.rng_state ? args.rng_state->contiguous()
-                               : attention_rng_state_op().call(args.query, args.query.sym_size(2),
-                                                               args.key.sym_size(2));
+}
+
+MaskTensors MaskTensors::of(const AttentionOptions& options, const at::Tensor& query,
+                            const c10::SymInt& length, const c10::SymInt& length_kv,
+                            bool backward) {
+  MaskTensors tensors;
+  if (options.alibi_slopes) {
+    tensors.alibi_slopes = options.alibi_slopes->to(at::kFloat).contiguous();
   }
-  if (needs_lengths(args, band, backward)) {
-    lengths = lengths_of(args.seq_lens_q, args.query);
-    const bool are_alike = !is_padded(args) && args.query.size(2) == args.key.size(2);
-    lengths_kv = are_alike ? lengths : lengths_of(args.seq_lens_kv, args.key);
+  if (options.sinks && !backward) tensors.sinks = options.sinks->to(at::kFloat).contiguous();
+  if (options.dropout_p > 0) {
+    tensors.rng_state = options.rng_state
+                            ? options.rng_state->contiguous()
+                            : attention_rng_state_op().call({query, length, length_kv});
   }
+  return tensors;
 }
 
 template <class Params, class Tensors>

@@ -1,8 +1,7 @@
 // What attention's CUDA kernels share: the tensors of a call as a plan takes them.
 #pragma once
 
-#include "ops/attention/dense/sdpa.h"
-#include "ops/attention/band.h"
+#include "ops/attention/attention.h"
 #include "ops/attention/paged/paged_params.h"
 #include "ops/attention/attention_params.h"
 
@@ -32,13 +31,19 @@ struct Scale {
   at::Tensor applied_to(const at::Tensor& query) const;
 };
 
-// The mask of a call: what a plan bakes in of it, and what it reads. Undefined: there is none.
+// What the attention to no key gives: zeros, and the log-sum-exp [..., H, rows] of the sink alone,
+// minus infinity where there is none. `lse` may be undefined.
+void fill_with_nothing(const at::Tensor& out, const at::Tensor& lse, const OptionalTensor& sinks);
+
+// What a plan reads beside query, key and value. Undefined: there is none.
 struct MaskTensors {
   at::Tensor bias, alibi_slopes, sinks, rng_state;
   at::Tensor lengths, lengths_kv;  // int32 [B] on the device
 
-  MaskTensors() = default;
-  MaskTensors(const Attention& args, const Band& band, bool backward);
+  // Those of the options alone; the numbers of a dropout over so many queries and keys are drawn
+  // unless the call has them.
+  static MaskTensors of(const AttentionOptions& options, const at::Tensor& query,
+                        const c10::SymInt& length, const c10::SymInt& length_kv, bool backward);
 };
 
 // What a plan reads, `scale` and `softcap` from the host, and writes. Undefined where it does not.
@@ -74,40 +79,14 @@ struct SdpaPointers {
   void write(const at::Tensor& tensor);
 };
 
-// Runs the problem on its family's polymorphic plan, repacking what offsets cannot address
-// (sdpa_ragged_cuda.cpp), with `band` in place of the exact one. False, with nothing done, when the
-// policy or cuDNN wants an exact plan.
-bool run_ragged(const SdpaForwardParams& params, const graph::PlanKey& exact,
-                const SdpaForwardTensors& tensors, const Band& band);
-bool run_ragged(const SdpaBackwardParams& params, const graph::PlanKey& exact,
-                const SdpaBackwardTensors& tensors, const Band& band);
+// How an operator's calls are told from others in messages.
+struct CallName {
+  const char* op;      // "cudnn_ops.sdpa"
+  const char* advice;  // what to do where cuDNN refuses
+};
 
-inline graph::Call forward_call(const SdpaPointers& pointers) {
-  return {"cudnn_ops.sdpa",
-          "`python -m cudnn_ops explain sdpa` shows what cuDNN takes on a GPU; "
-          "torch.nn.functional.scaled_dot_product_attention has kernels for the rest",
-          pointers.all, pointers.written};
-}
-
-inline graph::Call backward_call(const SdpaPointers& pointers) {
-  return {"cudnn_ops.sdpa backward",
-          "`python -m cudnn_ops explain sdpa_backward` shows what cuDNN takes on a GPU; call the "
-          "forward under torch.no_grad(), or use torch.nn.functional.scaled_dot_product_attention",
-          pointers.all, pointers.written};
-}
-
-inline graph::Call varlen_call(const SdpaPointers& pointers) {
-  return {"cudnn_ops.varlen_attention",
-          "`python -m cudnn_ops support` shows what cuDNN takes on a GPU; "
-          "torch.nn.attention.varlen has kernels for the rest",
-          pointers.all, pointers.written};
-}
-
-inline graph::Call varlen_backward_call(const SdpaPointers& pointers) {
-  return {"cudnn_ops.varlen_attention backward",
-          "`python -m cudnn_ops support` shows what cuDNN takes on a GPU; call the forward under "
-          "torch.no_grad(), or use torch.nn.attention.varlen",
-          pointers.all, pointers.written};
+inline graph::Call call_of(const CallName& name, const SdpaPointers& pointers) {
+  return {name.op, name.advice, pointers.all, pointers.written};
 }
 
 }  // namespace cudnn_ops

@@ -1,6 +1,6 @@
 #include "ops/attention/polymorphic.h"
 
-#include "ops/attention/dense/sdpa.h"
+#include "ops/attention/attention.h"
 
 #include <algorithm>
 #include <type_traits>
@@ -48,7 +48,7 @@ void declare_all(Params& params, int64_t batch, int64_t length, int64_t length_k
 }
 
 template <class Params>
-std::optional<Params> ragged_of(Params params, const Band& band) {
+std::optional<Params> polymorphic_of(Params params, const Band& band) {
   if (params.query.sizes[0] > kMaxBackwardRows) return std::nullopt;
   if (params.mask.bias.rank != 0 || params.mask.dropout_p != 0) return std::nullopt;
   // cuDNN 9.19 reads lengths wrongly where slopes are measured from them.
@@ -91,22 +91,22 @@ bool is_token_major(const TensorDesc& tensor) {
   return tensor.sizes[1] == 1 || tensor.sizes[2] == 1 || tensor.strides[1] < tensor.strides[2];
 }
 
-std::optional<SdpaForwardParams> ragged(const SdpaForwardParams& exact, const Band& band) {
-  return ragged_of(exact, band);
+std::optional<SdpaForwardParams> polymorphic(const SdpaForwardParams& exact, const Band& band) {
+  return polymorphic_of(exact, band);
 }
 
-std::optional<SdpaBackwardParams> ragged(const SdpaBackwardParams& exact, const Band& band) {
-  return ragged_of(exact, band);
+std::optional<SdpaBackwardParams> polymorphic(const SdpaBackwardParams& exact, const Band& band) {
+  return polymorphic_of(exact, band);
 }
 
-SdpaForwardParams family_of(SdpaForwardParams ragged) {
-  declare_all(ragged, 0, 0, 0);
-  return ragged;
+SdpaForwardParams family_of(SdpaForwardParams polymorphic) {
+  declare_all(polymorphic, 0, 0, 0);
+  return polymorphic;
 }
 
-SdpaBackwardParams family_of(SdpaBackwardParams ragged) {
-  declare_all(ragged, 0, 0, 0);
-  return ragged;
+SdpaBackwardParams family_of(SdpaBackwardParams polymorphic) {
+  declare_all(polymorphic, 0, 0, 0);
+  return polymorphic;
 }
 
 }  // namespace cudnn_ops

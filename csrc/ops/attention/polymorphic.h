@@ -13,12 +13,12 @@ namespace cudnn_ops {
 // each tensor as it lies in memory if ragged offsets can address it (is_token_major), else as a
 // dense [B, S, H, D]. None where the declared problem would be more than cuDNN computes rightly, or
 // not the same one: a mask has the very sizes, and so have dropout's random numbers.
-std::optional<SdpaForwardParams> ragged(const SdpaForwardParams& exact, const Band& band);
-std::optional<SdpaBackwardParams> ragged(const SdpaBackwardParams& exact, const Band& band);
+std::optional<SdpaForwardParams> polymorphic(const SdpaForwardParams& exact, const Band& band);
+std::optional<SdpaBackwardParams> polymorphic(const SdpaBackwardParams& exact, const Band& band);
 
 // The same without batch and lengths: what all problems of a family have in common.
-SdpaForwardParams family_of(SdpaForwardParams ragged);
-SdpaBackwardParams family_of(SdpaBackwardParams ragged);
+SdpaForwardParams family_of(SdpaForwardParams polymorphic);
+SdpaBackwardParams family_of(SdpaBackwardParams polymorphic);
 
 // What a plan is declared for that serves this length, this batch and smaller ones.
 int64_t declared_length(int64_t length);

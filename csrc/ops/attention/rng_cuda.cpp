@@ -1,6 +1,6 @@
 // The random numbers of dropout: torch's CUDA generator says where cuDNN's Philox starts.
 
-#include "ops/attention/dense/sdpa.h"
+#include "ops/attention/attention.h"
 
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/cuda/EmptyTensor.h>
@@ -15,13 +15,15 @@ namespace {
 
 // On the device, so that a CUDA graph that holds this call draws new numbers at each replay: while
 // one is captured, torch keeps seed and offset in device memory, and moves the offset on.
-at::Tensor rng_state(const at::Tensor& query, int64_t length, int64_t length_kv) {
+at::Tensor rng_state(const RngState& args) {
+  const at::Tensor& query = args.query;
   const c10::cuda::CUDAGuard device_guard(query.device());
   auto* generator = at::get_generator_or_default<at::CUDAGeneratorImpl>(
       std::nullopt, at::cuda::detail::getDefaultCUDAGenerator(query.get_device()));
   // What one thread may draw, as TransformerEngine counts it for these kernels: the scores of a
   // head among the 128 threads of a block.
-  const auto scores = static_cast<uint64_t>(length) * static_cast<uint64_t>(length_kv);
+  const auto scores = static_cast<uint64_t>(args.length.expect_int()) *
+                      static_cast<uint64_t>(args.length_kv.expect_int());
   const uint64_t count = (scores + 127) / 128;
   at::PhiloxCudaState state;
   {
@@ -46,5 +48,5 @@ at::Tensor rng_state(const at::Tensor& query, int64_t length, int64_t length_kv)
 }  // namespace cudnn_ops
 
 TORCH_LIBRARY_IMPL(cudnn_ops, CUDA, m) {
-  m.impl("_attention_rng_state", cudnn_ops::rng_state);
+  m.impl("_attention_rng_state", cudnn_ops::kernel<cudnn_ops::rng_state>);
 }

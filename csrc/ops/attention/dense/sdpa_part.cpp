@@ -1,5 +1,7 @@
 #include "ops/attention/dense/sdpa_part.h"
 
+#include "ops/attention/layout.h"
+
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/full.h>
 
@@ -7,23 +9,29 @@
 
 namespace cudnn_ops {
 
-AttentionPart::AttentionPart(const Attention& whole, Along along, int64_t start, int64_t size)
-    : whole_(whole),
-      along_(along),
+SdpaPart::SdpaPart(const Sdpa& whole, Along along, int64_t start, int64_t size)
+    : along_(along),
       start_(start),
       size_(size),
       group_(whole.query.size(1) / std::max<int64_t>(whole.key.size(1), 1)),
-      query_(of_query(whole.query)),
-      key_(of_key(whole.key)),
-      value_(of_key(whole.value)),
-      seq_lens_q_(cut_batch(whole.seq_lens_q)),
-      seq_lens_kv_(cut_batch(whole.seq_lens_kv)) {
-  if (whole.attn_mask) mask_ = of_mask(*whole.attn_mask);
-  if (whole.alibi_slopes) alibi_slopes_ = of_heads(*whole.alibi_slopes);
-  if (whole.sinks) sinks_ = of_heads(*whole.sinks);
+      args_(whole) {
+  args_.query = of_query(whole.query);
+  args_.key = of_key(whole.key);
+  args_.value = of_key(whole.value);
+  if (whole.attn_mask) args_.attn_mask = of_mask(*whole.attn_mask);
+  if (along == Along::kKeyHeads) {
+    for (auto* of_heads : {&args_.alibi_slopes, &args_.sinks}) {
+      if (*of_heads) *of_heads = cut(**of_heads, 0, group_);
+    }
+  }
+  if (along == Along::kBatch) {
+    for (auto* lengths : {&args_.seq_lens_q, &args_.seq_lens_kv}) {
+      if (*lengths) *lengths = cut(**lengths, 0, 1);
+    }
+  }
 }
 
-at::Tensor AttentionPart::of_query(const at::Tensor& tensor) const {
+at::Tensor SdpaPart::of_query(const at::Tensor& tensor) const {
   switch (along_) {
     case Along::kBatch: return cut(tensor, 0, 1);
     case Along::kKeyHeads: return cut(tensor, 1, group_);
@@ -33,7 +41,7 @@ at::Tensor AttentionPart::of_query(const at::Tensor& tensor) const {
   return tensor;
 }
 
-at::Tensor AttentionPart::of_key(const at::Tensor& tensor) const {
+at::Tensor SdpaPart::of_key(const at::Tensor& tensor) const {
   switch (along_) {
     case Along::kBatch: return cut(tensor, 0, 1);
     case Along::kKeyHeads: return cut(tensor, 1, 1);
@@ -43,37 +51,27 @@ at::Tensor AttentionPart::of_key(const at::Tensor& tensor) const {
   return tensor;
 }
 
-at::Tensor AttentionPart::of_mask(const at::Tensor& tensor) const {
+at::Tensor SdpaPart::of_mask(const at::Tensor& tensor) const {
   // Of up to four dimensions, any of them of size 1 for all.
   const int64_t dim = static_cast<int64_t>(along_) + tensor.dim() - 4;
   if (dim < 0 || tensor.size(dim) == 1) return tensor;
   return cut(tensor, dim, along_ == Along::kKeyHeads ? group_ : 1);
 }
 
-at::Tensor AttentionPart::of_heads(const at::Tensor& tensor) const {
-  return along_ == Along::kKeyHeads ? cut(tensor, 0, group_) : tensor;
-}
-
-OptionalTensor AttentionPart::cut_batch(const OptionalTensor& tensor) const {
-  return tensor && along_ == Along::kBatch ? OptionalTensor(cut(*tensor, 0, 1)) : tensor;
-}
-
-AttentionWithMoreQueries::AttentionWithMoreQueries(const Attention& whole, int64_t before,
-                                                   int64_t behind, const Band& band)
-    : whole_(whole),
-      before_(before),
-      behind_(behind),
-      window_size_{band.left, band.right},
-      bottom_right_(band.bottom_right),
-      query_(longer(whole.query)),
-      seq_lens_q_(whole.seq_lens_q) {
-  if (whole.seq_lens_kv && !seq_lens_q_) {
-    seq_lens_q_ = at::full({whole.query.size(0)}, whole.query.size(2),
-                           whole.seq_lens_kv->options().dtype(at::kInt));
+SdpaWithMoreQueries::SdpaWithMoreQueries(const Sdpa& whole, int64_t before, int64_t behind,
+                                         const Band& band)
+    : before_(before), behind_(behind), length_(whole.query.size(2)), args_(whole) {
+  args_.query = longer(whole.query);
+  args_.is_causal = false;
+  args_.window_size = {band.left, band.right};
+  args_.bottom_right = band.bottom_right;
+  if (whole.seq_lens_kv && !whole.seq_lens_q) {
+    args_.seq_lens_q =
+        at::full({whole.query.size(0)}, length_, whole.seq_lens_kv->options().dtype(at::kInt));
   }
 }
 
-at::Tensor AttentionWithMoreQueries::longer(const at::Tensor& tensor) const {
+at::Tensor SdpaWithMoreQueries::longer(const at::Tensor& tensor) const {
   auto sizes = tensor.sizes().vec();
   sizes[2] += before_ + behind_;
   const at::Tensor result =

@@ -1,7 +1,7 @@
 // Attention on polymorphic plans: repack what offsets cannot address, make the table of offsets
 // and lengths, run, and put the results where they belong.
 
-#include "ops/attention/plan_tensors_cuda.h"
+#include "ops/attention/dense/sdpa_cuda.h"
 #include "ops/attention/polymorphic.h"
 
 #include "graph/ragged_table.h"
@@ -107,7 +107,7 @@ bool run(const SdpaForwardParams& declared, SdpaForwardTensors tensors, const Fi
   }
   add_lengths(table, tensors.mask, tensors.query, tensors.key);
   const auto memory = table.upload(pointers.all, graph::is_capturing());
-  const graph::Call call = forward_call(pointers);
+  const graph::Call call = call_of(kSdpaCall, pointers);
   const auto plan = find(call);
   if (plan == nullptr) return false;
   graph::execute(call, *plan);
@@ -141,7 +141,7 @@ bool run(const SdpaBackwardParams& declared, SdpaBackwardTensors tensors, const 
   }
   add_lengths(table, tensors.mask, tensors.query, tensors.key);
   const auto memory = table.upload(pointers.all, graph::is_capturing());
-  const graph::Call call = backward_call(pointers);
+  const graph::Call call = call_of(kSdpaBackwardCall, pointers);
   const auto plan = find(call);
   if (plan == nullptr) return false;
   graph::execute(call, *plan);
@@ -152,25 +152,25 @@ bool run(const SdpaBackwardParams& declared, SdpaBackwardTensors tensors, const 
 template <class Params, class Tensors>
 bool run_if_taken(const Params& params, const graph::PlanKey& exact, const Tensors& tensors,
                   const Band& band) {
-  const auto declared = ragged(params, band);
+  const auto declared = polymorphic(params, band);
   if (!declared) return false;
-  const auto polymorphic = graph::PlanKey::of(*declared, exact.target());
+  const auto general = graph::PlanKey::of(*declared, exact.target());
   const auto family = graph::PlanKey::of(family_of(*declared), exact.target());
-  if (!graph::takes_polymorphic(exact, polymorphic, family)) return false;
+  if (!graph::takes_polymorphic(exact, general, family)) return false;
   return run(*declared, tensors, [&](const graph::Call& call) {
-    return graph::polymorphic_plan(call, polymorphic, family);
+    return graph::polymorphic_plan(call, general, family);
   });
 }
 
 }  // namespace
 
-bool run_ragged(const SdpaForwardParams& params, const graph::PlanKey& exact,
-                const SdpaForwardTensors& tensors, const Band& band) {
+bool run_polymorphic(const SdpaForwardParams& params, const graph::PlanKey& exact,
+                     const SdpaForwardTensors& tensors, const Band& band) {
   return run_if_taken(params, exact, tensors, band);
 }
 
-bool run_ragged(const SdpaBackwardParams& params, const graph::PlanKey& exact,
-                const SdpaBackwardTensors& tensors, const Band& band) {
+bool run_polymorphic(const SdpaBackwardParams& params, const graph::PlanKey& exact,
+                     const SdpaBackwardTensors& tensors, const Band& band) {
   return run_if_taken(params, exact, tensors, band);
 }
 

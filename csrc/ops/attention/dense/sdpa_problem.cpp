@@ -5,7 +5,6 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 
 namespace cudnn_ops {
@@ -16,7 +15,7 @@ namespace {
 // modulo 128 keys a query sees 64 more, whose scores are 0: exp(0 - lse) overflows below -88.7, and
 // the gradient of the query is NaN (9.19, measured on an H200; cudnn-frontend 628 tells why). Told
 // the lengths, or where the right bound hides them, it is right.
-bool sees_behind_keys(const Attention& args, const Band& band) {
+bool sees_behind_keys(const Sdpa& args, const Band& band) {
   const int64_t length = args.query.size(2), length_kv = args.key.size(2);
   if (length_kv % 128 != 64) return false;
   const int64_t shift = band.bottom_right ? length_kv - length : 0;
@@ -25,19 +24,19 @@ bool sees_behind_keys(const Attention& args, const Band& band) {
 
 }  // namespace
 
-bool needs_lengths(const Attention& args, const Band& band, bool backward) {
+bool needs_lengths(const Sdpa& args, const Band& band, bool backward) {
   // cuDNN bounds the left side of more queries than keys only where it is told the lengths.
   return is_padded(args) || (band.left != kUnbounded && args.query.size(2) > args.key.size(2)) ||
          (backward && sees_behind_keys(args, band));
 }
 
-bool has_slopes_in_bias(const Attention& args, const Band& band, bool backward) {
+bool has_slopes_in_bias(const Sdpa& args, const Band& band, bool backward) {
   return args.alibi_slopes && band.bottom_right && needs_lengths(args, band, backward);
 }
 
 namespace {
 
-at::Tensor slopes_as_bias(const Attention& args) {
+at::Tensor slopes_as_bias(const Sdpa& args) {
   const auto options = args.query.options().dtype(at::kFloat);
   const auto length = [&](const OptionalTensor& lengths, const at::Tensor& like) {
     return lengths ? lengths->to(at::kFloat).view({-1, 1, 1, 1})
@@ -52,7 +51,7 @@ at::Tensor slopes_as_bias(const Attention& args) {
 
 }  // namespace
 
-at::Tensor bias_of(const Attention& args, const Band& band, bool backward) {
+at::Tensor bias_of(const Sdpa& args, const Band& band, bool backward) {
   const bool has_slopes = has_slopes_in_bias(args, band, backward);
   if (!args.attn_mask) return has_slopes ? slopes_as_bias(args) : at::Tensor();
   at::Tensor bias = *args.attn_mask;
@@ -75,13 +74,13 @@ at::Tensor bias_of(const Attention& args, const Band& band, bool backward) {
   return bias.expand({-1, -1, args.query.size(2), -1});
 }
 
-bool needs_two_queries(const Attention& args, const Band& band, bool backward) {
+bool needs_two_queries(const Sdpa& args, const Band& band, bool backward) {
   return args.query.size(2) == 1 &&
          (backward || args.sinks || args.dropout_p > 0 ||
           (args.alibi_slopes && !has_slopes_in_bias(args, band, backward)));
 }
 
-std::pair<int64_t, int64_t> place_of_second_query(const Attention& args, const Band& band) {
+std::pair<int64_t, int64_t> place_of_second_query(const Sdpa& args, const Band& band) {
   const bool is_last = band.bottom_right && !args.seq_lens_q && !args.seq_lens_kv;
   return is_last ? std::pair<int64_t, int64_t>{1, 0} : std::pair<int64_t, int64_t>{0, 1};
 }
@@ -91,21 +90,15 @@ Band band_of_two_queries(const Bands& bands) {
   return hides ? bands.exact : bands.general;
 }
 
-SdpaMask mask_of(const Attention& args, const Band& band, const at::Tensor& bias, bool backward) {
-  SdpaMask mask;
-  mask.left = band.left;
-  mask.right = band.right;
-  mask.has_softcap = args.softcap > 0;
-  mask.has_alibi = args.alibi_slopes && !has_slopes_in_bias(args, band, backward);
-  mask.bottom_right = band.bottom_right && (band.is_bounded() || mask.has_alibi);
-  mask.has_sinks = args.sinks.has_value() && !backward;
+SdpaMask mask_of(const Sdpa& args, const Band& band, const at::Tensor& bias, bool backward) {
+  const bool has_alibi = args.alibi_slopes && !has_slopes_in_bias(args, band, backward);
+  SdpaMask mask = mask_of_options(args, band, has_alibi, backward);
   if (needs_lengths(args, band, backward)) mask.sequences = Sequences::kLengths;
   if (bias.defined()) mask.bias = graph::TensorDesc::of(bias);
-  if (args.dropout_p > 0) std::memcpy(&mask.dropout_p, &args.dropout_p, sizeof mask.dropout_p);
   return mask;
 }
 
-int64_t queries_to_align(const Attention& args, const VisibleBand& visible) {
+int64_t queries_to_align(const Sdpa& args, const VisibleBand& visible) {
   if (visible.bands.exact.right == kUnbounded) return 0;
   const int64_t before = visible.bands.exact.right + visible.shift();
   // A slope's distances would move with the diagonal, unless it was the causal one.

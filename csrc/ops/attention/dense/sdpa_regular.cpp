@@ -1,28 +1,12 @@
 #include "ops/attention/dense/sdpa_regular.h"
-#include "ops/attention/dense/sdpa_call.h"
 #include "ops/attention/check.h"
-
-#include <ATen/ops/constant_pad_nd.h>
-#include <torch/library.h>
+#include "ops/attention/layout.h"
 
 #include <algorithm>
 #include <array>
-#include <cmath>
-#include <utility>
 
 namespace cudnn_ops {
 namespace {
-
-constexpr int64_t kRowUnit = 8;
-
-bool has_regular_size(const at::Tensor& tensor) {
-  const c10::SymInt size = tensor.sym_size(-1);
-  return TORCH_GUARD_OR_TRUE((size % kRowUnit).sym_eq(0)) && TORCH_GUARD_OR_TRUE(size.sym_ge(1));
-}
-
-bool has_unit_stride(const at::Tensor& tensor) {
-  return TORCH_GUARD_OR_TRUE(tensor.sym_stride(-1).sym_eq(1));
-}
 
 bool may_be_equal(const c10::SymInt& a, const c10::SymInt& b) {
   return TORCH_GUARD_OR_TRUE(a.sym_eq(b));
@@ -69,28 +53,6 @@ bool is_plainly_regular(const at::Tensor& query, const at::Tensor& key, const at
 
 }  // namespace
 
-bool has_regular_rows(const at::Tensor& tensor) {
-  if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.dim() == 0) return true;
-  return has_unit_stride(tensor) && has_regular_size(tensor);
-}
-
-at::Tensor with_regular_rows(const at::Tensor& tensor) {
-  at::Tensor rows = tensor;
-  if (!has_regular_size(rows)) {
-    const int64_t size = rows.sym_size(-1).guard_int(__FILE__, __LINE__);
-    const int64_t whole = std::max<int64_t>((size + kRowUnit - 1) / kRowUnit, 1) * kRowUnit;
-    rows = at::constant_pad_nd(rows, std::array<int64_t, 2>{0, whole - size});
-  }
-  // Not contiguous(), which leaves an empty tensor its strides.
-  return has_unit_stride(rows) ? rows : rows.clone(at::MemoryFormat::Contiguous);
-}
-
-std::optional<double> scale_of_rows(std::optional<double> scale, const at::Tensor& query) {
-  if (scale || has_regular_size(query)) return scale;
-  const int64_t size = query.sym_size(-1).guard_int(__FILE__, __LINE__);
-  return size == 0 ? 1.0 : 1.0 / std::sqrt(static_cast<double>(size));
-}
-
 bool is_regular(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                 bool enable_gqa) {
   if (is_plain(query) && is_plain(key) && is_plain(value)) {
@@ -108,7 +70,7 @@ bool is_regular(const at::Tensor& query, const at::Tensor& key, const at::Tensor
          (enable_gqa || may_be_equal(query.sym_size(1), key.sym_size(1)));
 }
 
-bool fits_plainly(const Attention& args) {
+bool fits_plainly(const Sdpa& args) {
   const auto &query = args.query, &key = args.key, &value = args.value;
   if (!is_plain(query) || !is_plain(key) || !is_plain(value) ||
       !is_plainly_regular(query, key, value, args.enable_gqa)) {
@@ -121,8 +83,7 @@ bool fits_plainly(const Attention& args) {
          query.scalar_type() == value.scalar_type();
 }
 
-RegularAttention::RegularAttention(const Attention& given)
-    : given_(given), enable_gqa_(given.enable_gqa) {
+RegularSdpa::RegularSdpa(const Sdpa& given) : given_value_(given.value), args_(given) {
   check_shapes(given);
   rank_ = std::max({given.query.dim(), given.key.dim(), given.value.dim()});
   leading_.assign(static_cast<size_t>(std::max<int64_t>(rank_ - 3, 0)), 1);
@@ -132,16 +93,16 @@ RegularAttention::RegularAttention(const Attention& given)
       size = broadcast(size, tensor->sym_size(-i));
     }
   }
-  query_ = batched(given.query);
-  key_ = batched(given.key);
-  value_ = batched(given.value);
+  const std::array<at::Tensor*, 3> inputs{&args_.query, &args_.key, &args_.value};
+  for (auto* tensor : inputs) *tensor = batched(*tensor);
   match_heads();
-  for (auto* tensor : {&query_, &key_, &value_}) *tensor = with_regular_rows_in_order(*tensor);
-  mask_ = mask_of_batch();
+  for (auto* tensor : inputs) *tensor = with_regular_rows_in_order(*tensor);
+  args_.attn_mask = mask_of_batch(given.attn_mask);
+  args_.scale = scale_of_rows(given.scale, given.query);
 }
 
 // [..., H, S, D] as [B, H, S, D].
-at::Tensor RegularAttention::batched(at::Tensor tensor) const {
+at::Tensor RegularSdpa::batched(at::Tensor tensor) const {
   while (tensor.dim() < std::max<int64_t>(rank_, 4)) tensor = tensor.unsqueeze(0);
   if (leading_.empty()) return tensor;
   c10::SmallVector<c10::SymInt, 8> sizes(leading_.begin(), leading_.end());
@@ -150,7 +111,7 @@ at::Tensor RegularAttention::batched(at::Tensor tensor) const {
   return leading_.size() == 1 ? tensor : tensor.flatten(0, rank_ - 4);
 }
 
-at::Tensor RegularAttention::unbatched(const at::Tensor& tensor) const {
+at::Tensor RegularSdpa::unbatched(const at::Tensor& tensor) const {
   if (leading_.size() > 1) {
     c10::SmallVector<c10::SymInt, 8> sizes(leading_.begin(), leading_.end());
     for (int64_t dim = 1; dim < tensor.dim(); ++dim) sizes.push_back(tensor.sym_size(dim));
@@ -162,50 +123,51 @@ at::Tensor RegularAttention::unbatched(const at::Tensor& tensor) const {
 }
 
 // A mask of less than four dimensions is the same for all of the batch, as it is for the kernels.
-OptionalTensor RegularAttention::mask_of_batch() const {
-  if (!given_.attn_mask || leading_.size() <= 1) return given_.attn_mask;
+OptionalTensor RegularSdpa::mask_of_batch(const OptionalTensor& given) const {
+  if (!given || leading_.size() <= 1) return given;
   c10::SmallVector<c10::SymInt, 8> full(leading_.begin(), leading_.end());
-  full.append({query_.sym_size(1), query_.sym_size(2), key_.sym_size(2)});
-  at::Tensor mask = *given_.attn_mask;
-  check_mask(mask, query_, full);
+  full.append({args_.query.sym_size(1), args_.query.sym_size(2), args_.key.sym_size(2)});
+  at::Tensor mask = *given;
+  check_mask(mask, args_.query, full);
   while (mask.dim() > 3 && known(mask.sym_size(0).sym_eq(1))) mask = mask.squeeze(0);
   return mask.dim() > 3 ? batched(mask) : mask;
 }
 
-void RegularAttention::match_heads() {
-  const c10::SymInt heads = query_.sym_size(1), heads_key = key_.sym_size(1),
-                    heads_value = value_.sym_size(1);
+void RegularSdpa::match_heads() {
+  auto &query = args_.query, &key = args_.key, &value = args_.value;
+  const c10::SymInt heads = query.sym_size(1), heads_key = key.sym_size(1),
+                    heads_value = value.sym_size(1);
   const bool is_one_group = known(heads_key.sym_eq(heads_value));
-  if (enable_gqa_) {
+  if (args_.enable_gqa) {
     if (is_one_group) return;
-    key_ = repeat_heads(key_, heads);
-    value_ = repeat_heads(value_, heads);
+    key = repeat_heads(key, heads);
+    value = repeat_heads(value, heads);
   } else if (is_one_group && known(heads_key.sym_eq(1))) {
-    enable_gqa_ = true;  // one for all: the kernels read it as it lies
+    args_.enable_gqa = true;  // one for all: the kernels read it as it lies
   } else {
     const std::array<c10::SymInt, 4> sizes{-1, broadcast(broadcast(heads, heads_key), heads_value),
                                            -1, -1};
-    for (auto* tensor : {&query_, &key_, &value_}) *tensor = tensor->expand_symint(sizes);
+    for (auto* tensor : {&query, &key, &value}) *tensor = tensor->expand_symint(sizes);
   }
 }
 
-at::Tensor RegularAttention::out(const at::Tensor& regular) const {
-  const bool is_padded = !has_regular_size(given_.value);
-  return unbatched(is_padded ? regular.narrow_symint(-1, 0, given_.value.sym_size(-1)) : regular);
+at::Tensor RegularSdpa::out(const at::Tensor& regular) const {
+  if (has_regular_size(given_value_)) return unbatched(regular);
+  return unbatched(regular.narrow_symint(-1, 0, given_value_.sym_size(-1)));
 }
 
-at::Tensor RegularAttention::lse(const at::Tensor& regular) const {
+at::Tensor RegularSdpa::lse(const at::Tensor& regular) const {
   return unbatched(regular);
 }
 
-at::Tensor sdpa_as_regular(const Attention& given) {
-  const RegularAttention regular(given);
-  return regular.out(call(sdpa_op(), regular.attention()));
+at::Tensor sdpa_as_regular(const Sdpa& given) {
+  const RegularSdpa regular(given);
+  return regular.out(sdpa_op().call(regular.args()));
 }
 
-OutAndLse sdpa_with_lse_as_regular(const Attention& given) {
-  const RegularAttention regular(given);
-  const auto [out, lse] = call(sdpa_with_lse_op(), regular.attention());
+OutAndLse sdpa_with_lse_as_regular(const Sdpa& given) {
+  const RegularSdpa regular(given);
+  const auto [out, lse] = sdpa_with_lse_op().call(regular.args());
   return {regular.out(out), regular.lse(lse)};
 }
 

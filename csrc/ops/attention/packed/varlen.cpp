@@ -2,10 +2,10 @@
 // varlen_cuda.cpp here, the CPU and fake ones in cudnn_ops/ops/varlen.py.
 
 #include "ops/attention/packed/varlen.h"
+#include "ops/attention/packed/varlen_plan_key.h"
 #include "ops/context_parallel.h"
 #include "ops/attention/check.h"
-#include "ops/attention/dense/sdpa_regular.h"
-#include "ops/attention/packed/varlen_call.h"
+#include "ops/attention/layout.h"
 
 #include <ATen/ops/diff.h>
 #include <torch/library.h>
@@ -52,8 +52,7 @@ void check_used(const OptionalTensor& used, const at::Tensor& offsets, const c10
 void check_varlen(const Varlen& args) {
   refuse_context_parallel(kOp);
   const auto &query = args.query, &key = args.key, &value = args.value;
-  check_scalars(args.scale, args.dropout_p, args.softcap, args.window_size, args.rng_state, query,
-                kOp);
+  check_options(args, query, kOp);
   check_packed(query, query, "q");
   check_packed(key, query, "k");
   check_packed(value, query, "v");
@@ -66,8 +65,7 @@ void check_varlen(const Varlen& args) {
   TORCH_CHECK_VALUE(is_multiple(query.sym_size(1), key.sym_size(1)), kOp, "q has ",
                     query.sym_size(1), " heads and k ", key.sym_size(1),
                     "; the first must be a multiple of the second");
-  if (args.alibi_slopes) check_per_head(*args.alibi_slopes, query, "alibi_slopes", kOp);
-  if (args.sinks) check_per_head(*args.sinks, query, "sinks", kOp);
+  check_per_head(args, query, kOp);
   // The longest is that of the tokens that are used.
   check_offsets(args.cu_seqlens_q, query, args.seqused_q ? query.sym_size(0) : args.max_seqlen_q,
                 "cu_seqlens_q", "max_seqlen_q", kOp);
@@ -85,15 +83,10 @@ bool is_regular(const Varlen& args) {
 }
 
 OutAndLse varlen_with_lse_as_regular(const Varlen& given) {
-  const at::Tensor query = with_regular_rows(given.query), key = with_regular_rows(given.key),
-                   value = with_regular_rows(given.value);
-  const auto [out, lse] =
-      call(varlen_with_lse_op(),
-           Varlen{query, key, value, given.cu_seqlens_q, given.cu_seqlens_k, given.max_seqlen_q,
-                  given.max_seqlen_k, given.dropout_p, scale_of_rows(given.scale, given.query),
-                  given.is_causal, given.window_size, given.softcap, given.alibi_slopes,
-                  given.sinks, given.seqused_q, given.seqused_k, given.bottom_right,
-                  given.deterministic, given.rng_state});
+  Varlen args = given;
+  for (auto* tensor : {&args.query, &args.key, &args.value}) *tensor = with_regular_rows(*tensor);
+  args.scale = scale_of_rows(given.scale, given.query);
+  const auto [out, lse] = varlen_with_lse_op().call(args);
   return {out.narrow_symint(-1, 0, given.value.sym_size(-1)), lse};
 }
 
@@ -101,24 +94,18 @@ at::Tensor varlen_as_regular(const Varlen& given) {
   return std::get<0>(varlen_with_lse_as_regular(given));
 }
 
-const c10::TypedOperatorHandle<VarlenOp<at::Tensor>>& varlen_op() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("cudnn_ops::varlen_attention", "")
-                             .typed<VarlenOp<at::Tensor>>();
+const Operator<at::Tensor, Varlen>& varlen_op() {
+  static const Operator<at::Tensor, Varlen> op("cudnn_ops::varlen_attention");
   return op;
 }
 
-const c10::TypedOperatorHandle<VarlenOp<OutAndLse>>& varlen_with_lse_op() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("cudnn_ops::varlen_attention_with_lse", "")
-                             .typed<VarlenOp<OutAndLse>>();
+const Operator<OutAndLse, Varlen>& varlen_with_lse_op() {
+  static const Operator<OutAndLse, Varlen> op("cudnn_ops::varlen_attention_with_lse");
   return op;
 }
 
-const c10::TypedOperatorHandle<VarlenBackwardOp>& varlen_backward_op() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("cudnn_ops::_varlen_backward", "")
-                             .typed<VarlenBackwardOp>();
+const Operator<VarlenGradients, VarlenBackward>& varlen_backward_op() {
+  static const Operator<VarlenGradients, VarlenBackward> op("cudnn_ops::_varlen_backward");
   return op;
 }
 
@@ -132,13 +119,13 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   const std::string options =
       "int[2] window_size=[-1, -1], float softcap=0.0, Tensor? alibi_slopes=None, "
       "Tensor? sinks=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
-      "bool bottom_right=True, bool? deterministic=None, Tensor? rng_state=None)";
-  const std::string arguments = "(Tensor q, Tensor k, Tensor v, " + offsets + "*, " + options;
+      "bool bottom_right=True, bool? deterministic=None, Tensor? rng_state=None";
+  const std::string arguments = "(Tensor q, Tensor k, Tensor v, " + offsets + "*, " + options + ")";
   m.def(("varlen_attention" + arguments + " -> Tensor").c_str(), tags);
   m.def(("varlen_attention_with_lse" + arguments + " -> (Tensor out, Tensor lse)").c_str(), tags);
   m.def(
       ("_varlen_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, " +
-       offsets + options + " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_sinks)")
+       offsets + options + ") -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_sinks)")
           .c_str(),
       tags);
   m.def(
@@ -149,8 +136,11 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
       },
       tags);
   m.def(("_varlen_as_regular" + arguments + " -> (Tensor out, Tensor lse)").c_str(),
-        cudnn_ops::varlen_kernel<cudnn_ops::OutAndLse, cudnn_ops::varlen_with_lse_as_regular>,
-        tags);
+        cudnn_ops::kernel<cudnn_ops::varlen_with_lse_as_regular>, tags);
   m.def(("_varlen_check" + arguments + " -> ()").c_str(),
-        cudnn_ops::varlen_kernel<void, cudnn_ops::check_varlen>, tags);
+        cudnn_ops::kernel<cudnn_ops::check_varlen>, tags);
+  m.def(("_varlen_plan_key(Tensor q, Tensor k, Tensor v, " + offsets + "*, " + options +
+         ", bool with_lse=False, bool backward=False, int sm_major=9) -> int[]")
+            .c_str(),
+        cudnn_ops::kernel<cudnn_ops::varlen_plan_key>);
 }

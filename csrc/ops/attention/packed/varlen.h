@@ -2,58 +2,51 @@
 // meaning of the arguments.
 #pragma once
 
-#include "ops/attention/dense/sdpa.h"
-
-#include <c10/core/SymInt.h>
+#include "ops/attention/attention.h"
 
 namespace cudnn_ops {
 
-// The arguments of a call, in the order of the schema (varlen_call.h takes them apart).
-struct Varlen {
-  const at::Tensor &query, &key, &value;          // [total, H, D]
-  const at::Tensor &cu_seqlens_q, &cu_seqlens_k;  // [B + 1]
+// The arguments of a call.
+struct Varlen : AttentionOptions {
+  at::Tensor query, key, value;           // [total, H, D]
+  at::Tensor cu_seqlens_q, cu_seqlens_k;  // [B + 1]
   c10::SymInt max_seqlen_q, max_seqlen_k;
-  double dropout_p;
-  std::optional<double> scale;
-  bool is_causal;
-  c10::IntArrayRef window_size;
-  double softcap;
-  const OptionalTensor &alibi_slopes, &sinks, &seqused_q, &seqused_k;
-  bool bottom_right;
-  std::optional<bool> deterministic;
-  const OptionalTensor& rng_state;
+  OptionalTensor seqused_q, seqused_k;  // [B]
+
+  template <class Self>
+  static auto fields(Self& self) {
+    return std::tie(self.query, self.key, self.value, self.cu_seqlens_q, self.cu_seqlens_k,
+                    self.max_seqlen_q, self.max_seqlen_k, self.dropout_p, self.scale,
+                    self.is_causal, self.window_size, self.softcap, self.alibi_slopes, self.sinks,
+                    self.seqused_q, self.seqused_k, self.bottom_right, self.deterministic,
+                    self.rng_state);
+  }
 };
 
-struct VarlenGrad {
-  const at::Tensor &grad_out, &out, &lse;
+struct VarlenBackward {
+  Varlen args;
+  at::Tensor grad_out, out, lse;
+
+  template <class Self>
+  static auto fields(Self& self) {
+    const auto forward = Varlen::fields(self.args);
+    return std::tuple_cat(std::tie(self.grad_out), first_fields<3>(forward),
+                          std::tie(self.out, self.lse), other_fields<3>(forward));
+  }
 };
+
+// Of query, key, value and sinks; empty for the last where there are none.
+using VarlenGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+const Operator<at::Tensor, Varlen>& varlen_op();
+const Operator<OutAndLse, Varlen>& varlen_with_lse_op();
+const Operator<VarlenGradients, VarlenBackward>& varlen_backward_op();
 
 void check_varlen(const Varlen& args);
 
-// As for dense attention (sdpa_regular.h), where only the rows can be irregular.
+// As for dense attention (dense/sdpa_regular.h), where only the rows can be irregular.
 bool is_regular(const Varlen& args);
 at::Tensor varlen_as_regular(const Varlen& given);
 OutAndLse varlen_with_lse_as_regular(const Varlen& given);
-
-template <class Result>
-using VarlenOp = Result(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                        const at::Tensor&, c10::SymInt, c10::SymInt, double, std::optional<double>,
-                        bool, c10::IntArrayRef, double, const OptionalTensor&,
-                        const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, bool,
-                        std::optional<bool>, const OptionalTensor&);
-// Of query, key, value and sinks; empty for the last where there are none.
-using VarlenGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-using VarlenBackwardOp = VarlenGradients(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                         const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                         const at::Tensor&, const at::Tensor&, c10::SymInt,
-                                         c10::SymInt, double, std::optional<double>, bool,
-                                         c10::IntArrayRef, double, const OptionalTensor&,
-                                         const OptionalTensor&, const OptionalTensor&,
-                                         const OptionalTensor&, bool, std::optional<bool>,
-                                         const OptionalTensor&);
-
-const c10::TypedOperatorHandle<VarlenOp<at::Tensor>>& varlen_op();
-const c10::TypedOperatorHandle<VarlenOp<OutAndLse>>& varlen_with_lse_op();
-const c10::TypedOperatorHandle<VarlenBackwardOp>& varlen_backward_op();
 
 }  // namespace cudnn_ops

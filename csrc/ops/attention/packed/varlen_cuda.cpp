@@ -1,14 +1,13 @@
 // Attention over packed sequences on CUDA: a ragged plan, declared for a rounded-up number of
 // sequences and length, that is told at run time where each begins. The host reads none of it.
 
-#include "ops/attention/band.h"
+#include "ops/attention/packed/varlen_part.h"
+#include "ops/attention/packed/varlen_problem.h"
+#include "ops/attention/packed/varlen_table.h"
 #include "ops/attention/plan_tensors_cuda.h"
 #include "ops/attention/polymorphic.h"
-#include "ops/attention/packed/varlen_call.h"
-#include "ops/attention/packed/varlen_part.h"
-#include "ops/attention/packed/varlen_table.h"
+#include "ops/attention/sinks.h"
 
-#include <ATen/Context.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/arange.h>
@@ -19,78 +18,24 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <cstring>
-#include <limits>
 
 namespace cudnn_ops {
 namespace {
 
-using graph::TensorDesc;
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
-// What is declared, the same for a call's forward and backward: their random numbers agree only so.
-struct Declared {
-  int64_t sequences, length, length_kv;
-
-  explicit Declared(const Varlen& args)
-      : sequences(declared_batch(args.cu_seqlens_q.size(0) - 1)),
-        length(declared_length(args.max_seqlen_q.expect_int())),
-        length_kv(declared_length(args.max_seqlen_k.expect_int())) {
-  }
-};
-
-// [tokens, H, D] as a ragged plan declares it. Strides other than the token's and the head's are of
-// no account.
-TensorDesc declare(const at::Tensor& packed, int64_t sequences, int64_t length) {
-  const int64_t token = packed.size(0) > 1 ? packed.stride(0) : packed.size(1) * packed.size(2);
-  const int64_t head = packed.size(1) > 1 ? packed.stride(1) : packed.size(2);
-  TensorDesc desc(packed.scalar_type(), {sequences, packed.size(1), length, packed.size(2)},
-                  {0, 0, 0, 1});
-  desc.strides = {length * token, head, token, 1};
-  return desc;
-}
-
-at::Tensor readable(const at::Tensor& packed) {
-  return graph::is_addressable(packed) ? packed : packed.contiguous();
-}
-
-SdpaMask mask_of(const Varlen& args, bool backward) {
-  const Band band = Band::of(args.is_causal, args.window_size, args.bottom_right);
-  SdpaMask mask;
-  mask.left = band.left;
-  mask.right = band.right;
-  mask.has_softcap = args.softcap > 0;
-  mask.has_alibi = args.alibi_slopes.has_value();
-  mask.has_sinks = args.sinks.has_value() && !backward;
-  mask.sequences = Sequences::kRagged;
-  // At the top left cuDNN's backward skips what is hidden; here that is the bottom right too.
-  mask.bottom_right =
-      band.bottom_right && (band.is_bounded() || mask.has_alibi) && !are_same_tokens(args);
-  if (args.dropout_p > 0) std::memcpy(&mask.dropout_p, &args.dropout_p, sizeof mask.dropout_p);
-  return mask;
-}
+constexpr CallName kCall{"cudnn_ops.varlen_attention",
+                         "`python -m cudnn_ops support` shows what cuDNN supports on a GPU; "
+                         "torch.nn.attention.varlen has kernels for the rest"};
+constexpr CallName kBackwardCall{
+    "cudnn_ops.varlen_attention backward",
+    "`python -m cudnn_ops support` shows what cuDNN supports on a GPU; call the forward under "
+    "torch.no_grad(), or use torch.nn.attention.varlen"};
 
 MaskTensors mask_tensors_of(const Varlen& args, bool backward) {
-  MaskTensors mask;
-  if (args.alibi_slopes) mask.alibi_slopes = args.alibi_slopes->to(at::kFloat).contiguous();
-  if (args.sinks && !backward) mask.sinks = args.sinks->to(at::kFloat).contiguous();
-  if (args.dropout_p > 0) {
-    mask.rng_state = args.rng_state ? args.rng_state->contiguous()
-                                    : attention_rng_state_op().call(args.query, args.max_seqlen_q,
-                                                                    args.max_seqlen_k);
-  }
-  return mask;
+  return MaskTensors::of(args, args.query, args.max_seqlen_q, args.max_seqlen_k, backward);
 }
 
-// Of the packed log-sum-exp that a plan takes, [H, lse_stride]: a power of 2, so that few plans
-// serve all numbers of tokens. 0 on sm8x and sm12x, whose backward wants [sequences, H, length].
 int64_t lse_stride(const Varlen& args) {
-  const int major = at::cuda::getCurrentDeviceProperties()->major;
-  if (major == 8 || major == 12) return 0;
-  int64_t stride = 1024;
-  while (stride < args.query.size(0)) stride *= 2;
-  return stride;
+  return lse_stride(args, at::cuda::getCurrentDeviceProperties()->major);
 }
 
 // [H, tokens], with room for what the plan declares.
@@ -130,17 +75,6 @@ at::Tensor of_sequences(const at::Tensor& dense, const Varlen& part, int64_t sta
   return dense.narrow(0, start, Declared(part).sequences);
 }
 
-// Where nothing is attended to: the output is 0, and the log-sum-exp that of the sink alone.
-void fill_with_nothing(const Varlen& args, const at::Tensor& out, const at::Tensor& lse) {
-  out.zero_();
-  if (!lse.defined()) return;
-  if (args.sinks) {
-    lse.copy_(args.sinks->unsqueeze(-1));
-  } else {
-    lse.fill_(-kInfinity);
-  }
-}
-
 // `lse` is what the plan writes: [H, tokens] of empty_lse, or where `stride_of_lse` is 0 the dense
 // one of these sequences, or undefined.
 void run_forward(const Varlen& args, const at::Tensor& out, const at::Tensor& lse,
@@ -155,13 +89,8 @@ void run_forward(const Varlen& args, const at::Tensor& out, const at::Tensor& ls
                              static_cast<float>(args.softcap),
                              out,
                              lse};
-  const SdpaForwardParams params{declare(tensors.query, declared.sequences, declared.length),
-                                 declare(tensors.key, declared.sequences, declared.length_kv),
-                                 declare(tensors.value, declared.sequences, declared.length_kv),
-                                 declare(out, declared.sequences, declared.length),
-                                 mask_of(args, /*backward=*/false),
-                                 lse.defined(),
-                                 stride_of_lse};
+  const auto params =
+      varlen_params(args, tensors.query, tensors.key, tensors.value, lse.defined(), stride_of_lse);
   SdpaPointers pointers(params, tensors);
   pointers.written.clear();
   VarlenTable table(args, declared.sequences);
@@ -171,7 +100,7 @@ void run_forward(const Varlen& args, const at::Tensor& out, const at::Tensor& ls
   table.add_offsets(out, false);
   if (stride_of_lse != 0) table.add_offsets(1, false);
   table.make(pointers.all);
-  const graph::Call call = varlen_call(pointers);
+  const graph::Call call = call_of(kCall, pointers);
   graph::execute(call, *graph::get_plan(call, graph::PlanKey::of(params, args.query.get_device())));
 }
 
@@ -196,7 +125,7 @@ OutAndLse forward(const Varlen& args, bool with_lse) {
   at::Tensor lse;
   if (with_lse) lse = empty_lse(args);
   const bool is_empty = out.numel() == 0 || args.key.size(0) == 0 || args.cu_seqlens_q.size(0) == 1;
-  if (is_empty || !are_same_tokens(args)) fill_with_nothing(args, out, lse);
+  if (is_empty || !are_same_tokens(args)) fill_with_nothing(out, lse, args.sinks);
   if (!is_empty) run_forward_in_parts(args, out, lse);
   return {out, with_lse ? lse.contiguous() : lse};
 }
@@ -215,18 +144,18 @@ struct Results {
   at::Tensor grad_query, grad_key, grad_value;
 };
 
-// As run_forward has it, `grad.lse` is what the plan reads. The gradient of a query whose sign
+// As run_forward has it, `given.lse` is what the plan reads. The gradient of a query whose sign
 // Scale changed has that sign still.
-void run_backward(const Varlen& args, const VarlenGrad& grad, const Results& results,
-                  int64_t stride_of_lse) {
+void run_backward(const VarlenBackward& given, const Results& results, int64_t stride_of_lse) {
+  const Varlen& args = given.args;
   const Declared declared(args);
   const Scale scale(args.scale, args.query);
   SdpaBackwardTensors tensors{readable(scale.applied_to(args.query)),
                               readable(args.key),
                               readable(args.value),
-                              readable(grad.out),
-                              grad.lse,
-                              readable(grad.grad_out),
+                              readable(given.out),
+                              given.lse,
+                              readable(given.grad_out),
                               mask_tensors_of(args, /*backward=*/true),
                               scale.value,
                               static_cast<float>(args.softcap),
@@ -234,25 +163,8 @@ void run_backward(const Varlen& args, const VarlenGrad& grad, const Results& res
                               results.grad_key,
                               results.grad_value,
                               at::Tensor()};
-  const auto of_queries = [&](const at::Tensor& tensor) {
-    return declare(tensor, declared.sequences, declared.length);
-  };
-  const auto of_keys = [&](const at::Tensor& tensor) {
-    return declare(tensor, declared.sequences, declared.length_kv);
-  };
-  SdpaBackwardParams params{of_queries(tensors.query),
-                            of_keys(tensors.key),
-                            of_keys(tensors.value),
-                            of_queries(tensors.out),
-                            of_queries(tensors.grad_out),
-                            of_queries(tensors.grad_query),
-                            of_keys(tensors.grad_key),
-                            of_keys(tensors.grad_value),
-                            TensorDesc(),
-                            mask_of(args, /*backward=*/true),
-                            stride_of_lse};
-  params.is_deterministic =
-      args.deterministic.value_or(at::globalContext().deterministicAlgorithms());
+  const auto params = varlen_backward_params(args, tensors.query, tensors.key, tensors.value,
+                                             tensors.out, tensors.grad_out, stride_of_lse);
   SdpaPointers pointers(params, tensors);
   pointers.written.clear();
   VarlenTable table(args, declared.sequences);
@@ -266,27 +178,27 @@ void run_backward(const Varlen& args, const VarlenGrad& grad, const Results& res
   table.add_offsets(tensors.grad_key, true);
   table.add_offsets(tensors.grad_value, true);
   table.make(pointers.all);
-  const graph::Call call = varlen_backward_call(pointers);
+  const graph::Call call = call_of(kBackwardCall, pointers);
   graph::execute(call, *graph::get_plan(call, graph::PlanKey::of(params, args.query.get_device())));
 }
 
 // With at most so many sequences at a time.
-void run_backward_in_parts(const Varlen& args, const VarlenGrad& grad, const Results& results,
-                           int64_t most) {
+void run_backward_in_parts(const VarlenBackward& given, const Results& results, int64_t most) {
+  const Varlen& args = given.args;
   const int64_t stride_of_lse = lse_stride(args);
   const bool is_dense = stride_of_lse == 0;
   at::Tensor lse;
   if (is_dense) {
     lse = dense_lse(args, most);
-    lse.transpose(1, 2).index_put_(places(args), grad.lse.t());
-  } else if (stride_of_lse == grad.lse.size(1)) {
-    lse = grad.lse.contiguous();
+    lse.transpose(1, 2).index_put_(places(args), given.lse.t());
+  } else if (stride_of_lse == given.lse.size(1)) {
+    lse = given.lse.contiguous();
   } else {
-    lse = empty_lse(args).copy_(grad.lse);
+    lse = empty_lse(args).copy_(given.lse);
   }
   for_sequences(args, most, [&](const Varlen& part, int64_t start) {
     const at::Tensor read = is_dense ? of_sequences(lse, part, start) : lse;
-    run_backward(part, {grad.grad_out, grad.out, read}, results, stride_of_lse);
+    run_backward({part, given.grad_out, given.out, read}, results, stride_of_lse);
   });
 }
 
@@ -310,8 +222,9 @@ int64_t sequences_at_once(const Varlen& args) {
   return most;
 }
 
-void run_backward_by_heads(const Varlen& args, const VarlenGrad& grad, const Results& results,
-                           int64_t parts, int64_t most) {
+void run_backward_by_heads(const VarlenBackward& given, const Results& results, int64_t parts,
+                           int64_t most) {
+  const Varlen& args = given.args;
   const int64_t heads = args.key.size(1);
   TORCH_CHECK_NOT_IMPLEMENTED(
       parts <= heads && args.dropout_p == 0,
@@ -325,47 +238,23 @@ void run_backward_by_heads(const Varlen& args, const VarlenGrad& grad, const Res
       return t.narrow(dim, start * group, count * group);
     };
     const auto of_key = [&](const at::Tensor& t) { return t.narrow(1, start, count).contiguous(); };
-    const at::Tensor query = of_query(args.query, 1).contiguous(), key = of_key(args.key),
-                     value = of_key(args.value), out = of_query(grad.out, 1).contiguous(),
-                     grad_out = of_query(grad.grad_out, 1).contiguous(),
-                     lse = of_query(grad.lse, 0);
-    OptionalTensor slopes;
-    if (args.alibi_slopes) slopes = of_query(*args.alibi_slopes, 0);
-    const Varlen part{query,
-                      key,
-                      value,
-                      args.cu_seqlens_q,
-                      args.cu_seqlens_k,
-                      args.max_seqlen_q,
-                      args.max_seqlen_k,
-                      args.dropout_p,
-                      args.scale,
-                      args.is_causal,
-                      args.window_size,
-                      args.softcap,
-                      slopes,
-                      args.sinks,
-                      args.seqused_q,
-                      args.seqused_k,
-                      args.bottom_right,
-                      args.deterministic,
-                      args.rng_state};
-    const Results own{at::zeros_like(query), at::zeros_like(key), at::zeros_like(value)};
-    run_backward_in_parts(part, {grad_out, out, lse}, own, most);
+    VarlenBackward part{args, of_query(given.grad_out, 1).contiguous(),
+                        of_query(given.out, 1).contiguous(), of_query(given.lse, 0)};
+    part.args.query = of_query(args.query, 1).contiguous();
+    part.args.key = of_key(args.key);
+    part.args.value = of_key(args.value);
+    if (args.alibi_slopes) part.args.alibi_slopes = of_query(*args.alibi_slopes, 0);
+    const Results own{at::zeros_like(part.args.query), at::zeros_like(part.args.key),
+                      at::zeros_like(part.args.value)};
+    run_backward_in_parts(part, own, most);
     of_query(results.grad_query, 1).copy_(own.grad_query);
     results.grad_key.narrow(1, start, count).copy_(own.grad_key);
     results.grad_value.narrow(1, start, count).copy_(own.grad_value);
   }
 }
 
-// As for sdpa: minus the sum over the queries of exp(sink - lse) * (grad_out . out).
-at::Tensor grad_of_sinks(const Varlen& args, const VarlenGrad& grad) {
-  const at::Tensor delta = grad.grad_out.to(at::kFloat).mul(grad.out).sum(-1).t();
-  const at::Tensor weight = args.sinks->to(at::kFloat).unsqueeze(-1).sub(grad.lse).exp_();
-  return delta.mul(weight).sum(-1).neg_().to(args.sinks->scalar_type());
-}
-
-VarlenGradients varlen_backward_cuda(const Varlen& args, const VarlenGrad& grad) {
+VarlenGradients varlen_backward_cuda(const VarlenBackward& given) {
+  const Varlen& args = given.args;
   check_varlen(args);
   TORCH_CHECK_VALUE(args.dropout_p == 0.0 || args.rng_state,
                     "cudnn_ops.varlen_attention backward: dropout needs the rng_state of the "
@@ -376,7 +265,7 @@ VarlenGradients varlen_backward_cuda(const Varlen& args, const VarlenGrad& grad)
   };
   const Results results{empty(args.query), empty(args.key), empty(args.value)};
   const int64_t sequences = args.cu_seqlens_q.size(0) - 1;
-  const bool is_empty = grad.out.numel() == 0 || args.key.size(0) == 0 || sequences == 0;
+  const bool is_empty = given.out.numel() == 0 || args.key.size(0) == 0 || sequences == 0;
   if (is_empty || !are_same_tokens(args)) {
     for (const auto* tensor : {&results.grad_query, &results.grad_key, &results.grad_value}) {
       tensor->zero_();
@@ -388,15 +277,20 @@ VarlenGradients varlen_backward_cuda(const Varlen& args, const VarlenGrad& grad)
                                 kMaxBackwardRows, " heads, got ", args.query.size(1));
     const int64_t most = sequences_at_once(args);
     if (const int64_t parts = parts_of_heads(args, most); parts > 1) {
-      run_backward_by_heads(args, grad, results, parts, most);
+      run_backward_by_heads(given, results, parts, most);
     } else {
-      run_backward_in_parts(args, grad, results, most);
+      run_backward_in_parts(given, results, most);
     }
     const Scale scale(args.scale, args.query);
     if (scale.query_sign != 1) results.grad_query.mul_(scale.query_sign);
   }
-  const at::Tensor grad_sinks =
-      args.sinks ? grad_of_sinks(args, grad) : empty(args.query.flatten().narrow(0, 0, 0));
+  at::Tensor grad_sinks;
+  if (args.sinks) {
+    const at::Tensor delta = given.grad_out.to(at::kFloat).mul(given.out).sum(-1).t();
+    grad_sinks = gradient_of_sinks(*args.sinks, delta, given.lse);
+  } else {
+    grad_sinks = empty(args.query.flatten().narrow(0, 0, 0));
+  }
   return {results.grad_query, results.grad_key, results.grad_value, grad_sinks};
 }
 
@@ -405,7 +299,7 @@ VarlenGradients varlen_backward_cuda(const Varlen& args, const VarlenGrad& grad)
 
 TORCH_LIBRARY_IMPL(cudnn_ops, CUDA, m) {
   using namespace cudnn_ops;
-  m.impl("varlen_attention", varlen_kernel<at::Tensor, varlen_cuda>);
-  m.impl("varlen_attention_with_lse", varlen_kernel<OutAndLse, varlen_with_lse_cuda>);
-  m.impl("_varlen_backward", varlen_backward_kernel<varlen_backward_cuda>);
+  m.impl("varlen_attention", kernel<varlen_cuda>);
+  m.impl("varlen_attention_with_lse", kernel<varlen_with_lse_cuda>);
+  m.impl("_varlen_backward", kernel<varlen_backward_cuda>);
 }

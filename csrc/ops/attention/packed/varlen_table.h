@@ -34,9 +34,6 @@ class SequenceTable {
   at::Tensor offsets_, lengths_;
 };
 
-// Whether queries and keys are the same tokens, so that each finds itself and nothing is unwritten.
-bool are_same_tokens(const Varlen& args);
-
 // Both sides of a call.
 class VarlenTable {
  public:

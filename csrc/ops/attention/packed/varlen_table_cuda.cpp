@@ -1,5 +1,7 @@
 #include "ops/attention/packed/varlen_table.h"
 
+#include "ops/attention/packed/varlen_problem.h"
+
 #include "graph/cuda_call.h"
 #include "graph/ragged_table.h"
 
@@ -58,12 +60,6 @@ void* SequenceTable::offsets(size_t row) const {
 
 void* SequenceTable::lengths() const {
   return lengths_.mutable_data_ptr();
-}
-
-bool are_same_tokens(const Varlen& args) {
-  const auto &q = args.cu_seqlens_q, &k = args.cu_seqlens_k;
-  return !args.seqused_q && !args.seqused_k && q.const_data_ptr() == k.const_data_ptr() &&
-         q.scalar_type() == k.scalar_type() && q.strides() == k.strides();
 }
 
 VarlenTable::VarlenTable(const Varlen& args, int64_t declared)

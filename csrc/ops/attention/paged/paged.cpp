@@ -3,11 +3,11 @@
 // cudnn_ops/ops/paged.py.
 
 #include "ops/attention/paged/paged.h"
+#include "ops/attention/paged/paged_plan_key.h"
 #include "ops/context_parallel.h"
 #include "ops/attention/check.h"
 
 #include <ATen/ops/arange.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 namespace cudnn_ops {
@@ -105,8 +105,7 @@ void check_contents(const Paged& args) {
 void check_paged(const Paged& args) {
   refuse_context_parallel(kOp);
   const auto& query = args.query;
-  const OptionalTensor none;
-  check_scalars(args.scale, 0.0, args.softcap, args.window_size, none, query, kOp);
+  check_options(args, query, kOp);
   TORCH_CHECK_VALUE(query.layout() == at::kStrided && query.dim() == (args.is_packed() ? 3 : 4) &&
                         holds(query.sym_stride(-1).sym_eq(1)),
                     kOp,
@@ -129,7 +128,7 @@ void check_paged(const Paged& args) {
   c10::SymInt batch = args.is_packed() ? args.cu_seqlens_q->sym_size(0) - 1 : query.sym_size(0);
   check_index(args.page_table, batch, 2, query, "page_table", "[batch, pages of a sequence]");
   check_index(args.seq_lens_kv, batch, 1, query, "seq_lens_kv", "[batch]");
-  if (args.sinks) check_per_head(*args.sinks, query, "sinks", kOp, query.dim() - 2);
+  check_per_head(args, query, kOp, query.dim() - 2);
   if (args.is_packed()) {
     check_offsets(*args.cu_seqlens_q, query, args.max_seqlen_q, "cu_seqlens_q", "max_seqlen_q",
                   kOp);
@@ -147,9 +146,8 @@ void check_paged_out(const Paged& args, const at::Tensor& out) {
                     out.scalar_type(), " with strides ", out.sym_strides(), ", on ", out.device());
 }
 
-void check_paged_append(const at::Tensor& key_cache, const at::Tensor& value_cache,
-                        const at::Tensor& key, const at::Tensor& value,
-                        const at::Tensor& slot_mapping, bool head_major) {
+void check_paged_append(const PagedAppend& args) {
+  const auto& [key_cache, value_cache, key, value, slot_mapping, head_major] = args;
   check_cache(key_cache, key, "key_cache", "key", head_major, kAppend);
   check_cache(value_cache, value, "value_cache", "value", head_major, kAppend);
   check_caches(key_cache, value_cache, kAppend);
@@ -186,30 +184,21 @@ void check_paged_append(const at::Tensor& key_cache, const at::Tensor& value_cac
                     " (-1 for none)");
 }
 
+const Operator<at::Tensor, Paged>& paged_op() {
+  static const Operator<at::Tensor, Paged> op("cudnn_ops::paged_attention");
+  return op;
+}
+
+const Operator<OutAndLse, Paged>& paged_with_lse_op() {
+  static const Operator<OutAndLse, Paged> op("cudnn_ops::paged_attention_with_lse");
+  return op;
+}
+
 namespace {
 
-void paged_check(const at::Tensor& query, const at::Tensor& key_cache,
-                 const at::Tensor& value_cache, const at::Tensor& page_table,
-                 const at::Tensor& seq_lens_kv, const OptionalTensor& cu_seqlens_q,
-                 c10::SymInt max_seqlen_q, std::optional<double> scale, bool is_causal,
-                 c10::IntArrayRef window_size, bool bottom_right, double softcap,
-                 const OptionalTensor& sinks, bool head_major, const OptionalTensor& out) {
-  const Paged args{query,
-                   key_cache,
-                   value_cache,
-                   page_table,
-                   seq_lens_kv,
-                   cu_seqlens_q,
-                   std::move(max_seqlen_q),
-                   scale,
-                   is_causal,
-                   window_size,
-                   bottom_right,
-                   softcap,
-                   sinks,
-                   head_major};
-  check_paged(args);
-  if (out) check_paged_out(args, *out);
+void paged_check(const PagedInto<OptionalTensor>& given) {
+  check_paged(given.args);
+  if (given.out) check_paged_out(given.args, *given.out);
 }
 
 }  // namespace
@@ -226,18 +215,13 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   m.def(("paged_attention_with_lse" + arguments + ") -> (Tensor out, Tensor lse)").c_str(), tags);
   // Nothing is returned: what an operator returns must not be what it was given.
   m.def(("_paged_attention_out" + arguments + ", Tensor(a!) out) -> ()").c_str(), tags);
-  m.def(("_paged_check" + arguments + ", Tensor? out=None) -> ()").c_str(), cudnn_ops::paged_check,
-        tags);
+  m.def(("_paged_check" + arguments + ", Tensor? out=None) -> ()").c_str(),
+        cudnn_ops::kernel<cudnn_ops::paged_check>, tags);
+  m.def(("_paged_plan_key" + arguments + ", bool with_lse=False) -> int[]").c_str(),
+        cudnn_ops::kernel<cudnn_ops::paged_plan_key>);
   const std::string append =
       "Tensor key, Tensor value, Tensor slot_mapping, bool head_major=False) -> ()";
   m.def(("paged_kv_append_(Tensor(a!) key_cache, Tensor(b!) value_cache, " + append).c_str(), tags);
   m.def(("_paged_append_check(Tensor key_cache, Tensor value_cache, " + append).c_str(),
-        cudnn_ops::check_paged_append, tags);
-}
-
-// What is written in place has no derivative either.
-TORCH_LIBRARY_IMPL(cudnn_ops, Autograd, m) {
-  for (const char* name : {"_paged_attention_out", "paged_kv_append_"}) {
-    m.impl(name, torch::autograd::autogradNotImplementedFallback());
-  }
+        cudnn_ops::kernel<cudnn_ops::check_paged_append>, tags);
 }

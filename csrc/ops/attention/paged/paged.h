@@ -2,37 +2,27 @@
 // of the arguments.
 #pragma once
 
-#include "ops/attention/dense/sdpa.h"
-
-#include <c10/core/SymInt.h>
+#include "ops/attention/attention.h"
 
 namespace cudnn_ops {
 
-// The arguments of a call, in the order of the schema.
-struct Paged {
-  const at::Tensor& query;                    // [B, Sq, H, D], or packed [total, H, D]
-  const at::Tensor &key_cache, &value_cache;  // [pages, page size, Hkv, D], or heads first
-  const at::Tensor& page_table;               // [B, width]
-  const at::Tensor& seq_lens_kv;              // [B]
-  const OptionalTensor& cu_seqlens_q;         // [B + 1], if packed
-  c10::SymInt max_seqlen_q;                   // if packed
-  std::optional<double> scale;
-  bool is_causal;
-  c10::IntArrayRef window_size;
-  bool bottom_right;
-  double softcap;
-  const OptionalTensor& sinks;
-  bool head_major;
+// The arguments of a call; the other options of attention have no place here.
+struct Paged : AttentionOptions {
+  at::Tensor query;                   // [B, Sq, H, D], or packed [total, H, D]
+  at::Tensor key_cache, value_cache;  // [pages, page size, Hkv, D], or heads first
+  at::Tensor page_table;              // [B, width]
+  at::Tensor seq_lens_kv;             // [B]
+  OptionalTensor cu_seqlens_q;        // [B + 1], if packed
+  c10::SymInt max_seqlen_q;           // if packed
+  bool head_major = false;
 
-  // The same with other queries, or sequences, which must outlive it.
-  Paged with_query(const at::Tensor& other, const OptionalTensor& offsets) const {
-    return with_sequences(other, offsets, page_table, seq_lens_kv);
+  template <class Self>
+  static auto fields(Self& self) {
+    return std::tie(self.query, self.key_cache, self.value_cache, self.page_table, self.seq_lens_kv,
+                    self.cu_seqlens_q, self.max_seqlen_q, self.scale, self.is_causal,
+                    self.window_size, self.bottom_right, self.softcap, self.sinks, self.head_major);
   }
-  Paged with_sequences(const at::Tensor& other, const OptionalTensor& offsets,
-                       const at::Tensor& table, const at::Tensor& lengths) const {
-    return {other, key_cache, value_cache, table,        lengths, offsets, max_seqlen_q,
-            scale, is_causal, window_size, bottom_right, softcap, sinks,   head_major};
-  }
+
   bool is_packed() const {
     return cu_seqlens_q.has_value();
   }
@@ -49,22 +39,36 @@ struct Paged {
   }
 };
 
+// With the tensor that the result is written to: at::Tensor, or of the check alone OptionalTensor.
+template <class Out>
+struct PagedInto {
+  Paged args;
+  Out out;
+
+  template <class Self>
+  static auto fields(Self& self) {
+    return std::tuple_cat(Paged::fields(self.args), std::tie(self.out));
+  }
+};
+
+struct PagedAppend {
+  at::Tensor key_cache, value_cache;
+  at::Tensor key, value;    // [tokens, Hkv, D]
+  at::Tensor slot_mapping;  // int64 [tokens]
+  bool head_major = false;
+
+  template <class Self>
+  static auto fields(Self& self) {
+    return std::tie(self.key_cache, self.value_cache, self.key, self.value, self.slot_mapping,
+                    self.head_major);
+  }
+};
+
+const Operator<at::Tensor, Paged>& paged_op();
+const Operator<OutAndLse, Paged>& paged_with_lse_op();
+
 void check_paged(const Paged& args);
 void check_paged_out(const Paged& args, const at::Tensor& out);
-void check_paged_append(const at::Tensor& key_cache, const at::Tensor& value_cache,
-                        const at::Tensor& key, const at::Tensor& value,
-                        const at::Tensor& slot_mapping, bool head_major);
-
-template <class Result, Result (*body)(const Paged&)>
-Result paged_kernel(const at::Tensor& query, const at::Tensor& key_cache,
-                    const at::Tensor& value_cache, const at::Tensor& page_table,
-                    const at::Tensor& seq_lens_kv, const OptionalTensor& cu_seqlens_q,
-                    c10::SymInt max_seqlen_q, std::optional<double> scale, bool is_causal,
-                    c10::IntArrayRef window_size, bool bottom_right, double softcap,
-                    const OptionalTensor& sinks, bool head_major) {
-  return body({query, key_cache, value_cache, page_table, seq_lens_kv, cu_seqlens_q,
-               std::move(max_seqlen_q), scale, is_causal, window_size, bottom_right, softcap, sinks,
-               head_major});
-}
+void check_paged_append(const PagedAppend& args);
 
 }  // namespace cudnn_ops

@@ -29,7 +29,6 @@ namespace {
 // Of one plan: what declared_batch() leaves as it is, and a multiple of 4, so that what lies behind
 // so many begins where cuDNN can read it.
 constexpr int64_t kMaxSequences = 49152;
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // int32 ones, how many queries each sequence has in decoding: the same for all calls of a batch, so
 // they are made once. No stream waits for them on the host: until they are known to be written,
@@ -119,17 +118,8 @@ at::Tensor empty_lse(const Paged& args, int64_t rows) {
   return empty({query.size(1), packed_lse_stride(rows)}).narrow(1, 0, rows);
 }
 
-// The sinks beside a log-sum-exp.
-at::Tensor sinks_of(const Paged& args) {
-  const at::Tensor sinks = args.sinks->to(at::kFloat);
-  return args.is_packed() ? sinks.unsqueeze(-1) : sinks.view({1, -1, 1});
-}
-
-graph::Call call_of(const SdpaPointers& pointers) {
-  return {"cudnn_ops.paged_attention",
-          "gather the pages and call cudnn_ops.scaled_dot_product_attention", pointers.all,
-          pointers.written};
-}
+constexpr CallName kCall{"cudnn_ops.paged_attention",
+                         "gather the pages and call cudnn_ops.scaled_dot_product_attention"};
 
 // Where the plan writes: `out` and `lse` themselves, but for queries that it takes for heads.
 PartialAttention partial_of(const Paged& args, const PagedProblem& problem, const at::Tensor& out,
@@ -149,12 +139,6 @@ PartialAttention partial_of(const Paged& args, const PagedProblem& problem, cons
   return partial;
 }
 
-// Where nothing is attended to: the output is 0, and the log-sum-exp that of the sink alone.
-void fill_with_nothing(const at::Tensor& out, const at::Tensor& lse, const OptionalTensor& sinks) {
-  out.zero_();
-  if (lse.defined()) sinks ? lse.copy_(*sinks) : lse.fill_(-kInfinity);
-}
-
 // Numbers that cuDNN can read where they are.
 bool is_readable(const at::Tensor& indices) {
   const auto address = reinterpret_cast<uintptr_t>(indices.const_data_ptr());
@@ -172,8 +156,7 @@ void run(const Paged& args, const at::Tensor& out, const at::Tensor& lse) {
       problem.is_decoding() && at::cuda::getCurrentDeviceProperties()->major == kMeasured;
   if (!args.is_packed() && !writes_all) {
     // Not every engine writes what belongs to a sequence without keys.
-    fill_with_nothing(partial.out, partial.lse,
-                      params.mask.has_sinks ? OptionalTensor(sinks_of(args)) : OptionalTensor());
+    fill_with_nothing(partial.out, partial.lse, params.mask.has_sinks ? args.sinks : std::nullopt);
   }
 
   const Scale scale(args.scale, args.query);
@@ -181,12 +164,11 @@ void run(const Paged& args, const at::Tensor& out, const at::Tensor& lse) {
   SdpaForwardTensors tensors{declared_query(query, problem, rows_of(args)),
                              args.key_cache,
                              args.value_cache,
-                             MaskTensors(),
+                             MaskTensors::of(args, query, 0, 0, !params.mask.has_sinks),
                              scale.value,
                              static_cast<float>(args.softcap),
                              partial.out,
                              partial.lse};
-  if (params.mask.has_sinks) tensors.mask.sinks = args.sinks->to(at::kFloat).contiguous();
   const OptionalTensor all;
   std::optional<SequenceTable> queries;
   if (args.is_packed()) queries.emplace(*args.cu_seqlens_q, all, declared);
@@ -218,7 +200,7 @@ void run(const Paged& args, const at::Tensor& out, const at::Tensor& lse) {
     pointers.all.push_back(tensors.mask.lengths_kv.mutable_data_ptr());
   }
   pointers.all.push_back(table.mutable_data_ptr());
-  const graph::Call call = call_of(pointers);
+  const graph::Call call = call_of(kCall, pointers);
   graph::execute(call, *graph::get_plan(call, graph::PlanKey::of(params, out.get_device())));
   if (problem.is_merged) merge_paged(args, query, scale.value, partial, out, lse);
 }
@@ -234,16 +216,14 @@ void check_addressable(const at::Tensor& cache, const char* name) {
 // which of them belong to these.
 void run_part(const Paged& args, int64_t start, int64_t count, const at::Tensor& out,
               const at::Tensor& lse) {
-  const at::Tensor page_table = args.page_table.narrow(0, start, count);
-  const at::Tensor seq_lens_kv = args.seq_lens_kv.narrow(0, start, count);
-  at::Tensor query = args.query;
-  OptionalTensor offsets;
+  Paged part = args;
+  part.page_table = args.page_table.narrow(0, start, count);
+  part.seq_lens_kv = args.seq_lens_kv.narrow(0, start, count);
   if (args.is_packed()) {
-    offsets = args.cu_seqlens_q->narrow(0, start, count + 1);
+    part.cu_seqlens_q = args.cu_seqlens_q->narrow(0, start, count + 1);
   } else {
-    query = query.narrow(0, start, count);
+    part.query = args.query.narrow(0, start, count);
   }
-  const Paged part = args.with_sequences(query, offsets, page_table, seq_lens_kv);
   const auto mine = [&](const at::Tensor& tensor) {
     return args.is_packed() || !tensor.defined() ? tensor : tensor.narrow(0, start, rows_of(part));
   };
@@ -253,7 +233,7 @@ void run_part(const Paged& args, int64_t start, int64_t count, const at::Tensor&
 void run_in_parts(const Paged& args, const at::Tensor& out, const at::Tensor& lse) {
   if (args.is_packed()) {
     // Not every engine writes what belongs to a sequence without keys.
-    fill_with_nothing(out, lse, args.sinks ? OptionalTensor(sinks_of(args)) : OptionalTensor());
+    fill_with_nothing(out, lse, args.sinks);
   }
   const int64_t sequences = args.page_table.size(0);
   if (sequences <= kMaxSequences) return run(args, out, lse);
@@ -267,20 +247,20 @@ void forward_into(const Paged& args, const at::Tensor& out, const at::Tensor& ls
   graph::require_sm80("cudnn_ops.paged_attention", args.query.get_device());
   if (out.numel() == 0) return;
   if (args.key_cache.numel() == 0 || args.page_table.numel() == 0) {
-    const auto sinks = args.sinks ? OptionalTensor(sinks_of(args)) : OptionalTensor();
-    return fill_with_nothing(out, lse, sinks);
+    return fill_with_nothing(out, lse, args.sinks);
   }
   check_addressable(args.key_cache, "key_cache");
   check_addressable(args.value_cache, "value_cache");
   if (graph::is_addressable(args.query)) return run_in_parts(args, out, lse);
-  const at::Tensor query = args.query.clone(at::MemoryFormat::Contiguous);
-  run_in_parts(args.with_query(query, args.cu_seqlens_q), out, lse);
+  Paged copied = args;
+  copied.query = args.query.clone(at::MemoryFormat::Contiguous);
+  run_in_parts(copied, out, lse);
 }
 
 // The output, and with_lse the log-sum-exp.
 OutAndLse forward(const Paged& args, bool with_lse) {
   if (is_packed_batch(args)) {
-    auto [out, lse] = forward(PackedBatch(args).args, with_lse);
+    auto [out, lse] = forward(batch_of(args), with_lse);
     return {out.squeeze(1), with_lse ? lse.squeeze(2).t().contiguous() : lse};
   }
   const int64_t rows = rows_of(args);
@@ -304,35 +284,16 @@ OutAndLse paged_with_lse_cuda(const Paged& args) {
 }
 
 void write_out(const Paged& args, const at::Tensor& out) {
-  if (is_packed_batch(args)) return write_out(PackedBatch(args).args, out.unsqueeze(1));
+  if (is_packed_batch(args)) return write_out(batch_of(args), out.unsqueeze(1));
   const bool has_room = out.size(0) == rows_of(args) && graph::is_addressable(out);
   if (has_room) return forward_into(args, out, at::Tensor());
   out.copy_(std::get<0>(forward(args, /*with_lse=*/false)));
 }
 
-void paged_out_cuda(const at::Tensor& query, const at::Tensor& key_cache,
-                    const at::Tensor& value_cache, const at::Tensor& page_table,
-                    const at::Tensor& seq_lens_kv, const OptionalTensor& cu_seqlens_q,
-                    c10::SymInt max_seqlen_q, std::optional<double> scale, bool is_causal,
-                    c10::IntArrayRef window_size, bool bottom_right, double softcap,
-                    const OptionalTensor& sinks, bool head_major, const at::Tensor& out) {
-  const Paged args{query,
-                   key_cache,
-                   value_cache,
-                   page_table,
-                   seq_lens_kv,
-                   cu_seqlens_q,
-                   std::move(max_seqlen_q),
-                   scale,
-                   is_causal,
-                   window_size,
-                   bottom_right,
-                   softcap,
-                   sinks,
-                   head_major};
-  check_paged(args);
-  check_paged_out(args, out);
-  write_out(args, out);
+void paged_out_cuda(const PagedInto<at::Tensor>& given) {
+  check_paged(given.args);
+  check_paged_out(given.args, given.out);
+  write_out(given.args, given.out);
 }
 
 }  // namespace
@@ -340,7 +301,7 @@ void paged_out_cuda(const at::Tensor& query, const at::Tensor& key_cache,
 
 TORCH_LIBRARY_IMPL(cudnn_ops, CUDA, m) {
   using namespace cudnn_ops;
-  m.impl("paged_attention", paged_kernel<at::Tensor, paged_cuda>);
-  m.impl("paged_attention_with_lse", paged_kernel<OutAndLse, paged_with_lse_cuda>);
-  m.impl("_paged_attention_out", paged_out_cuda);
+  m.impl("paged_attention", kernel<paged_cuda>);
+  m.impl("paged_attention_with_lse", kernel<paged_with_lse_cuda>);
+  m.impl("_paged_attention_out", kernel<paged_out_cuda>);
 }

@@ -46,7 +46,7 @@ TensorDesc single(const at::Tensor& tensor, int64_t declared, int64_t heads, int
 }
 
 Band band_of(const Paged& args) {
-  return Band::of(args.is_causal, args.window_size, args.bottom_right);
+  return Band::of(args);
 }
 
 // Measured on an H200: 64 rows of a head take 17 % longer than one, and 4 queries in 8 groups of 4
@@ -63,7 +63,6 @@ bool is_folded(const Paged& args) {
 }
 
 SdpaMask mask_of(const Paged& args, bool is_single, bool has_sinks) {
-  SdpaMask mask;
   Band band = band_of(args);
   if (is_single && band.bottom_right) {
     // The only query sees nothing beyond itself, for there is nothing.
@@ -72,10 +71,7 @@ SdpaMask mask_of(const Paged& args, bool is_single, bool has_sinks) {
     // It sees what comes first, and the plan is told of no more (PagedProblem::most_keys).
     band.left = band.right = kUnbounded;
   }
-  mask.left = band.left;
-  mask.right = band.right;
-  mask.bottom_right = band.bottom_right && band.is_bounded();
-  mask.has_softcap = args.softcap > 0;
+  SdpaMask mask = mask_of_options(args, band, /*has_alibi=*/false, /*backward=*/false);
   mask.has_sinks = has_sinks;
   mask.sequences = args.is_packed() ? Sequences::kRagged : Sequences::kLengths;
   return mask;
@@ -98,8 +94,11 @@ bool is_packed_batch(const Paged& args) {
   return args.is_packed() && args.has_one_query_each();
 }
 
-PackedBatch::PackedBatch(const Paged& packed)
-    : query(packed.query.unsqueeze(1)), args(packed.with_query(query, no_offsets)) {
+Paged batch_of(const Paged& packed) {
+  Paged batch = packed;
+  batch.query = packed.query.unsqueeze(1);
+  batch.cu_seqlens_q.reset();
+  return batch;
 }
 
 PagedProblem::PagedProblem(const Paged& args, bool with_lse) {

@@ -12,13 +12,7 @@ int64_t packed_lse_stride(int64_t tokens);
 
 // Packed queries of which each sequence has one are a batch like any other, and faster as such.
 bool is_packed_batch(const Paged& args);
-struct PackedBatch {
-  at::Tensor query;
-  OptionalTensor no_offsets;
-  Paged args;  // of those above
-
-  explicit PackedBatch(const Paged& packed);
-};
+Paged batch_of(const Paged& packed);
 
 // One plan serves every batch up to the declared one, every width of the table up to the declared
 // one, and if the queries are packed every number of them up to the declared one.
