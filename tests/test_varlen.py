@@ -176,7 +176,7 @@ def test_more_sequences_than_cudnn_takes_at_once(heads_kv, much_memory):
 def test_dropout_over_too_many_sequences_is_refused():
     q = torch.ones(65537, 1, 64, device="cuda", dtype=torch.bfloat16)
     starts = torch.arange(65538, device="cuda", dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match="with dropout cuDNN takes at most 65535 seq"):
+    with pytest.raises(NotImplementedError, match="with dropout cuDNN supports at most 65535 seq"):
         cudnn_ops.varlen_attention(q, q, q, starts, starts, 1, 1, dropout_p=0.1)
 
 

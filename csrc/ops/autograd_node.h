@@ -54,7 +54,7 @@ auto owner_of(Node& node) {
 
 using torch::autograd::variable_list;
 
-// Of each input that has a gradient, whether it is asked for.
+// Whether the gradient of each input is asked for.
 template <size_t inputs>
 using Wanted = std::array<bool, inputs>;
 
@@ -182,7 +182,7 @@ class BackwardNode<name_, gradients> final : public torch::autograd::Node {
   Kept fields_;
 };
 
-// Of a tuple of gradients those that are asked for.
+// The gradients that are asked for, out of a tuple of all.
 template <size_t inputs, class Gradients>
 variable_list only_wanted(const Wanted<inputs>& wanted, const Gradients& gradients) {
   static_assert(std::tuple_size_v<Gradients> == inputs);

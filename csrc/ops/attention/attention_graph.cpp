@@ -20,7 +20,7 @@ namespace modifiers = fe::graph::attn::score_modifiers;
 using Tensor = std::shared_ptr<fe::graph::Tensor_attributes>;
 using fe::PointwiseMode_t;
 
-// Plans take addresses in ascending uid order: this is the order that SdpaPointers knows.
+// Plans are given addresses in ascending uid order: the order of SdpaPointers.
 enum Uid : int64_t {
   kQuery = 1,
   kKey,

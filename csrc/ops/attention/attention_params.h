@@ -1,4 +1,4 @@
-// What attention's plans bake in, and the order in which they take their addresses.
+// What attention's plans bake in: their keys.
 #pragma once
 
 #include "graph/plan_key.h"

@@ -37,12 +37,12 @@ bool is_multiple(const c10::SymInt& heads, const c10::SymInt& of) {
 
 void check_supported(const at::Tensor& tensor, const char* name, const char* op) {
   TORCH_CHECK_TYPE(is_attention_dtype(tensor), op, name, " has dtype ", tensor.scalar_type(),
-                   "; on a GPU it takes float16 and bfloat16 (use torch.autocast or "
+                   "; on a GPU it must be float16 or bfloat16 (use torch.autocast or "
                    ".bfloat16()), on a CPU float32 and float64 too");
   const auto head_size = tensor.sym_size(-1);
   TORCH_CHECK_VALUE(holds((head_size % 8).sym_eq(0)) && holds(head_size.sym_ge(8)), op,
                     "the head size of ", name, " is ", head_size,
-                    "; cuDNN takes multiples of 8 from 8 on: pad the last dimension with zeros");
+                    "; cuDNN supports multiples of 8 from 8 on: pad the last dimension with zeros");
 }
 
 namespace {

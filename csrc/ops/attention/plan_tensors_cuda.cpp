@@ -34,7 +34,7 @@ at::Tensor addressable(const at::Tensor& tensor, const at::Tensor& like, int64_t
 
 Scale::Scale(std::optional<double> scale, const at::Tensor& query) {
   value = static_cast<float>(scale.value_or(1.0 / std::sqrt(static_cast<double>(query.size(-1)))));
-  // The GPU takes what is smaller than the smallest normal number for zero.
+  // The GPU flushes what is smaller than the smallest normal number to zero.
   const bool is_zero = std::abs(value) < std::numeric_limits<float>::min();
   query_sign = is_zero ? 0 : value > 0 ? 1 : -1;
   value = is_zero ? 1.0F : std::abs(value);

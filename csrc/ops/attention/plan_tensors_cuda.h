@@ -1,4 +1,4 @@
-// What attention's CUDA kernels share: the tensors of a call as a plan takes them.
+// What attention's CUDA kernels share: the tensors of a call as plans read and write them.
 #pragma once
 
 #include "ops/attention/attention.h"
@@ -20,7 +20,7 @@ at::Tensor empty_like_order(c10::IntArrayRef sizes, const at::Tensor& like);
 at::Tensor addressable(const at::Tensor& tensor, const at::Tensor& like,
                        int64_t max_extent = std::numeric_limits<int64_t>::max());
 
-// cuDNN takes the maximum of the scores before it scales them, so a scale that is not positive
+// cuDNN subtracts the maximum of the scores before it scales them, so a scale that is not positive
 // overflows or gives NaN. Such a scale is folded into the query: scale * q == scale' * (sign * q)
 // with scale' > 0 and sign -1 or 0, both of which are exact.
 struct Scale {
@@ -40,8 +40,8 @@ struct MaskTensors {
   at::Tensor bias, alibi_slopes, sinks, rng_state;
   at::Tensor lengths, lengths_kv;  // int32 [B] on the device
 
-  // Those of the options alone; the numbers of a dropout over so many queries and keys are drawn
-  // unless the call has them.
+  // What follows from the options alone. A dropout over so many queries and keys draws its numbers
+  // here, unless the call has them.
   static MaskTensors of(const AttentionOptions& options, const at::Tensor& query,
                         const c10::SymInt& length, const c10::SymInt& length_kv, bool backward);
 };
@@ -61,7 +61,7 @@ struct SdpaBackwardTensors {
   at::Tensor grad_query, grad_key, grad_value, grad_bias;
 };
 
-// The addresses in the order that plans take them (sdpa_graph.cpp), but for a ragged one's table.
+// The addresses in the order of the plan (attention_graph.cpp), without the table of a ragged one.
 struct SdpaPointers {
   c10::SmallVector<void*, 40> all;
   c10::SmallVector<graph::Call::Written, 4> written;

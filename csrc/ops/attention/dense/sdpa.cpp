@@ -76,7 +76,7 @@ void check_heads(const at::Tensor& query, const at::Tensor& other, const char* n
                     advice_on_heads(query, other, enable_gqa));
 }
 
-// And whatever stands before it.
+// The batch size, and the dimensions before it.
 void check_batch(const at::Tensor& one, const at::Tensor& other, const char* name,
                  const char* other_name) {
   for (int64_t i = 4; i <= std::min(one.dim(), other.dim()); ++i) {
@@ -115,7 +115,7 @@ void check_mask(const at::Tensor& mask, const at::Tensor& query, c10::SymIntArra
   TORCH_CHECK_TYPE(dtype == at::kBool || dtype == at::kHalf || dtype == at::kBFloat16 ||
                        dtype == at::kFloat || dtype == query.scalar_type(),
                    kOp, "attn_mask has dtype ", dtype,
-                   "; it takes bool (True: attend), or what is added to the scores as float16, "
+                   "; it accepts bool (True: attend), or what is added to the scores as float16, "
                    "bfloat16 or float32");
   TORCH_CHECK_VALUE(mask.device() == query.device() && mask.layout() == at::kStrided, kOp,
                     "attn_mask must be a dense tensor on ", query.device(),
@@ -165,7 +165,7 @@ void check_regular(const Sdpa& args) {
                     holds(key.sym_size(1).sym_eq(value.sym_size(1))) &&
                     (args.enable_gqa || holds(query.sym_size(1).sym_eq(key.sym_size(1))));
   TORCH_CHECK_VALUE(fits, kOp,
-                    "the kernels take [batch, heads, length, head size] with a last stride of 1, "
+                    "the kernels require [batch, heads, length, head size] with a last stride of 1, "
                     "of one batch size; got ",
                     query.sym_sizes(), ", ", key.sym_sizes(), " and ", value.sym_sizes());
 }

@@ -29,7 +29,7 @@ struct SdpaBackward {
   at::Tensor grad_out, out, lse;
   bool grad_mask = false;
 
-  // Those of the forward but enable_gqa, which is number 7.
+  // The fields of the forward without enable_gqa, which is number 7.
   template <class Self>
   static auto fields(Self& self) {
     const auto forward = Sdpa::fields(self.args);
@@ -39,7 +39,8 @@ struct SdpaBackward {
   }
 };
 
-// Of query, key, value, attn_mask and sinks; empty for the last two where they are not wanted.
+// The gradients of query, key, value, attn_mask and sinks; empty for the last two where they are not
+// wanted.
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 const Operator<at::Tensor, Sdpa>& sdpa_op();

@@ -66,7 +66,7 @@ Gradients compute_visible(const SdpaBackward& given, Along along, int64_t start,
   return results.all();
 }
 
-// How to cut a problem that cuDNN's backward cannot take whole.
+// How to cut a problem that is too large for one call of cuDNN's backward.
 struct Cut {
   Along along = Along::kBatch;
   int64_t count = 1;
@@ -88,11 +88,11 @@ Gradients compute_in_parts(const Cut& cut, const SdpaBackward& given) {
   const int64_t units = args.key.size(cut.along == Along::kBatch ? 0 : 1);
   TORCH_CHECK_NOT_IMPLEMENTED(units > 1, "cudnn_ops.sdpa backward: one key head with its queries, ",
                               args.query.sizes(), " and ", args.key.sizes(),
-                              ", is more than cuDNN takes: 2^31 elements and ", kMaxBackwardRows,
+                              ", is more than cuDNN supports: 2^31 elements and ", kMaxBackwardRows,
                               " query heads");
   TORCH_CHECK_NOT_IMPLEMENTED(
       args.dropout_p == 0, "cudnn_ops.sdpa backward: with dropout, more than 2^31 elements, ",
-      kMaxBackwardRows, " batch entries or heads are more than cuDNN takes; got ",
+      kMaxBackwardRows, " batch entries or heads are more than cuDNN supports; got ",
       args.query.sizes(), " and ", args.key.sizes());
   const Results results(args, given.grad_mask);
   const int64_t step = (units + cut.count - 1) / cut.count;

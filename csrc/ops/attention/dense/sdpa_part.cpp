@@ -52,7 +52,7 @@ at::Tensor SdpaPart::of_key(const at::Tensor& tensor) const {
 }
 
 at::Tensor SdpaPart::of_mask(const at::Tensor& tensor) const {
-  // Of up to four dimensions, any of them of size 1 for all.
+  // A mask has up to four dimensions, each of size 1 where it is the same for all.
   const int64_t dim = static_cast<int64_t>(along_) + tensor.dim() - 4;
   if (dim < 0 || tensor.size(dim) == 1) return tensor;
   return cut(tensor, dim, along_ == Along::kKeyHeads ? group_ : 1);

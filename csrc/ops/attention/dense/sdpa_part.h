@@ -42,7 +42,7 @@ class SdpaWithMoreQueries {
   const Sdpa& args() const {
     return args_;
   }
-  // Of what lies as the query does: the longer one, and back.
+  // From a tensor that lies as the query does to the longer one, and back.
   at::Tensor longer(const at::Tensor& tensor) const;
   at::Tensor own(const at::Tensor& tensor) const {
     return tensor.narrow(2, before_, length_);

@@ -11,7 +11,7 @@ namespace cudnn_ops {
 
 namespace {
 
-// cuDNN's backward takes 128 keys at a time and hides what lies behind the last key by 64, so of 64
+// cuDNN's backward reads 128 keys at a time and hides what lies behind the last key by 64, so of 64
 // modulo 128 keys a query sees 64 more, whose scores are 0: exp(0 - lse) overflows below -88.7, and
 // the gradient of the query is NaN (9.19, measured on an H200; cudnn-frontend 628 tells why). Told
 // the lengths, or where the right bound hides them, it is right.

@@ -11,7 +11,7 @@
 namespace cudnn_ops {
 
 // Whether the plan is told how long each sequence is: where the caller says it, and where cuDNN
-// would take for keys what lies behind the last one.
+// would mistake what lies behind the last key for keys.
 bool needs_lengths(const Sdpa& args, const Band& band, bool backward);
 // Whether the caller says it, so that there are rows of which cuDNN computes nothing.
 inline bool is_padded(const Sdpa& args) {

@@ -35,7 +35,7 @@ struct VarlenBackward {
   }
 };
 
-// Of query, key, value and sinks; empty for the last where there are none.
+// The gradients of query, key, value and sinks; empty for the sinks where there are none.
 using VarlenGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 const Operator<at::Tensor, Varlen>& varlen_op();
@@ -44,7 +44,7 @@ const Operator<VarlenGradients, VarlenBackward>& varlen_backward_op();
 
 void check_varlen(const Varlen& args);
 
-// As for dense attention (dense/sdpa_regular.h), where only the rows can be irregular.
+// Whether the rows are regular (layout.h), and the operators on tensors whose rows are not.
 bool is_regular(const Varlen& args);
 at::Tensor varlen_as_regular(const Varlen& given);
 OutAndLse varlen_with_lse_as_regular(const Varlen& given);

@@ -60,8 +60,8 @@ c10::List<std::optional<at::Tensor>> places(const Varlen& args) {
   return indices;
 }
 
-// Of all sequences, for plans that take so many at a time, and of what the last declares beyond
-// them.
+// The log-sum-exp of all sequences, for plans that compute at most so many of them at a time, with
+// room for what the last plan declares beyond them.
 at::Tensor dense_lse(const Varlen& args, int64_t most) {
   const int64_t sequences = args.cu_seqlens_q.size(0) - 1;
   const int64_t last = (sequences - 1) / most * most;
@@ -273,7 +273,7 @@ VarlenGradients varlen_backward_cuda(const VarlenBackward& given) {
   }
   if (!is_empty) {
     TORCH_CHECK_NOT_IMPLEMENTED(args.query.size(1) <= kMaxBackwardRows,
-                                "cudnn_ops.varlen_attention backward: cuDNN takes at most ",
+                                "cudnn_ops.varlen_attention backward: cuDNN supports at most ",
                                 kMaxBackwardRows, " heads, got ", args.query.size(1));
     const int64_t most = sequences_at_once(args);
     if (const int64_t parts = parts_of_heads(args, most); parts > 1) {

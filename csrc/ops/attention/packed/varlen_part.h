@@ -25,7 +25,7 @@ void for_sequences(const Varlen& args, int64_t most, const Function& function) {
   const int64_t sequences = args.cu_seqlens_q.size(0) - 1;
   if (sequences <= most) return function(args, 0);
   TORCH_CHECK_NOT_IMPLEMENTED(
-      args.dropout_p == 0, "cudnn_ops.varlen_attention: with dropout cuDNN takes at most ", most,
+      args.dropout_p == 0, "cudnn_ops.varlen_attention: with dropout cuDNN supports at most ", most,
       " sequences of this size, got ", sequences, "; call it for some of them at a time");
   for (int64_t start = 0; start < sequences; start += most) {
     function(part_of(args, start, std::min(most, sequences - start)), start);

@@ -8,7 +8,7 @@
 
 namespace cudnn_ops {
 
-// Of sequences that lie one behind the other: the offsets of each tensor that holds them, int64
+// Sequences that lie one behind the other: the offsets in each tensor that holds them, int64
 // [declared + 1] in elements, and their lengths, int32 [declared]. What is declared beyond the
 // sequences that there are is empty. It stays as long as this does.
 class SequenceTable {
@@ -18,7 +18,7 @@ class SequenceTable {
       : given_(offsets), used_(used), declared_(declared) {
   }
 
-  // Of a packed tensor, or of one with `step` elements from a token to the next: which row it is.
+  // Adds a packed tensor, or one with `step` elements from a token to the next. Returns its row.
   size_t add_offsets(const at::Tensor& packed);
   size_t add_offsets(int64_t step);
   // Fills the table; then the addresses are there.

@@ -26,7 +26,7 @@
 namespace cudnn_ops {
 namespace {
 
-// Of one plan: what declared_batch() leaves as it is, and a multiple of 4, so that what lies behind
+// The most sequences of one plan: a number that declared_batch() leaves as it is, and a multiple of 4, so that what lies behind
 // so many begins where cuDNN can read it.
 constexpr int64_t kMaxSequences = 49152;
 
@@ -121,7 +121,7 @@ at::Tensor empty_lse(const Paged& args, int64_t rows) {
 constexpr CallName kCall{"cudnn_ops.paged_attention",
                          "gather the pages and call cudnn_ops.scaled_dot_product_attention"};
 
-// Where the plan writes: `out` and `lse` themselves, but for queries that it takes for heads.
+// Where the plan writes: `out` and `lse` themselves, except where queries are folded into heads.
 PartialAttention partial_of(const Paged& args, const PagedProblem& problem, const at::Tensor& out,
                             const at::Tensor& lse) {
   const int64_t rows = rows_of(args);

@@ -18,7 +18,7 @@ Paged batch_of(const Paged& packed);
 // one, and if the queries are packed every number of them up to the declared one.
 struct PagedProblem {
   PagedParams params;
-  // How many queries of a sequence cuDNN takes for heads, [heads_kv, queries, group]: its decoding
+  // How many queries of a sequence are folded into heads, [heads_kv, queries, group]: its decoding
   // engine, which knows a single query, reads the keys once for all of them, and the others once
   // for each head. They see all keys that the engine is shown, which are those of the first query.
   int64_t queries = 1;
