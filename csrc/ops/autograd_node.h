@@ -222,16 +222,31 @@ variable_list differentiable_inputs(const Args& args) {
   return inputs;
 }
 
+// Runs the operator without autograd.
+template <class Result, class Args>
+Result call_below_autograd(const Operator<Result, Args>& op, c10::DispatchKeySet keys,
+                           const Args& args) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return op.redispatch(below_autograd(keys), args);
+}
+
+// Makes a Node the history of `outputs`, with edges to where the gradients go, and lets it save.
+template <class Node, class Saved>
+void set_derivative(torch::autograd::edge_list&& edges,
+                    std::initializer_list<std::reference_wrapper<const at::Tensor>> outputs,
+                    const Saved& saved) {
+  const auto node = make_node<Node>();
+  node->set_next_edges(std::move(edges));
+  for (const at::Tensor& output : outputs) torch::autograd::set_history(output, node);
+  node->save(saved);
+}
+
 // Runs an operator that has no derivative, as backwards have none: its results can be used, but
 // asking for a gradient through them raises `message`.
 template <class Results, class Args>
 Results without_derivative(const Operator<Results, Args>& op, c10::DispatchKeySet keys,
                            const Args& args, const char* message) {
-  Results results;
-  {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    results = op.redispatch(below_autograd(keys), args);
-  }
+  Results results = call_below_autograd(op, keys, args);
   const variable_list inputs = differentiable_inputs(args);
   if (inputs.empty()) return results;
   const auto node =

@@ -93,10 +93,7 @@ OutAndLse forward_with_node(c10::DispatchKeySet keys, const typename Family::Arg
       std::apply([](const auto&... input) { return torch::autograd::collect_next_edges(input...); },
                  Family::inputs(args)));
   at::Tensor out, lse;
-  {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    std::tie(out, lse) = Family::with_lse_op().redispatch(below_autograd(keys), args);
-  }
+  std::tie(out, lse) = call_below_autograd(Family::with_lse_op(), keys, args);
   torch::autograd::set_history(out, node);
   if (returns_lse) torch::autograd::set_history(lse, node);
   typename Family::Saved saved{args, out, lse};
@@ -120,8 +117,7 @@ at::Tensor attention_autograd(c10::DispatchKeySet keys, const typename Family::A
   if (requires_grad<Family>(args)) {
     return std::get<0>(forward_with_node<Family>(keys, args, /*returns_lse=*/false));
   }
-  at::AutoDispatchBelowADInplaceOrView guard;
-  return Family::op().redispatch(below_autograd(keys), args);
+  return call_below_autograd(Family::op(), keys, args);
 }
 
 template <class Family>
@@ -133,8 +129,7 @@ OutAndLse attention_with_lse_autograd(c10::DispatchKeySet keys,
   if (requires_grad<Family>(args)) {
     return forward_with_node<Family>(keys, args, /*returns_lse=*/true);
   }
-  at::AutoDispatchBelowADInplaceOrView guard;
-  return Family::with_lse_op().redispatch(below_autograd(keys), args);
+  return call_below_autograd(Family::with_lse_op(), keys, args);
 }
 
 // The rule that torch has for its own: query, key and value become the lower precision, and not
