@@ -1,19 +1,12 @@
 // Gated activations, act(gate) * up, and their gradients. Compiled when the package is built
-// (cmake/compile_kernels.py); gated_cuda.cpp launches it, with a struct alike.
+// (cmake/compile_kernels.py); gated_cuda.cpp launches it.
 
 #include "activation.cuh"
+#include "gated_call.h"
 #include "number.cuh"
 
-// Tensors of rows; strides in elements, from row to row.
-struct Gated {
-  const void *gate, *up, *grad_out;  // grad_out: of the backward
-  void *first, *second;              // the output; or the gradients of gate and up
-  long long gate_stride, up_stride, grad_stride, out_stride;
-  long long pieces, pieces_per_row;  // in all rows, and in one, each of the kernel's vector width
-};
-
 template <class Type, class Activation, int kWidth, bool kBackward>
-__device__ void gated(const Gated& g) {
+__device__ void gated(const GatedCall& g) {
   using Vector = Piece<Type, kWidth>;
   const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= g.pieces) return;
@@ -43,12 +36,12 @@ __device__ void gated(const Gated& g) {
   if (kBackward) *(Vector*)at(g.second, g.out_stride) = second;
 }
 
-#define GATED(name, Type, Activation, suffix, width)                       \
-  extern "C" __global__ void gated_##name##_##suffix(Gated g) {            \
-    gated<Type, Activation, width, false>(g);                              \
-  }                                                                        \
-  extern "C" __global__ void gated_##name##_##suffix##_backward(Gated g) { \
-    gated<Type, Activation, width, true>(g);                               \
+#define GATED(name, Type, Activation, suffix, width)                           \
+  extern "C" __global__ void gated_##name##_##suffix(GatedCall g) {            \
+    gated<Type, Activation, width, false>(g);                                  \
+  }                                                                            \
+  extern "C" __global__ void gated_##name##_##suffix##_backward(GatedCall g) { \
+    gated<Type, Activation, width, true>(g);                                   \
   }
 
 #define GATED_TYPES(name, Activation)              \

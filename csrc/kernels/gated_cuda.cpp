@@ -1,27 +1,13 @@
-// Gated activations on CUDA, each way by one kernel (gated.cu).
+#include "kernels/gated.h"
 
-#include "ops/gated/gated.h"
 #include "gated_images.h"
 #include "kernels/device_kernel.h"
-
-#include <ATen/cuda/EmptyTensor.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <torch/library.h>
-
-#include <array>
+#include "kernels/gated_call.h"
 
 namespace cudnn_ops {
 namespace {
 
 constexpr int kThreads = 256;
-
-// As in gated.cu.
-struct Gated {
-  const void *gate, *up, *grad_out;
-  void *first, *second;
-  long long gate_stride, up_stride, grad_stride, out_stride;
-  long long pieces, pieces_per_row;
-};
 
 // The tensor as [rows, columns] with a unit last stride, copied only if it cannot be seen as that.
 at::Tensor as_rows(const at::Tensor& tensor) {
@@ -42,7 +28,7 @@ at::Tensor as_rows(const at::Tensor& tensor) {
   return tensor.contiguous().view({-1, columns});
 }
 
-const DeviceKernel& kernel_of(Activation activation, at::ScalarType dtype, bool is_wide,
+const DeviceKernel& kernel_of(GatedActivation activation, at::ScalarType dtype, bool is_wide,
                               bool is_backward) {
 #define CUDNN_OPS_GATED(name, type)                                                            \
   {                                                                                            \
@@ -70,10 +56,7 @@ bool is_aligned(const at::Tensor& rows) {
 
 // Writes `first`, and in the backward `second`, both dense.
 void launch(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& grad_out,
-            Activation activation, const at::Tensor& first, const at::Tensor& second) {
-  TORCH_CHECK_TYPE(gate.scalar_type() != at::kDouble,
-                   "cudnn_ops: gated activations are float16, bfloat16 or float32 on a GPU; got ",
-                   gate.scalar_type());
+            GatedActivation activation, const at::Tensor& first, const at::Tensor& second) {
   if (gate.numel() == 0) return;
   const bool is_backward = grad_out.defined();
   const at::Tensor g = as_rows(gate), u = as_rows(up);
@@ -81,48 +64,33 @@ void launch(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& grad
   const bool is_wide = is_aligned(g) && is_aligned(u) && (!is_backward || is_aligned(d));
   const int64_t columns = g.size(1);
   const int64_t width = is_wide ? 16 / static_cast<int64_t>(g.element_size()) : 1;
-  Gated arguments{g.const_data_ptr(),
-                  u.const_data_ptr(),
-                  is_backward ? d.const_data_ptr() : nullptr,
-                  first.mutable_data_ptr(),
-                  is_backward ? second.mutable_data_ptr() : nullptr,
-                  g.stride(0),
-                  u.stride(0),
-                  is_backward ? d.stride(0) : 0,
-                  columns,
-                  g.numel() / width,
-                  columns / width};
-  std::array<void*, 1> pointers{&arguments};
+  GatedCall call{g.const_data_ptr(),
+                 u.const_data_ptr(),
+                 is_backward ? d.const_data_ptr() : nullptr,
+                 first.mutable_data_ptr(),
+                 is_backward ? second.mutable_data_ptr() : nullptr,
+                 g.stride(0),
+                 u.stride(0),
+                 is_backward ? d.stride(0) : 0,
+                 columns,
+                 g.numel() / width,
+                 columns / width};
+  void* argument = &call;
   kernel_of(activation, gate.scalar_type(), is_wide, is_backward)
-      .launch((arguments.pieces + kThreads - 1) / kThreads, 1, kThreads, pointers.data());
-}
-
-at::Tensor empty_like(const at::Tensor& tensor) {
-  return at::detail::empty_cuda(tensor.sizes(), tensor.scalar_type(), tensor.device(),
-                                std::nullopt);
-}
-
-at::Tensor gated_cuda(const at::Tensor& gate, const at::Tensor& up, int64_t activation) {
-  check_gated(gate, up, activation);
-  const c10::cuda::CUDAGuard device_guard(gate.device());
-  const at::Tensor out = empty_like(gate);
-  launch(gate, up, at::Tensor(), static_cast<Activation>(activation), out, at::Tensor());
-  return out;
-}
-
-GatedGradients gated_backward_cuda(const at::Tensor& grad_out, const at::Tensor& gate,
-                                   const at::Tensor& up, int64_t activation) {
-  check_gated_backward(grad_out, gate, up, activation);
-  const c10::cuda::CUDAGuard device_guard(gate.device());
-  const at::Tensor grad_gate = empty_like(gate), grad_up = empty_like(gate);
-  launch(gate, up, grad_out, static_cast<Activation>(activation), grad_gate, grad_up);
-  return {grad_gate, grad_up};
+      .launch((call.pieces + kThreads - 1) / kThreads, 1, kThreads, &argument);
 }
 
 }  // namespace
-}  // namespace cudnn_ops
 
-TORCH_LIBRARY_IMPL(cudnn_ops, CUDA, m) {
-  m.impl("_gated", cudnn_ops::gated_cuda);
-  m.impl("_gated_backward", cudnn_ops::gated_backward_cuda);
+void gated_forward(const at::Tensor& gate, const at::Tensor& up, GatedActivation activation,
+                   const at::Tensor& out) {
+  launch(gate, up, at::Tensor(), activation, out, at::Tensor());
 }
+
+void gated_backward(const at::Tensor& grad_out, const at::Tensor& gate, const at::Tensor& up,
+                    GatedActivation activation, const at::Tensor& grad_gate,
+                    const at::Tensor& grad_up) {
+  launch(gate, up, grad_out, activation, grad_gate, grad_up);
+}
+
+}  // namespace cudnn_ops

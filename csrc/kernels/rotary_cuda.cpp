@@ -1,13 +1,8 @@
-// Rotary position embedding on CUDA, each way by one kernel (rotary.cu).
+#include "kernels/rotary.h"
 
-#include "ops/rotary/rotary.h"
 #include "kernels/device_kernel.h"
 #include "kernels/rotary_call.h"
 #include "rotary_images.h"
-
-#include <ATen/cuda/EmptyTensor.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <torch/library.h>
 
 namespace cudnn_ops {
 namespace {
@@ -40,52 +35,38 @@ at::Tensor with_dense_last(const at::Tensor& tensor) {
   return tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
 }
 
-at::Tensor rotary_cuda(const at::Tensor& input, const at::Tensor& cos, const at::Tensor& sin,
-                       bool is_backward) {
-  check_rotary(input, cos, sin);
-  TORCH_CHECK_TYPE(input.scalar_type() != at::kDouble,
-                   "cudnn_ops.rotary_embedding: input must be float16, bfloat16 or float32 on a "
-                   "GPU; got float64");
-  const c10::cuda::CUDAGuard device_guard(input.device());
-  const int64_t batch = input.size(0), heads = input.size(1), tokens = input.size(2),
-                size = input.size(3);
-  const at::Tensor out = at::detail::empty_cuda({batch, tokens, heads, size}, input.scalar_type(),
-                                                input.device(), std::nullopt);
-  if (input.numel() > 0) {
-    const at::Tensor x = with_dense_last(input), c = with_dense_last(cos), s = with_dense_last(sin);
-    const auto element = static_cast<int64_t>(x.element_size());
-    const bool is_wide =
-        size / 2 * element % kBytes == 0 && is_aligned(x) && is_aligned(c) && is_aligned(s);
-    const int64_t width = is_wide ? kBytes / element : 1;
-    const auto step = [&](const at::Tensor& angles) {
-      return angles.size(0) == 1 ? 0 : angles.stride(0);
-    };
-    RotaryCall call{x.const_data_ptr(),
-                    c.const_data_ptr(),
-                    s.const_data_ptr(),
-                    out.mutable_data_ptr(),
-                    x.stride(0),
-                    x.stride(1),
-                    x.stride(2),
-                    step(c),
-                    c.stride(1),
-                    step(s),
-                    s.stride(1),
-                    x.numel() / 2 / width,
-                    static_cast<unsigned>(tokens),
-                    static_cast<unsigned>(heads),
-                    static_cast<unsigned>(size / 2 / width),
-                    is_backward};
-    void* argument = &call;
-    kernel_of(x.scalar_type(), c.scalar_type() == at::kFloat, is_wide)
-        .launch((call.pieces + kThreads - 1) / kThreads, 1, kThreads, &argument);
-  }
-  return out.transpose(1, 2);
-}
-
 }  // namespace
-}  // namespace cudnn_ops
 
-TORCH_LIBRARY_IMPL(cudnn_ops, CUDA, m) {
-  m.impl("_rotary", cudnn_ops::rotary_cuda);
+void rotate(const at::Tensor& input, const at::Tensor& cos, const at::Tensor& sin, bool is_backward,
+            const at::Tensor& out) {
+  const int64_t heads = input.size(1), tokens = input.size(2), size = input.size(3);
+  const at::Tensor x = with_dense_last(input), c = with_dense_last(cos), s = with_dense_last(sin);
+  const auto element = static_cast<int64_t>(x.element_size());
+  const bool is_wide =
+      size / 2 * element % kBytes == 0 && is_aligned(x) && is_aligned(c) && is_aligned(s);
+  const int64_t width = is_wide ? kBytes / element : 1;
+  const auto step = [&](const at::Tensor& angles) {
+    return angles.size(0) == 1 ? 0 : angles.stride(0);
+  };
+  RotaryCall call{x.const_data_ptr(),
+                  c.const_data_ptr(),
+                  s.const_data_ptr(),
+                  out.mutable_data_ptr(),
+                  x.stride(0),
+                  x.stride(1),
+                  x.stride(2),
+                  step(c),
+                  c.stride(1),
+                  step(s),
+                  s.stride(1),
+                  x.numel() / 2 / width,
+                  static_cast<unsigned>(tokens),
+                  static_cast<unsigned>(heads),
+                  static_cast<unsigned>(size / 2 / width),
+                  is_backward};
+  void* argument = &call;
+  kernel_of(x.scalar_type(), c.scalar_type() == at::kFloat, is_wide)
+      .launch((call.pieces + kThreads - 1) / kThreads, 1, kThreads, &argument);
 }
+
+}  // namespace cudnn_ops

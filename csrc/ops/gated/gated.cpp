@@ -1,13 +1,10 @@
-// Gated activations: schemas, checks, the public operators, and their derivative. The kernels are
-// in
-// ../kernels/gated*.cu and .cpp, those for CPUs and fake tensors in cudnn_ops/ops/gated.py.
+// Gated activations: schemas, checks, the public operators and their derivative. The CUDA kernels
+// are called in gated_cuda.cpp; those for CPUs and fake tensors are in cudnn_ops/ops/gated.py.
 
 #include "ops/gated/gated.h"
 #include "ops/autograd_node.h"
 #include "ops/backward_check.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/library.h>
 
 namespace cudnn_ops {
@@ -15,71 +12,69 @@ namespace {
 
 constexpr char kBackward[] = "GatedBackward";
 
-variable_list gated_gradients(const variable_list& grads, const Wanted<2>& wanted,
-                              const at::Tensor& gate, const at::Tensor& up, int64_t activation) {
-  return only_wanted(wanted, gated_backward_op().call(grads[0], gate, up, activation));
+const Operator<at::Tensor, Gated>& gated_op() {
+  static const Operator<at::Tensor, Gated> op("cudnn_ops::_gated");
+  return op;
 }
 
-using GatedBackwardNode = FlatNode<kBackward, gated_gradients>;
+const Operator<GatedGradients, GatedBackward>& gated_backward_op() {
+  static const Operator<GatedGradients, GatedBackward> op("cudnn_ops::_gated_backward");
+  return op;
+}
 
-at::Tensor gated_autograd(c10::DispatchKeySet keys, const at::Tensor& gate, const at::Tensor& up,
-                          int64_t activation) {
-  refuse_forward_mode("cudnn_ops.swiglu and geglu", {gate, up});
-  const at::Tensor out = [&] {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    return gated_op().redispatch(below_autograd(keys), gate, up, activation);
-  }();
-  if (torch::autograd::compute_requires_grad(gate, up)) {
-    auto node = make_node<GatedBackwardNode>();
-    node->set_next_edges(torch::autograd::collect_next_edges(gate, up));
-    torch::autograd::set_history(out, node);
-    node->save(gate, up, activation);
+variable_list gated_gradients(const variable_list& grads, const Wanted<2>& wanted,
+                              const Gated& saved) {
+  return only_wanted(wanted, gated_backward_op().call({grads[0], saved}));
+}
+
+using GatedBackwardNode = BackwardNode<kBackward, gated_gradients>;
+
+at::Tensor gated_autograd(c10::DispatchKeySet keys, const Gated& args) {
+  refuse_forward_mode("cudnn_ops.swiglu and geglu", {args.gate, args.up});
+  const at::Tensor out = call_below_autograd(gated_op(), keys, args);
+  if (torch::autograd::compute_requires_grad(args.gate, args.up)) {
+    set_derivative<GatedBackwardNode>(torch::autograd::collect_next_edges(args.gate, args.up),
+                                      {out}, args);
   }
   return out;
 }
 
-GatedGradients gated_backward_autograd(c10::DispatchKeySet keys, const at::Tensor& grad_out,
-                                       const at::Tensor& gate, const at::Tensor& up,
-                                       int64_t activation) {
-  GatedGradients grads;
-  {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    grads = gated_backward_op().redispatch(below_autograd(keys), grad_out, gate, up, activation);
-  }
-  if (torch::autograd::compute_requires_grad(grad_out, gate, up)) {
-    auto node = make_node<torch::autograd::Error>(
-        "cudnn_ops: double backward of swiglu and geglu is not available; compute that part with "
-        "torch.nn.functional",
-        torch::autograd::collect_next_edges(grad_out, gate, up));
-    torch::autograd::set_history(std::get<0>(grads), node);
-    torch::autograd::set_history(std::get<1>(grads), node);
-  }
-  return grads;
+GatedGradients gated_backward_autograd(c10::DispatchKeySet keys, const GatedBackward& args) {
+  return without_derivative(
+      gated_backward_op(), keys, args,
+      "cudnn_ops: double backward of swiglu and geglu is not available; compute that part with "
+      "torch.nn.functional");
 }
 
-const char* name_of(int64_t activation) {
-  return activation == static_cast<int64_t>(Activation::kSilu) ? "cudnn_ops.swiglu"
-                                                               : "cudnn_ops.geglu";
+const char* name_of(const Gated& args) {
+  return args.activation == static_cast<int64_t>(GatedActivation::kSilu) ? "cudnn_ops.swiglu"
+                                                                         : "cudnn_ops.geglu";
+}
+
+at::Tensor gated(const at::Tensor& gate, const at::Tensor& up, GatedActivation activation) {
+  return gated_op().call({gate, up, static_cast<int64_t>(activation)});
 }
 
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
-  return gated_op().call(gate, up, static_cast<int64_t>(Activation::kSilu));
+  return gated(gate, up, GatedActivation::kSilu);
 }
 
 at::Tensor geglu(const at::Tensor& gate, const at::Tensor& up, std::string_view approximate) {
   TORCH_CHECK_VALUE(approximate == "none" || approximate == "tanh",
                     "cudnn_ops.geglu: approximate must be \"none\" or \"tanh\", got \"",
                     approximate, "\"");
-  const auto activation = approximate == "tanh" ? Activation::kGeluTanh : Activation::kGelu;
-  return gated_op().call(gate, up, static_cast<int64_t>(activation));
+  return gated(gate, up,
+               approximate == "tanh" ? GatedActivation::kGeluTanh : GatedActivation::kGelu);
 }
 
 }  // namespace
 
-void check_gated(const at::Tensor& gate, const at::Tensor& up, int64_t activation) {
-  const char* op = name_of(activation);
-  TORCH_CHECK_VALUE(activation >= 0 && activation <= static_cast<int64_t>(Activation::kGeluTanh),
-                    op, ": activation must be 0, 1 or 2, got ", activation);
+void check_gated(const Gated& args) {
+  const char* op = name_of(args);
+  const auto &gate = args.gate, &up = args.up;
+  TORCH_CHECK_VALUE(
+      args.activation >= 0 && args.activation <= static_cast<int64_t>(GatedActivation::kGeluTanh),
+      op, ": activation must be 0, 1 or 2, got ", args.activation);
   TORCH_CHECK_TYPE(gate.defined() && up.defined(), op, ": gate and up must be tensors, got None");
   TORCH_CHECK_TYPE(is_computed_in(gate.scalar_type()) && gate.scalar_type() == up.scalar_type(), op,
                    ": gate and up must be of one dtype, float16, bfloat16 or float32 (float64 too "
@@ -90,48 +85,29 @@ void check_gated(const at::Tensor& gate, const at::Tensor& up, int64_t activatio
                     " on ", gate.device(), " and ", up.sym_sizes(), " on ", up.device());
 }
 
-void check_gated_backward(const at::Tensor& grad_out, const at::Tensor& gate, const at::Tensor& up,
-                          int64_t activation) {
-  check_gated(gate, up, activation);
-  check_like(grad_out, gate, name_of(activation), "grad_out");
-}
-
-const c10::TypedOperatorHandle<at::Tensor(const at::Tensor&, const at::Tensor&, int64_t)>&
-gated_op() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("cudnn_ops::_gated", "")
-                             .typed<at::Tensor(const at::Tensor&, const at::Tensor&, int64_t)>();
-  return op;
-}
-
-const c10::TypedOperatorHandle<GatedGradients(const at::Tensor&, const at::Tensor&,
-                                              const at::Tensor&, int64_t)>&
-gated_backward_op() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("cudnn_ops::_gated_backward", "")
-                             .typed<GatedGradients(const at::Tensor&, const at::Tensor&,
-                                                   const at::Tensor&, int64_t)>();
-  return op;
+void check_gated_backward(const GatedBackward& args) {
+  check_gated(args.forward);
+  check_like(args.grad_out, args.forward.gate, name_of(args.forward), "grad_out");
 }
 
 }  // namespace cudnn_ops
 
 TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
+  using namespace cudnn_ops;
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
-  m.def("swiglu(Tensor gate, Tensor up) -> Tensor", cudnn_ops::swiglu, tags);
-  m.def("geglu(Tensor gate, Tensor up, *, str approximate=\"none\") -> Tensor", cudnn_ops::geglu,
-        tags);
+  m.def("swiglu(Tensor gate, Tensor up) -> Tensor", swiglu, tags);
+  m.def("geglu(Tensor gate, Tensor up, *, str approximate=\"none\") -> Tensor", geglu, tags);
   m.def("_gated(Tensor gate, Tensor up, int activation) -> Tensor", tags);
   m.def(
       "_gated_backward(Tensor grad_out, Tensor gate, Tensor up, int activation) -> "
       "(Tensor grad_gate, Tensor grad_up)",
       tags);
-  m.def("_gated_check(Tensor gate, Tensor up, int activation) -> ()", cudnn_ops::check_gated, tags);
+  m.def("_gated_check(Tensor gate, Tensor up, int activation) -> ()", kernel<check_gated>, tags);
   m.def("_gated_backward_check(Tensor grad_out, Tensor gate, Tensor up, int activation) -> ()",
-        cudnn_ops::check_gated_backward, tags);
+        kernel<check_gated_backward>, tags);
 }
 
 TORCH_LIBRARY_IMPL(cudnn_ops, Autograd, m) {
-  m.impl("_gated", cudnn_ops::gated_autograd);
-  m.impl("_gated_backward", cudnn_ops::gated_backward_autograd);
+  m.impl("_gated", cudnn_ops::kernel<cudnn_ops::gated_autograd>);
+  m.impl("_gated_backward", cudnn_ops::kernel<cudnn_ops::gated_backward_autograd>);
 }

@@ -2,25 +2,35 @@
 // formulas.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-
-#include <tuple>
+#include "kernels/gated.h"
+#include "ops/operator.h"
 
 namespace cudnn_ops {
 
-enum class Activation : int64_t { kSilu, kGelu, kGeluTanh };
+// In the order of the schema of cudnn_ops::_gated.
+struct Gated {
+  at::Tensor gate, up;
+  int64_t activation = 0;  // a GatedActivation
+
+  template <class Self>
+  static auto fields(Self& self) {
+    return std::tie(self.gate, self.up, self.activation);
+  }
+};
+
+struct GatedBackward {
+  at::Tensor grad_out;
+  Gated forward;
+
+  template <class Self>
+  static auto fields(Self& self) {
+    return std::tuple_cat(std::tie(self.grad_out), Gated::fields(self.forward));
+  }
+};
 
 using GatedGradients = std::tuple<at::Tensor, at::Tensor>;  // of gate and up
 
-void check_gated(const at::Tensor& gate, const at::Tensor& up, int64_t activation);
-void check_gated_backward(const at::Tensor& grad_out, const at::Tensor& gate, const at::Tensor& up,
-                          int64_t activation);
-
-const c10::TypedOperatorHandle<at::Tensor(const at::Tensor&, const at::Tensor&, int64_t)>&
-gated_op();
-const c10::TypedOperatorHandle<GatedGradients(const at::Tensor&, const at::Tensor&,
-                                              const at::Tensor&, int64_t)>&
-gated_backward_op();
+void check_gated(const Gated& args);
+void check_gated_backward(const GatedBackward& args);
 
 }  // namespace cudnn_ops

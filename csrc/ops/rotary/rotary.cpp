@@ -1,6 +1,6 @@
-// Rotary position embedding: schemas, checks, the public operator, and its derivative, which is a
-// rotation back. The kernels are in ../kernels/rotary*, those for CPUs and fake tensors in
-// cudnn_ops/ops/rotary.py.
+// Rotary position embedding: schemas, checks, the public operator and its derivative, which is a
+// rotation back. The CUDA kernel is called in rotary_cuda.cpp; those for CPUs and fake tensors are
+// in cudnn_ops/ops/rotary.py.
 
 #include "ops/rotary/rotary.h"
 #include "ops/autograd_node.h"
@@ -12,8 +12,12 @@ namespace cudnn_ops {
 namespace {
 
 constexpr const char* kOp = "cudnn_ops.rotary_embedding";
-
 constexpr char kBackward[] = "RotaryBackward";
+
+const Operator<at::Tensor, Rotary>& rotary_op() {
+  static const Operator<at::Tensor, Rotary> op("cudnn_ops::_rotary");
+  return op;
+}
 
 struct Rotation {
   at::Tensor cos, sin;
@@ -37,15 +41,10 @@ at::Tensor rotary_autograd(c10::DispatchKeySet keys, const Rotary& args) {
   refuse_forward_mode(kOp, {args.input});
   TORCH_CHECK_NOT_IMPLEMENTED(!torch::autograd::compute_requires_grad(args.cos, args.sin), kOp,
                               ": cos and sin have no gradient here");
-  const at::Tensor out = [&] {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    return rotary_op().redispatch(below_autograd(keys), args);
-  }();
+  const at::Tensor out = call_below_autograd(rotary_op(), keys, args);
   if (torch::autograd::compute_requires_grad(args.input)) {
-    auto node = make_node<RotaryBackwardNode>();
-    node->set_next_edges(torch::autograd::collect_next_edges(args.input));
-    torch::autograd::set_history(out, node);
-    node->save({args.cos, args.sin, args.is_backward});
+    set_derivative<RotaryBackwardNode>(torch::autograd::collect_next_edges(args.input), {out},
+                                       Rotation{args.cos, args.sin, args.is_backward});
   }
   return out;
 }
@@ -76,11 +75,6 @@ void check_rotary(const at::Tensor& input, const at::Tensor& cos, const at::Tens
                     kOp, ": cos and sin must be [B or 1, S, D] for an input ", input.sym_sizes(),
                     " on ", input.device(), "; got ", cos.sym_sizes(), " on ", cos.device(),
                     " and ", sin.sym_sizes(), " on ", sin.device());
-}
-
-const Operator<at::Tensor, Rotary>& rotary_op() {
-  static const Operator<at::Tensor, Rotary> op("cudnn_ops::_rotary");
-  return op;
 }
 
 }  // namespace cudnn_ops

@@ -17,6 +17,4 @@ struct Rotary {
 
 void check_rotary(const at::Tensor& input, const at::Tensor& cos, const at::Tensor& sin);
 
-const Operator<at::Tensor, Rotary>& rotary_op();
-
 }  // namespace cudnn_ops

@@ -1,0 +1,20 @@
+// Gated activations, act(gate) * up, and their gradients, each by one kernel (gated.cu).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace cudnn_ops {
+
+enum class GatedActivation : int64_t { kSilu, kGelu, kGeluTanh };
+
+// On the current device and stream, as the next. `gate` and `up` may have any strides; `out` is
+// contiguous.
+void gated_forward(const at::Tensor& gate, const at::Tensor& up, GatedActivation activation,
+                   const at::Tensor& out);
+
+// Likewise: `grad_gate` and `grad_up` are contiguous.
+void gated_backward(const at::Tensor& grad_out, const at::Tensor& gate, const at::Tensor& up,
+                    GatedActivation activation, const at::Tensor& grad_gate,
+                    const at::Tensor& grad_up);
+
+}  // namespace cudnn_ops
