@@ -16,6 +16,22 @@ const char* short_name(c10::ScalarType dtype) {
   }
 }
 
+bool has_strides(const at::Tensor& tensor, Strides required) {
+  if (required == Strides::kDense) return tensor.is_contiguous();
+  if (required == Strides::kChannelsLast) return tensor.is_contiguous(channels_last(tensor));
+  const auto sizes = tensor.sizes(), strides = tensor.strides();
+  const auto element = static_cast<int64_t>(tensor.element_size());
+  const size_t last = sizes.size() - 1;
+  if (sizes[last] > 1 && strides[last] != 1) return false;
+  if (required == Strides::kAny) return true;
+  for (size_t i = 0; i < last; ++i) {
+    if (sizes[i] > 1 && (strides[i] == 0 || strides[i] * element % TensorDesc::kAlignment != 0)) {
+      return false;
+    }
+  }
+  return true;
+}
+
 }  // namespace
 
 TensorDesc::TensorDesc(c10::ScalarType dtype, c10::IntArrayRef sizes, c10::IntArrayRef strides)
@@ -40,18 +56,18 @@ std::string TensorDesc::str() const {
   return out.str();
 }
 
-bool is_addressable(const at::Tensor& tensor) {
-  const auto sizes = tensor.sizes();
-  const auto strides = tensor.strides();
-  const int64_t element = static_cast<int64_t>(tensor.element_size());
-  const size_t last = sizes.size() - 1;
-  if (sizes[last] > 1 && strides[last] != 1) return false;
-  for (size_t i = 0; i < last; ++i) {
-    if (sizes[i] > 1 && (strides[i] == 0 || strides[i] * element % TensorDesc::kAlignment != 0)) {
-      return false;
-    }
-  }
-  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % TensorDesc::kAlignment == 0;
+at::MemoryFormat channels_last(const at::Tensor& image) {
+  return image.dim() == 5 ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::ChannelsLast;
+}
+
+bool is_addressable(const at::Tensor& tensor, Strides strides) {
+  return has_strides(tensor, strides) &&
+         reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % TensorDesc::kAlignment == 0;
+}
+
+at::Tensor dense(const at::Tensor& tensor) {
+  if (is_addressable(tensor, Strides::kDense)) return tensor;
+  return tensor.clone(at::MemoryFormat::Contiguous);
 }
 
 }  // namespace cudnn_ops::graph

@@ -12,7 +12,7 @@ namespace cudnn_ops::graph {
 
 struct TensorDesc {
   static constexpr int kMaxRank = 5;  // conv3d
-  // Native attention kernels load 16 bytes at a time and do not check what they are given.
+  // Of addresses and strides, in bytes: cuDNN's attention kernels load 16 at a time, unchecked.
   static constexpr int64_t kAlignment = 16;
 
   c10::ScalarType dtype = c10::ScalarType::Undefined;
@@ -29,8 +29,19 @@ struct TensorDesc {
   std::string str() const;  // "bf16[2, 8, 128, 64]:[65536, 64, 512, 1]"
 };
 
-// Whether cuDNN can read or write this memory as it lies: unit last stride, no broadcast
-// (zero) stride, every other stride and the address itself multiples of 16 bytes.
-bool is_addressable(const at::Tensor& tensor);
+// What cuDNN requires of the strides of a tensor. kDense stands for contiguous, kChannelsLast for
+// the same with the channels last, of an image of two or three dimensions. The others require a
+// unit last stride; kAligned also that all others are multiples of 16 bytes, and none of them 0.
+enum class Strides { kAligned, kAny, kDense, kChannelsLast };
+
+// Whether cuDNN can read or write this memory as it lies: its strides are such, and its address is
+// a multiple of 16.
+bool is_addressable(const at::Tensor& tensor, Strides strides = Strides::kAligned);
+
+// The tensor, or a contiguous copy where it is not addressable as kDense.
+at::Tensor dense(const at::Tensor& tensor);
+
+// The memory format of an image of two or three dimensions with its channels last.
+at::MemoryFormat channels_last(const at::Tensor& image);
 
 }  // namespace cudnn_ops::graph

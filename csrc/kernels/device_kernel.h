@@ -1,5 +1,6 @@
-// A CUDA kernel of our own, from machine code that comes with the library, or PTX where there is
-// none for the GPU at hand, which the driver compiles at the first call and keeps in its own cache.
+// A CUDA kernel of our own: machine code that comes with the library, or for other GPUs PTX, which
+// the driver compiles at the first call and keeps in its own cache. And the limits of the GPU that
+// its launch depends on.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -10,32 +11,45 @@
 
 namespace cudnn_ops {
 
-// A compiled source (csrc/cmake/compile_kernels.py), for GPUs of one major compute capability; of
-// 0: PTX, for the rest. Of a source there are several, that one last.
+// A compiled source (csrc/cmake/compile_kernels.py), for GPUs of one major compute capability, or
+// 0: PTX, for all others. A source has several images; PTX is the last one.
 struct KernelImage {
   int major;
   const char* data;
 };
 
-// Where a table of kernels has those for a type: half, bfloat16, then float.
+// The index of a type in tables of kernels: half, bfloat16, float.
 inline int type_index(c10::ScalarType dtype) {
   return dtype == c10::ScalarType::Half ? 0 : dtype == c10::ScalarType::BFloat16 ? 1 : 2;
 }
 
+struct DeviceLimits {
+  int sm_version;        // major * 10 + minor
+  int64_t processors;    // multiprocessors
+  int64_t shared_bytes;  // the most shared memory that a block can ask for
+};
+
+// Of the current device. Any thread may call this, and the next.
+DeviceLimits current_limits();
+
+// For tests, which run what GPUs with less shared memory do: the most that current_limits() gives;
+// 0: what the GPU has.
+void limit_shared_memory(int64_t bytes);
+
 class DeviceKernel {
  public:
-  // `images` must outlive this. Nothing is loaded before the first launch. `starts_early` says that
-  // the kernel waits itself for what comes before it in the stream (griddepcontrol.wait).
+  // `images` must outlive this. Nothing is loaded before the first launch. `starts_early`: the
+  // kernel waits by itself for those before it in the stream (griddepcontrol.wait).
   DeviceKernel(const KernelImage* images, const char* name, bool starts_early = false)
       : images_(images), name_(name), starts_early_(starts_early) {
   }
 
-  // On the current device and stream. `arguments` are the addresses of the kernel's parameters,
-  // `shared_bytes` the memory that each block gets beside what the kernel declares.
-  // Any thread may call this, and the next.
+  // On the current device and stream. `arguments` are the addresses of the kernel's parameters;
+  // each block gets `shared_bytes` in addition to what the kernel declares. Any thread may call
+  // this, and the next.
   void launch(int64_t blocks, int rows, int threads, void** arguments, int shared_bytes = 0) const;
 
-  // How many such blocks the current device runs at once.
+  // How many such blocks the current device runs at the same time.
   int64_t resident_blocks(int threads, int shared_bytes) const;
 
  private:
@@ -46,7 +60,7 @@ class DeviceKernel {
   const char* name_;
   bool starts_early_;
   static constexpr int kMajors = 32;
-  // By the major compute capability.
+  // Indexed by the major compute capability.
   mutable std::array<std::atomic<const void*>, kMajors> functions_{};
   // The last answer of resident_blocks(): device, arguments and blocks per multiprocessor.
   mutable std::atomic<uint64_t> resident_ = 0;

@@ -7,10 +7,28 @@
 #include <c10/util/Exception.h>
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <limits>
 #include <mutex>
 
 namespace cudnn_ops {
+namespace {
+
+std::atomic<int64_t> most_shared_bytes = 0;
+
+}  // namespace
+
+DeviceLimits current_limits() {
+  const auto* properties = at::cuda::getCurrentDeviceProperties();
+  const auto there = static_cast<int64_t>(properties->sharedMemPerBlockOptin);
+  const int64_t most = most_shared_bytes.load(std::memory_order_relaxed);
+  return {properties->major * 10 + properties->minor, properties->multiProcessorCount,
+          most == 0 ? there : std::min(there, most)};
+}
+
+void limit_shared_memory(int64_t bytes) {
+  most_shared_bytes = bytes;
+}
 
 const void* DeviceKernel::function() const {
   const auto* properties = at::cuda::getCurrentDeviceProperties();
@@ -37,7 +55,7 @@ const void* DeviceKernel::function() const {
 }
 
 void DeviceKernel::allow(int shared_bytes) const {
-  // A block has 48 KiB with what the kernel declares without being asked for.
+  // Up to 48 KiB, including what the kernel declares, a block gets without asking.
   constexpr int kUnasked = 32 << 10;
   if (shared_bytes <= kUnasked) return;
   C10_CUDA_CHECK(

@@ -24,7 +24,7 @@ NormSpread within_block(unsigned bytes, unsigned vectors, int64_t pieces) {
   return {bytes, vectors, group, group};
 }
 
-// Of pieces of fewer than 16 bytes.
+// For pieces of fewer than 16 bytes.
 NormSpread spread_small(unsigned bytes, int64_t pieces, unsigned most_threads) {
   const unsigned few = bytes == 8 ? 1 : 2, most = bytes == 8 ? 4 : 8;
   if (pieces <= few * kWarp) return within_warp(bytes, few, pieces);
@@ -32,8 +32,8 @@ NormSpread spread_small(unsigned bytes, int64_t pieces, unsigned most_threads) {
   return pieces <= most * most_threads ? within_block(bytes, most, pieces) : kAnyRows;
 }
 
-// As many pieces a thread as still leave threads enough: the sums over threads are a good part of
-// the instructions, which limit the forward. Few rows wait for memory: more threads each.
+// As many pieces per thread as leave enough threads: the sums over threads are a good part of the
+// instructions, which limit the forward. Few rows are limited by latency, so each has more threads.
 NormSpread spread_forward(unsigned bytes, int64_t pieces, int64_t rows) {
   if (bytes < 16) return spread_small(bytes, pieces, /*most_threads=*/1024);
   if (pieces <= 4 * kWarp) return within_warp(bytes, pieces <= 8 ? 2 : 4, pieces);
@@ -43,7 +43,7 @@ NormSpread spread_forward(unsigned bytes, int64_t pieces, int64_t rows) {
   return pieces <= 8 * kMost ? within_block(bytes, 8, pieces) : kAnyRows;
 }
 
-// Few pieces a thread as long as a warp or a block has them all, for more loads under way.
+// Few pieces per thread as long as a warp or a block holds the row, for more loads in flight.
 NormSpread spread_backward(unsigned bytes, int64_t pieces) {
   constexpr unsigned kMost = 512;
   if (bytes < 16) return spread_small(bytes, pieces, kMost);
@@ -58,21 +58,21 @@ int64_t pieces_of(const NormProblem& problem) {
   return problem.columns * problem.number_bytes / problem.piece_bytes;
 }
 
-// Nothing is left for the sums of the columns.
+// A thread's registers have no room for the sums of the columns.
 bool is_wide(const NormSpread& how) {
   return how.bytes == 16 && how.vectors == 8;
 }
 
-// Of a row that is copied whole, with what lies beside it in the same 16 bytes.
+// The size of a row that is copied whole, with its neighbours in the same 16 bytes.
 unsigned whole_row_bytes(const NormProblem& problem) {
   constexpr int64_t kCopied = 16;
   return static_cast<unsigned>((divide_up(problem.columns * problem.number_bytes, kCopied) + 1) *
                                kCopied);
 }
 
-// Of the backward's pipeline, as in norm_backward.cu: the rows under way, input and gradient of the
-// output, and at the end the sums in their place. Pieces that cp.async cannot take are copied whole
-// rows at a time.
+// The shared memory of the backward's pipeline, as in norm_backward.cu: the rows in flight, input
+// and gradient of the output, and at the end the sums in their place. Rows of pieces that cp.async
+// cannot copy are copied whole.
 int64_t shared_bytes(const NormProblem& problem, const NormSpread& how, unsigned stages) {
   const int64_t stage = how.bytes < 4
                             ? int64_t{whole_row_bytes(problem)} * (how.threads / how.group)
@@ -82,9 +82,9 @@ int64_t shared_bytes(const NormProblem& problem, const NormSpread& how, unsigned
                            is_wide(how) ? 0 : numbers * static_cast<int64_t>(sizeof(float)));
 }
 
-// As many stages as the GPU has memory for; 0: none. There are kernels with fewer than three for
-// the widest rows of those that have sums, which take more than GPUs other than Hopper and
-// Blackwell's largest have.
+// As many stages as fit into the GPU's shared memory; 0: none does. Kernels with fewer than three
+// stages exist for the widest rows that have sums: these need more than GPUs other than Hopper and
+// the largest Blackwell have.
 unsigned stages_that_fit(const NormProblem& problem, const NormSpread& how, int64_t most_shared) {
   if (is_wide(how)) return shared_bytes(problem, how, 1) <= most_shared ? 1 : 0;
   const unsigned least = how.bytes == 16 && how.vectors == 4 ? 1 : 3;
@@ -102,7 +102,7 @@ NormForwardLaunch norm_forward_launch(const NormProblem& problem) {
 }
 
 NormBackwardLaunch norm_backward_launch(const NormBackwardProblem& problem,
-                                        const NormLimits& limits) {
+                                        const DeviceLimits& limits) {
   // What the kernels declare themselves.
   constexpr int64_t kDeclared = 1 << 10;
   constexpr int kFewThreads = 512;
@@ -114,7 +114,7 @@ NormBackwardLaunch norm_backward_launch(const NormBackwardProblem& problem,
   }
   const NormSpread& how = launch.how;
   const bool is_wide_piece = problem.piece_bytes == 16;
-  // Of few rows one kernel does it all; the longer they are, the more of them.
+  // One kernel computes all gradients of few rows; the longer they are, the more of them.
   const int64_t few_rows = std::max<int64_t>(256, problem.columns * problem.number_bytes / 32);
   const bool is_block = how.group > kWarp || how.vectors == 0;
   if (problem.needs_columns && problem.needs_rows && problem.rows <= few_rows && is_block) {
@@ -127,7 +127,7 @@ NormBackwardLaunch norm_backward_launch(const NormBackwardProblem& problem,
     return launch;
   }
   if (how.vectors > 0) {
-    // A few rows a block: for less, their sums would take longer to add up than they.
+    // At least a few rows per block: with fewer, adding up the sums would take longer.
     constexpr int64_t kRows = 4;
     const int64_t turns = divide_up(problem.rows, how.threads / how.group);
     launch.way = NormBackwardWay::kSpread;

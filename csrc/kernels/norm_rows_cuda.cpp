@@ -6,26 +6,23 @@
 #include "norm_forward_bfloat16_images.h"
 #include "norm_forward_float_images.h"
 #include "norm_forward_half_images.h"
-#include "kernels/norm_rows_call.h"
-#include "ops/norm/norm_problem.h"
 #include "kernels/device_kernel.h"
 #include "kernels/norm_launch.h"
+#include "kernels/norm_rows_call.h"
 
-#include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/cuda/EmptyTensor.h>
-#include <torch/library.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 
 namespace cudnn_ops {
 namespace {
 
-// The rows of a tensor, seen as they lie or copied where three strides do not say where they are.
+// The rows of a tensor: as they lie, or copied where three strides cannot describe them.
 class Rows {
  public:
-  // Rows that are none where the tensor is not defined.
+  // No rows where the tensor is not defined.
   Rows(const at::Tensor& tensor, int64_t row_dims) : tensor_(tensor) {
     if (!tensor_.defined()) return;
     if (!tensor_.is_contiguous() && !see(row_dims)) tensor_ = tensor_.contiguous();
@@ -55,7 +52,7 @@ class Rows {
       if (sizes[dim] != 1 && strides[dim] != expected) return false;
       expected *= sizes[dim];
     }
-    // From the innermost outwards, dimensions that go on where the last ends taken together.
+    // From the innermost outwards, merging dimensions that continue one another.
     std::array<int64_t, 3> size{1, 1, 1}, stride{0, 0, 0};
     size_t levels = 0;
     for (int64_t dim = row_dims - 1; dim >= 0; --dim) {
@@ -90,16 +87,17 @@ T* data_of(const at::Tensor& tensor) {
   return tensor.defined() ? static_cast<T*>(tensor.mutable_data_ptr()) : nullptr;
 }
 
-at::Tensor dense(const OptionalTensor& parameter) {
+at::Tensor dense(const std::optional<at::Tensor>& parameter) {
   return parameter ? parameter->contiguous() : at::Tensor();
 }
 
 // What both directions have in common.
-NormCall call_of(const Norm& args, const Rows& input, const at::Tensor& weight) {
+NormCall call_of(const NormOfRows& args, const Rows& input, const at::Tensor& weight) {
   NormCall call{};
-  const int64_t columns = row_size(args.normalized_shape);
+  const auto sizes = args.input.sizes().slice(static_cast<size_t>(args.row_dims));
+  const int64_t columns = c10::multiply_integers(sizes);
   const int64_t rows = args.input.numel() / columns;
-  TORCH_CHECK_VALUE(rows < INT32_MAX && columns < INT32_MAX, name_of(args),
+  TORCH_CHECK_VALUE(rows < INT32_MAX && columns < INT32_MAX, args.op,
                     ": no more than 2^31 rows, or numbers in a row; got ", rows, " of ", columns);
   call.input = input.get();
   call.weight = data_of(weight);
@@ -112,7 +110,7 @@ NormCall call_of(const Norm& args, const Rows& input, const at::Tensor& weight) 
   return call;
 }
 
-// `row_bits`: those that are set in the address of some row.
+// `row_bits`: the bits that are set in the address of some row.
 NormProblem problem_of(const NormCall& call, unsigned number_bytes, uint64_t row_bits) {
   const auto parameter_bits =
       reinterpret_cast<uintptr_t>(call.weight) | reinterpret_cast<uintptr_t>(call.bias);
@@ -124,8 +122,8 @@ NormProblem problem_of(const NormCall& call, unsigned number_bytes, uint64_t row
   return {call.rows, call.columns, number_bytes, piece_bytes};
 }
 
-// The kernels that keep a row in registers: by type, kind, and the index of their spread, which not
-// every direction uses.
+// The kernels that keep a row in registers, by type, kind and the index of their spread. Not every
+// direction uses every index.
 constexpr int kSpreads = 10;
 
 int index_of(const NormSpread& how) {
@@ -134,7 +132,7 @@ int index_of(const NormSpread& how) {
   return (how.bytes == 8 ? 3 : 5) + (how.vectors <= 2 ? 0 : 1);
 }
 
-// Of the backward, of which there are some with fewer stages.
+// The backward has some kernels with fewer stages.
 int index_of(const NormBackwardLaunch& launch) {
   const int index = index_of(launch.how);
   return index == 2 ? launch.stages == 2 ? 8 : launch.stages == 1 ? 9 : index : index;
@@ -176,27 +174,13 @@ void launch_forward(NormCall& call, int type, const NormProblem& problem) {
   kernel.launch(launch.blocks, 1, launch.threads, &argument);
 }
 
-// The rows of sums that the backward leaves.
+// Memory for the rows of sums that the backward's kernels write.
 at::Tensor allocate_partials(NormCall& call, int64_t count, const at::Device& device) {
   const int64_t numbers = (call.is_layer ? 2 : 1) * count * static_cast<int64_t>(call.columns);
   at::Tensor memory = at::detail::empty_cuda({numbers}, at::kFloat, device, std::nullopt);
   call.partials = static_cast<unsigned>(count);
   call.partial = static_cast<float*>(memory.mutable_data_ptr());
   return memory;
-}
-
-// What tests set, to run what GPUs with less shared memory do; else 0.
-std::atomic<int64_t> most_shared_bytes = 0;
-
-void limit_shared_memory(int64_t bytes) {
-  most_shared_bytes = bytes;
-}
-
-NormLimits current_limits() {
-  const auto* properties = at::cuda::getCurrentDeviceProperties();
-  const auto there = static_cast<int64_t>(properties->sharedMemPerBlockOptin);
-  const int64_t most = most_shared_bytes.load(std::memory_order_relaxed);
-  return {most == 0 ? there : std::min(there, most), properties->multiProcessorCount};
 }
 
 void launch_backward(NormCall& call, int type, const NormBackwardProblem& problem,
@@ -244,16 +228,15 @@ void launch_backward(NormCall& call, int type, const NormBackwardProblem& proble
 
 }  // namespace
 
-void norm_rows(const Norm& args, const at::Tensor& out, const at::Tensor& sum,
+void norm_rows(const NormOfRows& args, const at::Tensor& out, const at::Tensor& sum,
                const at::Tensor& mean, const at::Tensor& rstd) {
-  const auto row_dims = args.input.dim() - static_cast<int64_t>(args.normalized_shape.size());
-  const Rows input(args.input, row_dims);
-  const Rows residual(args.residual ? *args.residual : at::Tensor(), row_dims);
+  const Rows input(args.input, args.row_dims);
+  const Rows residual(args.residual.value_or(at::Tensor()), args.row_dims);
   at::Tensor weight = dense(args.weight), bias = dense(args.bias);
   const auto is_float = [](const at::Tensor& parameter) {
     return parameter.defined() && parameter.scalar_type() == at::kFloat;
   };
-  // The kernels take both of one type.
+  // The kernels require both to have one type.
   if (is_float(weight) && bias.defined()) bias = bias.to(at::kFloat);
   if (is_float(bias) && weight.defined()) weight = weight.to(at::kFloat);
   NormCall call = call_of(args, input, weight);
@@ -269,11 +252,11 @@ void norm_rows(const Norm& args, const at::Tensor& out, const at::Tensor& sum,
                             input.address_bits() | residual.address_bits()));
 }
 
-void norm_rows_backward(const Norm& args, const at::Tensor& grad_out, const at::Tensor& grad_sum,
-                        const at::Tensor& mean, const at::Tensor& rstd,
+void norm_rows_backward(const NormOfRows& args, const at::Tensor& grad_out,
+                        const at::Tensor& grad_sum, const at::Tensor& mean, const at::Tensor& rstd,
                         const at::Tensor& grad_input, const at::Tensor& grad_weight,
                         const at::Tensor& grad_bias) {
-  const auto row_dims = args.input.dim() - static_cast<int64_t>(args.normalized_shape.size());
+  const int64_t row_dims = args.row_dims;
   const Rows input(args.input, row_dims), grads(grad_out, row_dims), more(grad_sum, row_dims);
   const at::Tensor weight = dense(args.weight);
   NormCall call = call_of(args, input, weight);
@@ -294,7 +277,3 @@ void norm_rows_backward(const Norm& args, const at::Tensor& grad_out, const at::
 }
 
 }  // namespace cudnn_ops
-
-TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
-  m.def("_norm_limit_shared_memory(int bytes) -> ()", cudnn_ops::limit_shared_memory);
-}

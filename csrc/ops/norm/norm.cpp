@@ -1,6 +1,6 @@
-// Layer norm and RMS norm: schemas, the checks of their arguments, and the public operators, which
-// are made of one operator with a kernel and a derivative (norm_cuda.cpp, norm_autograd.cpp; the
-// CPU and fake kernels are in cudnn_ops/ops/norm.py).
+// Layer norm and RMS norm: schemas, checks, and the public operators. These call one operator,
+// which has the kernels (norm_cuda.cpp; for CPUs and fake tensors cudnn_ops/ops/norm.py) and the
+// derivative (norm_autograd.cpp).
 
 #include "ops/norm/norm.h"
 #include "ops/backward_check.h"
@@ -16,10 +16,11 @@ namespace {
 
 void check_parameter(const Norm& args, const OptionalTensor& parameter, const char* name) {
   if (!parameter) return;
-  TORCH_CHECK_VALUE(
-      parameter->sym_sizes() == args.normalized_shape && parameter->device() == args.input.device(),
-      name_of(args), ": ", name, " must be of normalized_shape, ", args.normalized_shape, ", on ",
-      args.input.device(), "; got ", parameter->sym_sizes(), " on ", parameter->device());
+  const c10::SymIntArrayRef shape = args.normalized_shape;
+  TORCH_CHECK_VALUE(parameter->sym_sizes() == shape && parameter->device() == args.input.device(),
+                    name_of(args), ": ", name, " must be of normalized_shape, ", shape, ", on ",
+                    args.input.device(), "; got ", parameter->sym_sizes(), " on ",
+                    parameter->device());
   const auto dtype = parameter->scalar_type();
   TORCH_CHECK_TYPE(dtype == args.input.scalar_type() || dtype == at::kFloat, name_of(args), ": ",
                    name, " must be of the input's dtype, ", args.input.scalar_type(),
@@ -37,73 +38,61 @@ void check_stats(const Norm& args, const at::Tensor& stats, const c10::SymInt& r
                     stats.sym_sizes(), " on ", stats.device());
 }
 
-// torch takes the machine epsilon of what it computes in where none is given.
+// As torch: without an eps, the machine epsilon of the dtype that it computes in.
 double default_eps(const at::Tensor& input) {
   return input.scalar_type() == at::kDouble ? std::numeric_limits<double>::epsilon()
                                             : std::numeric_limits<float>::epsilon();
 }
 
-NormResults norm(const Norm& args) {
+NormResults norm(Norm args) {
   const bool with_stats =
       torch::autograd::compute_requires_grad(args.input, args.residual, args.weight, args.bias);
-  return norm_op().call(args.input, args.residual, args.normalized_shape, args.weight, args.bias,
-                        args.eps, args.is_layer, args.zero_centered, with_stats);
+  return norm_op().call({std::move(args), with_stats});
 }
 
-const OptionalTensor kNone;
+Norm rms_norm_of(const at::Tensor& input, const OptionalTensor& residual,
+                 c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                 std::optional<double> eps, bool zero_centered) {
+  return {input,
+          residual,
+          at::SymDimVector(normalized_shape),
+          weight,
+          /*bias=*/{},
+          eps.value_or(default_eps(input)),
+          /*is_layer=*/false,
+          zero_centered};
+}
 
 at::Tensor rms_norm(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
                     const OptionalTensor& weight, std::optional<double> eps, bool zero_centered) {
-  return std::get<0>(norm({input, kNone, normalized_shape, weight, kNone,
-                           eps.value_or(default_eps(input)), /*is_layer=*/false, zero_centered}));
+  return std::get<0>(norm(rms_norm_of(input, {}, normalized_shape, weight, eps, zero_centered)));
 }
 
-at::Tensor layer_norm(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
-                      const OptionalTensor& weight, const OptionalTensor& bias, double eps,
-                      bool zero_centered) {
-  return std::get<0>(
-      norm({input, kNone, normalized_shape, weight, bias, eps, /*is_layer=*/true, zero_centered}));
+at::Tensor layer_norm(const LayerNorm& args) {
+  return std::get<0>(norm({args.input, /*residual=*/{}, args.normalized_shape, args.weight,
+                           args.bias, args.eps, /*is_layer=*/true, args.zero_centered}));
 }
 
-// Python's None comes as a tensor that is undefined.
-const at::Tensor& given(const at::Tensor& residual, const char* op) {
-  TORCH_CHECK_TYPE(residual.defined(), op, ": residual must be a tensor, got None");
-  return residual;
+std::tuple<at::Tensor, at::Tensor> out_and_sum(Norm args) {
+  // Python's None arrives as an undefined tensor.
+  TORCH_CHECK_TYPE(args.residual->defined(), name_of(args),
+                   ": residual must be a tensor, got None");
+  auto [out, sum, mean, rstd] = norm(std::move(args));
+  return {std::move(out), std::move(sum)};
 }
 
 std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& input, const at::Tensor& residual,
                                                 c10::SymIntArrayRef normalized_shape,
                                                 const OptionalTensor& weight,
                                                 std::optional<double> eps, bool zero_centered) {
-  const OptionalTensor other = given(residual, "cudnn_ops.add_rms_norm");
-  auto [out, sum, mean, rstd] =
-      norm({input, other, normalized_shape, weight, kNone, eps.value_or(default_eps(input)),
-            /*is_layer=*/false, zero_centered});
-  return {std::move(out), std::move(sum)};
+  return out_and_sum(rms_norm_of(input, residual, normalized_shape, weight, eps, zero_centered));
 }
 
 std::tuple<at::Tensor, at::Tensor> add_layer_norm(
     const at::Tensor& input, const at::Tensor& residual, c10::SymIntArrayRef normalized_shape,
     const OptionalTensor& weight, const OptionalTensor& bias, double eps, bool zero_centered) {
-  const OptionalTensor other = given(residual, "cudnn_ops.add_layer_norm");
-  auto [out, sum, mean, rstd] =
-      norm({input, other, normalized_shape, weight, bias, eps, /*is_layer=*/true, zero_centered});
-  return {std::move(out), std::move(sum)};
-}
-
-void norm_backward_check(const at::Tensor& grad_out, const OptionalTensor& grad_sum,
-                         const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
-                         const OptionalTensor& weight, const at::Tensor& mean,
-                         const at::Tensor& rstd, bool is_layer, bool zero_centered,
-                         std::array<bool, 3> output_mask) {
-  check_norm_backward({input, kNone, normalized_shape, weight, kNone, 0, is_layer, zero_centered},
-                      grad_out, grad_sum, mean, rstd, output_mask);
-}
-
-void norm_check(const at::Tensor& input, const OptionalTensor& residual,
-                c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                const OptionalTensor& bias, double eps, bool is_layer, bool zero_centered) {
-  check_norm({input, residual, normalized_shape, weight, bias, eps, is_layer, zero_centered});
+  return out_and_sum({input, residual, at::SymDimVector(normalized_shape), weight, bias, eps,
+                      /*is_layer=*/true, zero_centered});
 }
 
 }  // namespace
@@ -116,13 +105,13 @@ const char* name_of(const Norm& args) {
 void check_norm(const Norm& args) {
   const auto& input = args.input;
   TORCH_CHECK_TYPE(input.defined(), name_of(args), ": input must be a tensor, got None");
-  const auto dims = static_cast<int64_t>(args.normalized_shape.size());
+  const c10::SymIntArrayRef shape = args.normalized_shape;
+  const auto dims = static_cast<int64_t>(shape.size());
   TORCH_CHECK_VALUE(dims >= 1, name_of(args),
                     ": normalized_shape must have at least one number, the last dimension's size");
-  TORCH_CHECK_VALUE(
-      input.dim() >= dims && input.sym_sizes().slice(input.dim() - dims) == args.normalized_shape,
-      name_of(args), ": input must end with normalized_shape, ", args.normalized_shape, "; got ",
-      input.sym_sizes());
+  TORCH_CHECK_VALUE(input.dim() >= dims && input.sym_sizes().slice(input.dim() - dims) == shape,
+                    name_of(args), ": input must end with normalized_shape, ", shape, "; got ",
+                    input.sym_sizes());
   TORCH_CHECK_TYPE(is_computed_in(input.scalar_type()), name_of(args),
                    ": input must be float16, bfloat16 or float32 (float64 too on a CPU); got ",
                    input.scalar_type());
@@ -138,32 +127,23 @@ void check_norm(const Norm& args) {
   check_parameter(args, args.bias, "bias");
 }
 
-void check_norm_backward(const Norm& args, const at::Tensor& grad_out,
-                         const OptionalTensor& grad_sum, const at::Tensor& mean,
-                         const at::Tensor& rstd, std::array<bool, 3> output_mask) {
-  check_norm(args);
-  const auto& input = args.input;
-  check_like(grad_out, input, name_of(args), "grad_out");
-  if (grad_sum) check_like(*grad_sum, input, name_of(args), "grad_sum");
+void check_norm_backward(const NormBackward& args) {
+  const Norm norm = args.saved.norm();
+  check_norm(norm);
+  const auto& input = norm.input;
+  check_like(args.grad_out, input, name_of(norm), "grad_out");
+  if (args.grad_sum) check_like(*args.grad_sum, input, name_of(norm), "grad_sum");
   c10::SymInt rows = 1;
-  const auto leading = input.dim() - static_cast<int64_t>(args.normalized_shape.size());
+  const auto leading = input.dim() - static_cast<int64_t>(norm.normalized_shape.size());
   for (const auto& size : input.sym_sizes().slice(0, leading)) rows *= size;
-  check_stats(args, rstd, rows, "rstd");
-  if (args.is_layer) check_stats(args, mean, rows, "mean");
-  TORCH_CHECK_VALUE(args.is_layer || !output_mask[2], name_of(args),
+  check_stats(norm, args.saved.rstd, rows, "rstd");
+  if (norm.is_layer) check_stats(norm, args.saved.mean, rows, "mean");
+  TORCH_CHECK_VALUE(norm.is_layer || !args.output_mask[2], name_of(norm),
                     " backward: output_mask asks for the gradient of a bias, and there is none");
 }
 
-const c10::TypedOperatorHandle<NormOp>& norm_op() {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("cudnn_ops::_norm", "").typed<NormOp>();
-  return op;
-}
-
-const c10::TypedOperatorHandle<NormBackwardOp>& norm_backward_op() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("cudnn_ops::_norm_backward", "")
-                             .typed<NormBackwardOp>();
+const Operator<NormResults, NormForward>& norm_op() {
+  static const Operator<NormResults, NormForward> op("cudnn_ops::_norm");
   return op;
 }
 
@@ -179,7 +159,7 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   m.def(
       "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, "
       "float eps=1e-05, *, bool zero_centered=False) -> Tensor",
-      layer_norm, tags);
+      kernel<layer_norm>, tags);
   m.def(
       "add_rms_norm(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
       "float? eps=None, *, bool zero_centered=False) -> (Tensor out, Tensor sum)",
@@ -191,8 +171,7 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
       add_layer_norm, tags);
   const std::string arguments =
       "(Tensor input, Tensor? residual, SymInt[] normalized_shape, Tensor? weight, "
-      "Tensor? bias, float eps, "
-      "bool is_layer, bool zero_centered";
+      "Tensor? bias, float eps, bool is_layer, bool zero_centered";
   const std::string backward =
       "(Tensor grad_out, Tensor? grad_sum, Tensor input, SymInt[] normalized_shape, "
       "Tensor? weight, Tensor mean, Tensor rstd, bool is_layer, bool zero_centered, "
@@ -205,6 +184,6 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
          ") -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)")
             .c_str(),
         tags);
-  m.def(("_norm_check" + arguments + ") -> ()").c_str(), norm_check, tags);
-  m.def(("_norm_backward_check" + backward + ") -> ()").c_str(), norm_backward_check, tags);
+  m.def(("_norm_check" + arguments + ") -> ()").c_str(), kernel<check_norm>, tags);
+  m.def(("_norm_backward_check" + backward + ") -> ()").c_str(), kernel<check_norm_backward>, tags);
 }

@@ -2,50 +2,101 @@
 // arguments.
 #pragma once
 
-#include "ops/attention/dense/sdpa.h"
+#include "ops/operator.h"
 
-#include <c10/core/SymInt.h>
+#include <ATen/core/DimVector.h>
 
 #include <array>
 
 namespace cudnn_ops {
 
-// The arguments of a call, in the order of the schema of cudnn_ops::_norm.
+// In the order of the schema of cudnn_ops::_norm_check.
 struct Norm {
-  const at::Tensor& input;
-  const OptionalTensor& residual;  // the norm is of the sum of both
-  c10::SymIntArrayRef normalized_shape;
-  const OptionalTensor &weight, &bias;
-  double eps;
-  bool is_layer;       // less the mean, and with a bias; else RMS norm
-  bool zero_centered;  // the factor is the weight and 1
+  at::Tensor input;
+  OptionalTensor residual;  // the norm is of the sum of both
+  at::SymDimVector normalized_shape;
+  OptionalTensor weight, bias;
+  double eps = 0;
+  bool is_layer = false;       // subtracts the mean, and may have a bias; else RMS norm
+  bool zero_centered = false;  // multiplies by 1 + weight
+
+  template <class Self>
+  static auto fields(Self& self) {
+    return std::tie(self.input, self.residual, self.normalized_shape, self.weight, self.bias,
+                    self.eps, self.is_layer, self.zero_centered);
+  }
+};
+
+// cudnn_ops::_norm.
+struct NormForward {
+  Norm norm;
+  bool with_stats = false;
+
+  template <class Self>
+  static auto fields(Self& self) {
+    return std::tuple_cat(Norm::fields(self.norm), std::tie(self.with_stats));
+  }
+};
+
+// cudnn_ops::layer_norm.
+struct LayerNorm {
+  at::Tensor input;
+  at::SymDimVector normalized_shape;
+  OptionalTensor weight, bias;
+  double eps = 0;
+  bool zero_centered = false;
+
+  template <class Self>
+  static auto fields(Self& self) {
+    return std::tie(self.input, self.normalized_shape, self.weight, self.bias, self.eps,
+                    self.zero_centered);
+  }
+};
+
+// What the backward reads of the forward; `input` is the sum where there was a residual.
+struct NormSaved {
+  at::Tensor input;
+  at::SymDimVector normalized_shape;
+  OptionalTensor weight;
+  at::Tensor mean, rstd;
+  bool is_layer = false, zero_centered = false;
+
+  template <class Self>
+  static auto fields(Self& self) {
+    return std::tie(self.input, self.normalized_shape, self.weight, self.mean, self.rstd,
+                    self.is_layer, self.zero_centered);
+  }
+  // The forward, as far as it is known.
+  Norm norm() const {
+    return {input, {}, normalized_shape, weight, {}, 0, is_layer, zero_centered};
+  }
+};
+
+// cudnn_ops::_norm_backward.
+struct NormBackward {
+  at::Tensor grad_out;
+  OptionalTensor grad_sum;  // becomes part of the gradient of the input
+  NormSaved saved;
+  std::array<bool, 3> output_mask{};
+
+  template <class Self>
+  static auto fields(Self& self) {
+    return std::tuple_cat(std::tie(self.grad_out, self.grad_sum), NormSaved::fields(self.saved),
+                          std::tie(self.output_mask));
+  }
 };
 
 // The output, the sum, and what the backward needs of each row, mean and 1 / deviation, float32
-// [rows] (float64 for float64 inputs); of RMS norm no mean. [0] where they are not asked for.
+// [rows] (float64 for float64 inputs); RMS norm has no mean. [0] where nobody asks for it.
 using NormResults = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-// Of input, weight and bias; [0] where they are not asked for.
+// Of input, weight and bias; [0] where nobody asks for it.
 using NormGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 // The public operator's.
 const char* name_of(const Norm& args);
 void check_norm(const Norm& args);
-// And the rest of what the backward is given, for what it is called with is read as it is.
-void check_norm_backward(const Norm& args, const at::Tensor& grad_out,
-                         const OptionalTensor& grad_sum, const at::Tensor& mean,
-                         const at::Tensor& rstd, std::array<bool, 3> output_mask);
+void check_norm_backward(const NormBackward& args);
 
-using NormOp = NormResults(const at::Tensor& input, const OptionalTensor& residual,
-                           c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                           const OptionalTensor& bias, double eps, bool is_layer,
-                           bool zero_centered, bool with_stats);
-// `grad_sum` is that of the sum, which comes as `input`; it becomes part of the input's.
-using NormBackwardOp = NormGradients(const at::Tensor& grad_out, const OptionalTensor& grad_sum,
-                                     const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
-                                     const OptionalTensor& weight, const at::Tensor& mean,
-                                     const at::Tensor& rstd, bool is_layer, bool zero_centered,
-                                     std::array<bool, 3> output_mask);
-const c10::TypedOperatorHandle<NormOp>& norm_op();
-const c10::TypedOperatorHandle<NormBackwardOp>& norm_backward_op();
+const Operator<NormResults, NormForward>& norm_op();
 
 }  // namespace cudnn_ops

@@ -1,11 +1,9 @@
-// Layer norm and RMS norm: their derivative.
+// Layer norm and RMS norm: their derivative, and layer norm under autocast.
 
+#include "ops/autocast.h"
 #include "ops/autograd_node.h"
 #include "ops/norm/norm.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <torch/csrc/autograd/functions/basic_ops.h>
-#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
 namespace cudnn_ops {
@@ -13,88 +11,91 @@ namespace {
 
 constexpr char kBackward[] = "NormBackward";
 
-// `input` is what the norm is of: the sum, where there is a residual.
+const Operator<NormGradients, NormBackward>& norm_backward_op() {
+  static const Operator<NormGradients, NormBackward> op("cudnn_ops::_norm_backward");
+  return op;
+}
+
+struct NormHistory {
+  NormSaved saved;
+  bool has_residual = false;
+
+  template <class Self>
+  static auto fields(Self& self) {
+    return std::tuple_cat(NormSaved::fields(self.saved), std::tie(self.has_residual));
+  }
+};
+
 variable_list norm_gradients(const variable_list& grads, const Wanted<4>& wanted,
-                             const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
-                             const OptionalTensor& weight, const at::Tensor& mean,
-                             const at::Tensor& rstd, bool has_residual, bool is_layer,
-                             bool zero_centered) {
+                             const NormHistory& history) {
+  const auto& [saved, has_residual] = history;
   variable_list result(4);
   if (!grads[0].defined()) {
     result[0] = result[1] = grads[1];
-    const at::Tensor& like = weight ? *weight : input;
+    const at::Tensor& like = saved.weight ? *saved.weight : saved.input;
     for (const size_t i : {2, 3}) {
-      if (wanted[i]) result[i] = like.new_zeros_symint(normalized_shape);
+      if (wanted[i]) result[i] = like.new_zeros_symint(saved.normalized_shape);
     }
     return result;
   }
-  const std::array<bool, 3> computed{wanted[0] || wanted[1], wanted[2], wanted[3]};
-  const OptionalTensor grad_sum =
-      has_residual && grads[1].defined() ? OptionalTensor(grads[1]) : std::nullopt;
-  const auto [grad_input, grad_weight, grad_bias] = norm_backward_op().call(
-      grads[0], grad_sum, input, normalized_shape, weight, mean.contiguous(), rstd.contiguous(),
-      is_layer, zero_centered, computed);
-  if (computed[0]) result[0] = grad_input;
-  if (computed[0] && has_residual) result[1] = grad_input;
-  if (computed[1]) result[2] = grad_weight;
-  if (computed[2]) result[3] = grad_bias;
+  NormBackward args{
+      grads[0], {}, saved, {wanted[0] || wanted[1], /*weight=*/wanted[2], /*bias=*/wanted[3]}};
+  if (has_residual && grads[1].defined()) args.grad_sum = grads[1];
+  args.saved.mean = saved.mean.contiguous();
+  args.saved.rstd = saved.rstd.contiguous();
+  const auto [grad_input, grad_weight, grad_bias] = norm_backward_op().call(args);
+  if (args.output_mask[0]) result[0] = grad_input;
+  if (args.output_mask[0] && has_residual) result[1] = grad_input;
+  if (wanted[2]) result[2] = grad_weight;
+  if (wanted[3]) result[3] = grad_bias;
   return result;
 }
 
-using NormBackwardNode = FlatNode<kBackward, norm_gradients>;
+using NormBackwardNode = BackwardNode<kBackward, norm_gradients>;
 
-NormResults norm_autograd(c10::DispatchKeySet keys, const at::Tensor& input,
-                          const OptionalTensor& residual, c10::SymIntArrayRef normalized_shape,
-                          const OptionalTensor& weight, const OptionalTensor& bias, double eps,
-                          bool is_layer, bool zero_centered, bool with_stats) {
-  refuse_forward_mode(is_layer ? "cudnn_ops.layer_norm" : "cudnn_ops.rms_norm", {input});
-  const bool requires_grad = torch::autograd::compute_requires_grad(input, residual, weight, bias);
-  NormResults results;
-  {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    results = norm_op().redispatch(below_autograd(keys), input, residual, normalized_shape, weight,
-                                   bias, eps, is_layer, zero_centered, with_stats || requires_grad);
+NormResults norm_autograd(c10::DispatchKeySet keys, const NormForward& args) {
+  const auto& norm = args.norm;
+  refuse_forward_mode(norm.is_layer ? "cudnn_ops.layer_norm" : "cudnn_ops.rms_norm", {norm.input});
+  const bool requires_grad =
+      torch::autograd::compute_requires_grad(norm.input, norm.residual, norm.weight, norm.bias);
+  if (!requires_grad) return call_below_autograd(norm_op(), keys, args);
+  const NormResults results = call_below_autograd(norm_op(), keys, {norm, /*with_stats=*/true});
+  const auto& [out, sum, mean, rstd] = results;
+  auto edges =
+      torch::autograd::collect_next_edges(norm.input, norm.residual, norm.weight, norm.bias);
+  const at::Tensor& input = norm.residual ? sum : norm.input;
+  const NormHistory history{
+      {input, norm.normalized_shape, norm.weight, mean, rstd, norm.is_layer, norm.zero_centered},
+      norm.residual.has_value()};
+  if (norm.residual) {
+    set_derivative<NormBackwardNode>(std::move(edges), {out, sum}, history);
+  } else {
+    set_derivative<NormBackwardNode>(std::move(edges), {out}, history);
   }
-  if (!requires_grad) return results;
-  auto& [out, sum, mean, rstd] = results;
-  auto node = make_node<NormBackwardNode>();
-  node->set_next_edges(torch::autograd::collect_next_edges(input, residual, weight, bias));
-  torch::autograd::set_history(out, node);
-  if (residual) torch::autograd::set_history(sum, node);
-  node->save(residual ? sum : input, normalized_shape, weight, mean, rstd, residual.has_value(),
-             is_layer, zero_centered);
   return results;
 }
 
-// There is no derivative of the norms' backward: its results can be used, but asking for a
-// gradient through them raises.
-NormGradients norm_backward_autograd(c10::DispatchKeySet keys, const at::Tensor& grad_out,
-                                     const OptionalTensor& grad_sum, const at::Tensor& input,
-                                     c10::SymIntArrayRef normalized_shape,
-                                     const OptionalTensor& weight, const at::Tensor& mean,
-                                     const at::Tensor& rstd, bool is_layer, bool zero_centered,
-                                     std::array<bool, 3> output_mask) {
-  NormGradients grads;
-  {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    grads = norm_backward_op().redispatch(below_autograd(keys), grad_out, grad_sum, input,
-                                          normalized_shape, weight, mean, rstd, is_layer,
-                                          zero_centered, output_mask);
-  }
-  if (torch::autograd::compute_requires_grad(grad_out, grad_sum, input, weight)) {
-    auto node = make_node<torch::autograd::Error>(
-        "cudnn_ops: double backward of a norm is not available; compute that part with "
-        "torch.nn.functional",
-        torch::autograd::collect_next_edges(grad_out, grad_sum, input, weight));
-    std::apply([&](auto&... tensor) { (torch::autograd::set_history(tensor, node), ...); }, grads);
-  }
-  return grads;
+NormGradients norm_backward_autograd(c10::DispatchKeySet keys, const NormBackward& args) {
+  return without_derivative(
+      norm_backward_op(), keys, args,
+      "cudnn_ops: double backward of a norm is not available; compute that part with "
+      "torch.nn.functional");
+}
+
+// The rule that torch has for its own layer norm: float32, on CUDA alone. Its RMS norm has none.
+at::Tensor layer_norm_autocast(const LayerNorm& args) {
+  static const Operator<at::Tensor, LayerNorm> op("cudnn_ops::layer_norm");
+  return call_in_dtype<at::kCUDA>(op, args, at::kFloat);
 }
 
 }  // namespace
 }  // namespace cudnn_ops
 
 TORCH_LIBRARY_IMPL(cudnn_ops, Autograd, m) {
-  m.impl("_norm", cudnn_ops::norm_autograd);
-  m.impl("_norm_backward", cudnn_ops::norm_backward_autograd);
+  m.impl("_norm", cudnn_ops::kernel<cudnn_ops::norm_autograd>);
+  m.impl("_norm_backward", cudnn_ops::kernel<cudnn_ops::norm_backward_autograd>);
+}
+
+TORCH_LIBRARY_IMPL(cudnn_ops, AutocastCUDA, m) {
+  m.impl("layer_norm", cudnn_ops::kernel<cudnn_ops::layer_norm_autocast>);
 }

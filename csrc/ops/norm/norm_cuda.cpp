@@ -6,10 +6,10 @@
 
 #include "graph/call_pointers.h"
 #include "graph/plan_policy.h"
+#include "kernels/device_kernel.h"
 #include "kernels/norm_rows.h"
 
 #include <ATen/Context.h>
-#include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/ones.h>
@@ -37,7 +37,7 @@ void check_cuda_dtype(const Norm& args) {
                    args.input.scalar_type());
 }
 
-// Runs the plan; where it is not a must, only if there is one for a size that is called often.
+// Runs the plan; unless `is_must`, only if a size that is called often has one.
 template <class Params>
 bool run(const Params& params, const graph::CallPointers& pointers, const char* op, int device,
          bool is_must) {
@@ -48,30 +48,28 @@ bool run(const Params& params, const graph::CallPointers& pointers, const char* 
   return plan != nullptr;
 }
 
-constexpr int64_t kAlignment = 16;  // bytes, as plans want it
+using graph::dense;
 
 bool is_dense(const at::Tensor& tensor) {
-  return tensor.is_contiguous() &&
-         reinterpret_cast<intptr_t>(tensor.const_data_ptr()) % kAlignment == 0;
-}
-
-// Copied where no plan could read it: rows apart, or what begins anywhere in a flat buffer.
-at::Tensor dense(const at::Tensor& tensor) {
-  return is_dense(tensor) ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
+  return graph::is_addressable(tensor, graph::Strides::kDense);
 }
 
 at::Tensor dense_or_none(const OptionalTensor& parameter) {
   return parameter ? dense(*parameter) : at::Tensor();
 }
 
+at::IntArrayRef shape_of(const Norm& args) {
+  return C10_AS_INTARRAYREF_SLOW(c10::SymIntArrayRef(args.normalized_shape));
+}
+
 // The weight that changes nothing.
 at::Tensor neutral_weight(const Norm& args) {
-  const auto sizes = C10_AS_INTARRAYREF_SLOW(args.normalized_shape);
+  const auto sizes = shape_of(args);
   const auto options = args.input.options();
   return args.zero_centered ? at::zeros(sizes, options) : at::ones(sizes, options);
 }
 
-// Of the input alone; `op` is named in messages.
+// The norm of the input, whatever the residual. Messages begin with `op`.
 bool run_forward(const Norm& args, const char* op, const at::Tensor& out, const at::Tensor& mean,
                  const at::Tensor& rstd, bool is_must) {
   const at::Tensor x = dense(args.input), shift = dense_or_none(args.bias);
@@ -115,9 +113,9 @@ bool is_exact() {
   return graph::PlanPolicy::global().policy() == graph::Policy::kExact;
 }
 
-// Whether cuDNN's plan may be worth having, once the size is called often. A plan takes the host
-// one or two microseconds longer than our kernels do: of less than these bytes the GPU is done
-// before the host is. And for rows that do not all start at kAlignment a backward engine was seen
+// Whether cuDNN's plan may be worth having, once the size is called often. A plan costs the host
+// one or two microseconds more than our kernels: below these bytes the GPU finishes before the
+// host. And for rows that do not all start at a multiple of kAlignment a backward engine was seen
 // to take ten times as long as our kernels.
 bool is_for_cudnn(const Norm& args, NormPlan plan, const OptionalTensor& grad_out) {
   const int64_t least_bytes = plan == NormPlan::kBackward ? 4 << 20 : 32 << 20;
@@ -128,59 +126,60 @@ bool is_for_cudnn(const Norm& args, NormPlan plan, const OptionalTensor& grad_ou
       (grad_out && !is_dense(*grad_out)) || at::globalContext().deterministicAlgorithms()) {
     return false;
   }
-  const auto* properties = at::cuda::getCurrentDeviceProperties();
   const int64_t row_bytes =
       row_size(args.normalized_shape) * static_cast<int64_t>(input.element_size());
-  return row_bytes % kAlignment == 0 &&
-         is_cudnn_faster(properties->major * 10 + properties->minor, plan, args.is_layer, row_bytes,
+  return row_bytes % graph::TensorDesc::kAlignment == 0 &&
+         is_cudnn_faster(current_limits().sm_version, plan, args.is_layer, row_bytes,
                          bytes / row_bytes);
 }
 
-NormResults norm_cuda(const at::Tensor& input, const OptionalTensor& residual,
-                      c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                      const OptionalTensor& bias, double eps, bool is_layer, bool zero_centered,
-                      bool with_stats) {
-  const Norm args{input, residual, normalized_shape, weight, bias, eps, is_layer, zero_centered};
+int64_t row_dims_of(const Norm& args) {
+  return args.input.dim() - static_cast<int64_t>(args.normalized_shape.size());
+}
+
+NormOfRows rows_of(const Norm& args) {
+  return {name_of(args),     args.input, args.residual, args.weight,       args.bias,
+          row_dims_of(args), args.eps,   args.is_layer, args.zero_centered};
+}
+
+NormResults norm_cuda(const NormForward& forward) {
+  const auto& [args, with_stats] = forward;
+  const auto& input = args.input;
   check_norm(args);
   const c10::cuda::CUDAGuard device_guard(input.device());
   graph::require_sm80(name_of(args), input.get_device());
   check_cuda_dtype(args);
-  const auto row_dims = static_cast<size_t>(input.dim()) - normalized_shape.size();
+  const auto row_dims = static_cast<size_t>(row_dims_of(args));
   const int64_t rows = c10::multiply_integers(input.sizes().slice(0, row_dims));
   const at::Tensor out = empty(input.sizes(), input.scalar_type(), input.device());
   at::Tensor sum, mean, rstd;
-  if (residual) sum = empty(input.sizes(), input.scalar_type(), input.device());
+  if (args.residual) sum = empty(input.sizes(), input.scalar_type(), input.device());
   if (with_stats) rstd = empty({rows}, at::kFloat, input.device());
-  if (with_stats && is_layer) mean = empty({rows}, at::kFloat, input.device());
+  if (with_stats && args.is_layer) mean = empty({rows}, at::kFloat, input.device());
   if (input.numel() == 0) {
     // nothing to compute
   } else if (is_exact()) {
-    const OptionalTensor none;
-    if (residual) at::add_out(sum, input, *residual);
-    run_forward({residual ? sum : input, none, normalized_shape, weight, bias, eps, is_layer,
-                 zero_centered},
-                name_of(args), out, mean, rstd, /*is_must=*/true);
+    Norm of_sum = args;
+    if (args.residual) of_sum.input = at::add_out(sum, input, *args.residual);
+    run_forward(of_sum, name_of(args), out, mean, rstd, /*is_must=*/true);
   } else if (!is_for_cudnn(args, with_stats ? NormPlan::kTraining : NormPlan::kInference,
                            std::nullopt) ||
              !run_forward(args, name_of(args), out, mean, rstd, /*is_must=*/false)) {
-    norm_rows(args, out, sum, mean, rstd);
+    norm_rows(rows_of(args), out, sum, mean, rstd);
   }
   return {out, or_none(sum, input, input.scalar_type()), or_none(mean, input, at::kFloat),
           or_none(rstd, input, at::kFloat)};
 }
 
-NormGradients norm_backward_cuda(const at::Tensor& grad_out, const OptionalTensor& grad_sum,
-                                 const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
-                                 const OptionalTensor& weight, const at::Tensor& mean,
-                                 const at::Tensor& rstd, bool is_layer, bool zero_centered,
-                                 std::array<bool, 3> output_mask) {
-  const OptionalTensor none;
-  const Norm args{input, none, normalized_shape, weight, none, 0, is_layer, zero_centered};
-  check_norm_backward(args, grad_out, grad_sum, mean, rstd, output_mask);
+NormGradients norm_backward_cuda(const NormBackward& backward) {
+  const auto& [grad_out, grad_sum, saved, output_mask] = backward;
+  const auto& [input, normalized_shape, weight, mean, rstd, is_layer, zero_centered] = saved;
+  const Norm args = saved.norm();
+  check_norm_backward(backward);
   check_cuda_dtype(args);
   const c10::cuda::CUDAGuard device_guard(input.device());
   const auto dtype = weight ? weight->scalar_type() : input.scalar_type();
-  const auto sizes = C10_AS_INTARRAYREF_SLOW(normalized_shape);
+  const auto sizes = shape_of(args);
   at::Tensor grad_input, grad_weight, grad_bias;
   if (output_mask[0]) grad_input = empty(input.sizes(), input.scalar_type(), input.device());
   if (output_mask[1]) grad_weight = empty(sizes, dtype, input.device());
@@ -194,8 +193,8 @@ NormGradients norm_backward_cuda(const at::Tensor& grad_out, const OptionalTenso
   } else if (grad_sum || !is_for_cudnn(args, NormPlan::kBackward, grad_out) ||
              !run_backward(args, grad_out, mean, rstd, grad_input, grad_weight, grad_bias,
                            /*is_must=*/false)) {
-    norm_rows_backward(args, grad_out, grad_sum ? *grad_sum : at::Tensor(), mean, rstd, grad_input,
-                       grad_weight, grad_bias);
+    norm_rows_backward(rows_of(args), grad_out, grad_sum.value_or(at::Tensor()), mean, rstd,
+                       grad_input, grad_weight, grad_bias);
   }
   return {or_none(grad_input, input, at::kFloat), or_none(grad_weight, input, at::kFloat),
           or_none(grad_bias, input, at::kFloat)};
@@ -205,6 +204,10 @@ NormGradients norm_backward_cuda(const at::Tensor& grad_out, const OptionalTenso
 }  // namespace cudnn_ops
 
 TORCH_LIBRARY_IMPL(cudnn_ops, CUDA, m) {
-  m.impl("_norm", cudnn_ops::norm_cuda);
-  m.impl("_norm_backward", cudnn_ops::norm_backward_cuda);
+  m.impl("_norm", cudnn_ops::kernel<cudnn_ops::norm_cuda>);
+  m.impl("_norm_backward", cudnn_ops::kernel<cudnn_ops::norm_backward_cuda>);
+}
+
+TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
+  m.def("_norm_limit_shared_memory(int bytes) -> ()", cudnn_ops::limit_shared_memory);
 }

@@ -1,4 +1,4 @@
-// From the arguments of a call to the plans that it needs: nothing here needs a GPU.
+// The plans that a call needs, from its arguments. Nothing here needs a GPU.
 #pragma once
 
 #include "ops/norm/norm.h"
@@ -9,8 +9,8 @@ namespace cudnn_ops {
 // How many numbers a row has.
 int64_t row_size(c10::SymIntArrayRef normalized_shape);
 
-// Whether cuDNN is given a weight though the call has none: it knows no bias without one, and no
-// backward.
+// Whether cuDNN needs a weight though the call has none: it supports neither a bias nor a backward
+// without one.
 bool needs_weight(const Norm& args, bool backward);
 
 NormParams norm_params(const Norm& args, bool with_stats);
