@@ -1,10 +1,9 @@
 #include "kernels/conv_epilogue.h"
 
-#include "kernels/conv_epilogue_call.h"
 #include "conv_epilogue_images.h"
+#include "kernels/conv_epilogue_call.h"
 #include "kernels/device_kernel.h"
 
-#include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/cuda/EmptyTensor.h>
 
 #include <algorithm>
@@ -15,9 +14,9 @@ namespace cudnn_ops {
 namespace {
 
 constexpr int64_t kThreads = 512, kStrip = 32, kVectorBytes = 16;
-// So many rows a thread that what a block does but once, where it adds up, is nothing beside them.
-// Where it does not, each turn waits for memory again (what is written might be what the next one
-// reads): blocks for a turn each are faster until the GPU is full.
+// Enough rows per thread that the block's one sum, where it adds up, costs little beside them.
+// Where it does not, each turn waits for memory again (a write may alias the next read): blocks of
+// one turn each are faster until the GPU is full.
 constexpr int64_t kTurnsToAddUp = 8;
 
 // One for each activation.
@@ -61,7 +60,7 @@ bool is_aligned(const void* address) {
   return reinterpret_cast<uintptr_t>(address) % kVectorBytes == 0;
 }
 
-// How rows of `columns` are spread over threads, of which each has `width` numbers at once.
+// How rows of `columns` are spread over threads, each of which loads `width` numbers at once.
 struct Tiling {
   int64_t pieces, rows_at_once, strips;
   int threads;
@@ -83,8 +82,8 @@ struct Tiling {
 
 }  // namespace
 
-void conv_epilogue_forward(const at::Tensor& conv, const OptionalTensor& bias,
-                           const OptionalTensor& residual, ConvActivation activation,
+void conv_epilogue_forward(const at::Tensor& conv, const std::optional<at::Tensor>& bias,
+                           const std::optional<at::Tensor>& residual, ConvActivation activation,
                            const at::Tensor& before, const at::Tensor& out) {
   const int64_t columns = conv.size(1), rows = conv.numel() / columns;
   ConvEpilogueForwardCall call{};
@@ -109,15 +108,13 @@ void conv_epilogue_forward(const at::Tensor& conv, const OptionalTensor& bias,
   kernel.launch(tiling.strips, static_cast<int>(stretches), tiling.threads, &argument);
 }
 
-void conv_epilogue_backward(const at::Tensor& grad_out, const OptionalTensor& saved,
+void conv_epilogue_backward(const at::Tensor& grad_out, const std::optional<at::Tensor>& saved,
                             ConvActivation activation, const at::Tensor& grad,
                             const at::Tensor& grad_bias) {
   const int64_t columns = grad_out.size(1), rows = grad_out.numel() / columns;
-  // A saved-tensor hook may have brought it back in another memory format.
-  const at::Tensor kept = saved ? saved->contiguous(channels_last(grad_out)) : at::Tensor();
   ConvEpilogueCall call{};
   call.grad_out = grad_out.const_data_ptr();
-  call.saved = kept.defined() ? kept.const_data_ptr() : nullptr;
+  call.saved = saved ? saved->const_data_ptr() : nullptr;
   call.grad = grad.defined() ? grad.mutable_data_ptr() : nullptr;
   call.grad_bias = grad_bias.defined() ? grad_bias.mutable_data_ptr() : nullptr;
   call.rows = rows;

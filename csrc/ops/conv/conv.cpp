@@ -1,8 +1,8 @@
-// Convolutions with their epilogue: schemas, checks, and the public operators, which are made of
-// one operator with a kernel and a derivative (conv_cuda.cpp, conv_autograd.cpp; the CPU and fake
-// kernels are in cudnn_ops/ops/conv.py).
+// Convolutions with their epilogue: schemas, checks, and the public operators. These call one
+// operator, which has the kernels (conv_cuda.cpp; for CPUs and fake tensors cudnn_ops/ops/conv.py)
+// and the derivative (conv_autograd.cpp).
 
-#include "ops/conv/conv.h"
+#include "ops/conv/conv_public.h"
 #include "ops/backward_check.h"
 
 #include <ATen/ops/add.h>
@@ -23,11 +23,11 @@ namespace {
 
 constexpr int64_t kChannelDims = 2;  // batch and channels come first
 
-ConvActivation activation_of(std::string_view name, const char* op) {
+int64_t activation_of(std::string_view name, const char* op) {
   const auto* found = std::find(std::begin(kConvActivations), std::end(kConvActivations), name);
   TORCH_CHECK_VALUE(found != std::end(kConvActivations), op, ": activation must be one of ",
                     c10::Join(", ", kConvActivations), "; got \"", name, "\"");
-  return static_cast<ConvActivation>(found - std::begin(kConvActivations));
+  return found - std::begin(kConvActivations);
 }
 
 using Numbers = c10::IntArrayRef;
@@ -37,10 +37,10 @@ const char* name_of(int64_t dims) {
   return kNames[dims - 1];
 }
 
-// Spreads what the public operators take over all dimensions.
+// What the public operators are given, for all dimensions. `Padding`: numbers, or a name.
 template <class Padding>
-ConvNumbers geometry_of(int64_t dims, const at::Tensor& weight, Numbers stride, Padding padding,
-                        Numbers dilation, int64_t groups) {
+ConvGeometry geometry_of(int64_t dims, const at::Tensor& weight, Numbers stride,
+                         const Padding& padding, Numbers dilation, int64_t groups) {
   const char* op = name_of(dims);
   const auto check = [&](Numbers numbers, const char* name) {
     TORCH_CHECK_VALUE(numbers.size() == 1 || static_cast<int64_t>(numbers.size()) == dims, op, ": ",
@@ -52,20 +52,19 @@ ConvNumbers geometry_of(int64_t dims, const at::Tensor& weight, Numbers stride, 
   check(stride, "stride");
   check(dilation, "dilation");
   const auto count = static_cast<size_t>(dims);
-  ConvNumbers geometry(4 * count + 1, 0);
-  int64_t* const strides = geometry.data();
-  int64_t *const before = strides + count, *const behind = before + count;
-  int64_t* const dilations = behind + count;
+  ConvGeometry geometry;
+  geometry.numbers.assign(4 * count + 1, 0);
+  int64_t* const strides = geometry.numbers.data();
+  int64_t *const before = strides + count, *const after = before + count;
+  int64_t* const dilations = after + count;
   for (size_t dim = 0; dim < count; ++dim) {
     strides[dim] = of_dim(stride, dim);
     dilations[dim] = of_dim(dilation, dim);
   }
-  geometry.back() = groups;
-  if constexpr (std::is_same_v<Padding, Numbers>) {
+  geometry.numbers.back() = groups;
+  if constexpr (!std::is_same_v<Padding, std::string_view>) {
     check(padding, "padding");
-    for (size_t dim = 0; dim < count; ++dim) {
-      before[dim] = behind[dim] = of_dim(padding, dim);
-    }
+    for (size_t dim = 0; dim < count; ++dim) before[dim] = after[dim] = of_dim(padding, dim);
   } else {
     TORCH_CHECK_VALUE(padding == "same" || padding == "valid", op,
                       ": padding must be whole numbers, \"same\" or \"valid\", got \"", padding,
@@ -76,25 +75,26 @@ ConvNumbers geometry_of(int64_t dims, const at::Tensor& weight, Numbers stride, 
           weight.sym_size(static_cast<int64_t>(dim) + kChannelDims).guard_int(__FILE__, __LINE__);
       const int64_t total = of_dim(dilation, dim) * (size - 1);
       before[dim] = total / 2;
-      behind[dim] = total - total / 2;
+      after[dim] = total - total / 2;
     }
   }
   return geometry;
 }
 
-// Kernels that lie side by side on an image of few channels, as a vision transformer's: cuDNN has
-// no good engine for that, and a matrix product of the patches does.
+// Whether the kernel's positions tile an image of few channels, as a vision transformer's patches
+// do: cuDNN has no good engine for that, and a matrix product of the patches is fast.
 bool is_of_patches(const Conv& args) {
+  const auto& geometry = args.geometry;
   constexpr int64_t kMostChannels = 4;
   const auto channels = args.input.sym_size(1).maybe_as_int();
   if (!args.input.is_cuda() || args.dims() == 1 || !channels || *channels > kMostChannels ||
-      args.groups() != 1) {
+      geometry.groups() != 1) {
     return false;
   }
   for (size_t dim = 0; dim < args.dims(); ++dim) {
-    if (args.stride(dim) == 1 || args.dilation(dim) != 1 || args.before(dim) != 0 ||
-        args.behind(dim) != 0 ||
-        args.weight.sym_size(static_cast<int64_t>(dim) + kChannelDims) != args.stride(dim)) {
+    if (geometry.stride(dim) == 1 || geometry.dilation(dim) != 1 || geometry.before(dim) != 0 ||
+        geometry.after(dim) != 0 ||
+        args.weight.sym_size(static_cast<int64_t>(dim) + kChannelDims) != geometry.stride(dim)) {
       return false;
     }
   }
@@ -115,7 +115,7 @@ at::Tensor activate(const at::Tensor& before, ConvActivation activation) {
   return before;
 }
 
-// Of torch's operators, which know their derivatives.
+// Calls torch's operators, which have derivatives.
 at::Tensor conv_of_patches(const Conv& args) {
   check_conv(args);
   const auto dims = static_cast<int64_t>(args.dims());
@@ -126,7 +126,7 @@ at::Tensor conv_of_patches(const Conv& args) {
   for (int64_t dim = 0; dim < dims; ++dim) {
     const int64_t index = dim + kChannelDims;
     const auto& count = sizes[static_cast<size_t>(index)];
-    const int64_t size = args.stride(static_cast<size_t>(dim));
+    const int64_t size = args.geometry.stride(static_cast<size_t>(dim));
     x = x.narrow_symint(index, 0, count * size);
     split.push_back(count);
     split.emplace_back(size);
@@ -141,46 +141,44 @@ at::Tensor conv_of_patches(const Conv& args) {
   const at::Tensor patches = x.reshape_symint(split).permute(order).reshape_symint(rows);
   at::Tensor out = at::linear(patches, args.weight.flatten(1), args.bias).permute(back);
   if (args.residual) out = at::add(out, *args.residual);
-  return activate(out, args.activation);
+  return activate(out, args.kind());
 }
 
-at::Tensor conv(const Conv& args) {
+at::Tensor conv(Conv args) {
   if (is_of_patches(args)) return conv_of_patches(args);
-  const bool needs_grad =
+  const bool with_before =
+      needs_before(args.kind()) &&
       torch::autograd::compute_requires_grad(args.input, args.weight, args.bias, args.residual);
-  return std::get<0>(conv_op().call(args.input, args.weight, args.bias, args.residual,
-                                    args.geometry, static_cast<int64_t>(args.activation),
-                                    needs_grad && needs_before(args.activation)));
+  return std::get<0>(conv_op().call({std::move(args), with_before}));
 }
 
-// `padding` as numbers or as a name.
 template <int64_t dims, class Padding>
-at::Tensor public_conv(const at::Tensor& input, const at::Tensor& weight,
-                       const OptionalTensor& bias, Numbers stride, Padding padding,
-                       Numbers dilation, int64_t groups, std::string_view activation,
-                       const OptionalTensor& residual) {
+at::Tensor public_conv(const PublicConv<Padding>& args) {
   const char* op = name_of(dims);
+  const auto &input = args.input, &weight = args.weight;
   TORCH_CHECK_VALUE((input.dim() == dims + kChannelDims || input.dim() == dims + 1) &&
                         weight.dim() == dims + kChannelDims,
                     op, ": input must have ", dims + kChannelDims, " dimensions (", dims + 1,
                     " without a batch) and weight ", dims + kChannelDims, "; got ", input.dim(),
                     " and ", weight.dim());
-  const auto geometry = geometry_of(dims, weight, stride, padding, dilation, groups);
-  const bool is_single = input.dim() == dims + 1;
-  const ConvActivation kind = activation_of(activation, op);
-  if (!is_single) return conv({input, weight, bias, residual, geometry, kind});
-  const at::Tensor batch = input.unsqueeze(0);
-  const OptionalTensor other = residual ? residual->unsqueeze(0) : residual;
-  return conv({batch, weight, bias, other, geometry, kind}).squeeze(0);
+  Conv call{input,
+            weight,
+            args.bias,
+            args.residual,
+            geometry_of(dims, weight, args.stride, args.padding, args.dilation, args.groups),
+            activation_of(args.activation, op)};
+  if (input.dim() == dims + kChannelDims) return conv(std::move(call));
+  call.input = input.unsqueeze(0);
+  if (args.residual) call.residual = args.residual->unsqueeze(0);
+  return conv(std::move(call)).squeeze(0);
 }
 
 // `numbers`: how many strides, paddings and dilations there are, then these, then the groups. The
 // schema's name for them is what torch says of one that is no whole number.
 template <int64_t dims>
-at::Tensor packed_conv(const at::Tensor& input, const at::Tensor& weight,
-                       const OptionalTensor& bias, Numbers numbers, std::string_view activation,
-                       const OptionalTensor& residual) {
+at::Tensor packed_conv(const PackedConv& args) {
   constexpr int64_t kCounts = 3;
+  const Numbers numbers = args.numbers;
   int64_t expected = kCounts + 1;
   for (int64_t i = 0; i < kCounts && i < static_cast<int64_t>(numbers.size()); ++i) {
     TORCH_CHECK_VALUE(numbers[i] >= 0, name_of(dims), ": a count is negative in ", numbers);
@@ -188,36 +186,34 @@ at::Tensor packed_conv(const at::Tensor& input, const at::Tensor& weight,
   }
   TORCH_CHECK_VALUE(static_cast<int64_t>(numbers.size()) == expected, name_of(dims), ": ", numbers,
                     " are not the numbers of a convolution");
-  const auto stride = numbers.slice(kCounts, numbers[0]);
-  const auto padding = numbers.slice(kCounts + numbers[0], numbers[1]);
-  const auto dilation = numbers.slice(kCounts + numbers[0] + numbers[1], numbers[2]);
-  return public_conv<dims, Numbers>(input, weight, bias, stride, padding, dilation, numbers.back(),
-                                    activation, residual);
+  auto next = numbers.begin() + kCounts;
+  const auto take = [&](size_t which) {
+    const auto first = next;
+    next += numbers[which];
+    return ConvNumbers(first, next);
+  };
+  ConvNumbers stride = take(0), padding = take(1), dilation = take(2);
+  return public_conv<dims, ConvNumbers>({args.input, args.weight, args.bias, std::move(stride),
+                                         std::move(padding), std::move(dilation), numbers.back(),
+                                         args.activation, args.residual});
 }
 
 template <class Padding>
 std::vector<int64_t> conv_geometry(int64_t dims, const at::Tensor& weight, Numbers stride,
                                    Padding padding, Numbers dilation, int64_t groups) {
   const auto geometry = geometry_of(dims, weight, stride, padding, dilation, groups);
-  return {geometry.begin(), geometry.end()};
+  return {geometry.numbers.begin(), geometry.numbers.end()};
 }
 
 // The sizes of the result, checked.
 std::vector<c10::SymInt> conv_size(const at::Tensor& input, const at::Tensor& weight,
                                    const OptionalTensor& bias, const OptionalTensor& residual,
                                    Numbers geometry) {
-  const Conv args{input, weight, bias, residual, geometry, ConvActivation::kNone};
+  Conv args{input, weight, bias, residual, {}};
+  args.geometry.numbers = geometry;
   check_conv(args);
   const auto sizes = conv_output_sizes(args);
   return {sizes.begin(), sizes.end()};
-}
-
-void conv_backward_check(const at::Tensor& grad_out, const at::Tensor& input,
-                         const at::Tensor& weight, const OptionalTensor& saved, Numbers geometry,
-                         int64_t activation) {
-  const OptionalTensor none;
-  check_conv_backward({input, weight, none, none, geometry, conv_activation(activation)}, grad_out,
-                      saved);
 }
 
 template <int64_t dims>
@@ -231,30 +227,28 @@ void define_dims(torch::Library& m) {
     return name + overload + tensors + "=None, " + some + " stride=1, " + padding + ", " + some +
            " dilation=1, int groups=1, " + epilogue;
   };
-  m.def(schema("", some + " padding=0").c_str(), public_conv<dims, Numbers>, tags);
-  m.def(schema(".padding", "str padding=\"valid\"").c_str(), public_conv<dims, std::string_view>,
-        tags);
+  m.def(schema("", some + " padding=0").c_str(), kernel<public_conv<dims, ConvNumbers>>, tags);
+  m.def(schema(".padding", "str padding=\"valid\"").c_str(),
+        kernel<public_conv<dims, std::string_view>>, tags);
   m.def(("_" + name + tensors + ", int[] stride_padding_dilation_groups, " + epilogue).c_str(),
-        packed_conv<dims>, tags);
+        kernel<packed_conv<dims>>, tags);
 }
 
-// How far the kernel moves within the padded input; negative where it does not fit in.
+// How far the kernel moves within the padded input; negative where it does not fit.
 c10::SymInt room(const Conv& args, size_t dim) {
   const auto index = static_cast<int64_t>(dim) + kChannelDims;
-  return args.input.sym_size(index) + args.before(dim) + args.behind(dim) -
-         ((args.weight.sym_size(index) - 1) * args.dilation(dim) + 1);
+  const auto& geometry = args.geometry;
+  return args.input.sym_size(index) + geometry.before(dim) + geometry.after(dim) -
+         ((args.weight.sym_size(index) - 1) * geometry.dilation(dim) + 1);
 }
 
 }  // namespace
 
-at::MemoryFormat channels_last(const at::Tensor& tensor) {
-  return tensor.dim() == 5 ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::ChannelsLast;
-}
-
-ConvActivation conv_activation(int64_t number) {
-  TORCH_CHECK_VALUE(number >= 0 && number < static_cast<int64_t>(std::size(kConvActivations)),
-                    "cudnn_ops: there is no activation ", number);
-  return static_cast<ConvActivation>(number);
+ConvActivation Conv::kind() const {
+  TORCH_CHECK_VALUE(
+      activation >= 0 && activation < static_cast<int64_t>(std::size(kConvActivations)),
+      "cudnn_ops: there is no activation ", activation);
+  return static_cast<ConvActivation>(activation);
 }
 
 const char* Conv::op() const {
@@ -262,24 +256,26 @@ const char* Conv::op() const {
 }
 
 at::SymDimVector conv_output_sizes(const Conv& args) {
-  // Of no channels there is nothing, whatever the weight says: as torch has it.
+  // As torch: without input channels there are no output channels, whatever the weight's size.
   const auto& channels =
       args.input.sym_size(1) == 0 ? args.input.sym_size(1) : args.weight.sym_size(0);
   at::SymDimVector sizes{args.input.sym_size(0), channels};
   for (size_t dim = 0; dim < args.dims(); ++dim) {
-    sizes.push_back(room(args, dim) / args.stride(dim) + 1);
+    sizes.push_back(room(args, dim) / args.geometry.stride(dim) + 1);
   }
   return sizes;
 }
 
 void check_conv(const Conv& args) {
+  args.kind();
   const auto &input = args.input, &weight = args.weight;
-  TORCH_CHECK_VALUE((args.dims() >= 1 && args.dims() <= 3) &&
-                        args.geometry.size() == 4 * args.dims() + 1 &&
-                        static_cast<size_t>(input.dim() - kChannelDims) == args.dims() &&
-                        weight.dim() == input.dim(),
-                    "cudnn_ops.conv: an input ", input.sym_sizes(), ", a weight ",
-                    weight.sym_sizes(), " and a geometry ", args.geometry, " do not fit");
+  const auto& geometry = args.geometry;
+  TORCH_CHECK_VALUE(
+      (args.dims() >= 1 && args.dims() <= 3) && geometry.numbers.size() == 4 * args.dims() + 1 &&
+          static_cast<size_t>(input.dim() - kChannelDims) == args.dims() &&
+          weight.dim() == input.dim(),
+      "cudnn_ops.conv: an input ", input.sym_sizes(), ", a weight ", weight.sym_sizes(),
+      " and a geometry ", Numbers(geometry.numbers), " do not fit");
   const char* op = args.op();
   TORCH_CHECK_TYPE(
       is_computed_in(input.scalar_type()) && weight.scalar_type() == input.scalar_type(), op,
@@ -288,16 +284,16 @@ void check_conv(const Conv& args) {
       input.scalar_type(), " and ", weight.scalar_type());
   TORCH_CHECK_VALUE(weight.device() == input.device(), op, ": weight must be on ", input.device(),
                     ", got ", weight.device());
-  TORCH_CHECK_VALUE(args.groups() > 0 && weight.sym_size(0) % args.groups() == 0 &&
-                        input.sym_size(1) == weight.sym_size(1) * args.groups(),
-                    op, ": weight ", weight.sym_sizes(), " with ", args.groups(),
+  TORCH_CHECK_VALUE(geometry.groups() > 0 && weight.sym_size(0) % geometry.groups() == 0 &&
+                        input.sym_size(1) == weight.sym_size(1) * geometry.groups(),
+                    op, ": weight ", weight.sym_sizes(), " with ", geometry.groups(),
                     " groups does not fit an input of ", input.sym_size(1), " channels");
   TORCH_CHECK_VALUE(weight.sym_size(0) > 0, op, ": weight must have an output channel, got ",
                     weight.sym_sizes());
   for (size_t dim = 0; dim < args.dims(); ++dim) {
-    TORCH_CHECK_VALUE(args.stride(dim) > 0 && args.dilation(dim) > 0, op,
+    TORCH_CHECK_VALUE(geometry.stride(dim) > 0 && geometry.dilation(dim) > 0, op,
                       ": stride and dilation must be positive");
-    TORCH_CHECK_VALUE(args.before(dim) >= 0 && args.behind(dim) >= 0, op,
+    TORCH_CHECK_VALUE(geometry.before(dim) >= 0 && geometry.after(dim) >= 0, op,
                       ": padding must not be negative");
     const auto index = static_cast<int64_t>(dim) + kChannelDims;
     TORCH_CHECK_VALUE(weight.sym_size(index) > 0, op,
@@ -328,36 +324,29 @@ void check_conv(const Conv& args) {
   }
 }
 
-void check_conv_backward(const Conv& args, const at::Tensor& grad_out,
-                         const OptionalTensor& saved) {
-  check_conv(args);
-  const char* op = args.op();
+void check_conv_backward(const ConvBackward& args) {
+  const Conv conv = args.forward.conv();
+  check_conv(conv);
+  const char* op = conv.op();
   const auto check = [&](const at::Tensor& tensor, const char* name) {
-    const auto sizes = conv_output_sizes(args);
+    const auto sizes = conv_output_sizes(conv);
     TORCH_CHECK_VALUE(tensor.sym_sizes() == c10::SymIntArrayRef(sizes) &&
-                          tensor.scalar_type() == args.input.scalar_type() &&
-                          tensor.device() == args.input.device(),
+                          tensor.scalar_type() == conv.input.scalar_type() &&
+                          tensor.device() == conv.input.device(),
                       op, " backward: ", name, " must be like the output, ",
-                      c10::SymIntArrayRef(sizes), ", ", args.input.scalar_type(), " on ",
-                      args.input.device(), "; got ", tensor.sym_sizes(), ", ", tensor.scalar_type(),
+                      c10::SymIntArrayRef(sizes), ", ", conv.input.scalar_type(), " on ",
+                      conv.input.device(), "; got ", tensor.sym_sizes(), ", ", tensor.scalar_type(),
                       " on ", tensor.device());
   };
-  check(grad_out, "grad_out");
-  if (args.activation == ConvActivation::kNone) return;
+  check(args.grad_out, "grad_out");
+  if (conv.kind() == ConvActivation::kNone) return;
+  const auto& saved = args.forward.saved;
   TORCH_CHECK_VALUE(saved, op, " backward: an activation needs saved, what it was computed from");
   check(*saved, "saved");
 }
 
-const c10::TypedOperatorHandle<ConvOp>& conv_op() {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("cudnn_ops::_conv", "").typed<ConvOp>();
-  return op;
-}
-
-const c10::TypedOperatorHandle<ConvBackwardOp>& conv_backward_op() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("cudnn_ops::_conv_backward", "")
-                             .typed<ConvBackwardOp>();
+const Operator<ConvResults, ConvForward>& conv_op() {
+  static const Operator<ConvResults, ConvForward> op("cudnn_ops::_conv");
   return op;
 }
 
@@ -382,7 +371,7 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   m.def(
       "_conv_backward_check(Tensor grad_out, Tensor input, Tensor weight, Tensor? saved, "
       "int[] geometry, int activation) -> ()",
-      conv_backward_check, tags);
+      kernel<check_conv_backward>, tags);
   m.def(("_conv_size" + tensors + ") -> SymInt[]").c_str(), conv_size, tags);
   m.def(
       "_conv_geometry(int dims, Tensor weight, int[] stride, int[] padding, int[] dilation, "

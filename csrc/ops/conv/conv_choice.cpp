@@ -7,51 +7,50 @@
 namespace cudnn_ops {
 namespace {
 
-struct Geometry {
-  int64_t inputs, outputs;  // channels of a group
+struct Channels {
+  int64_t inputs, outputs;  // of a group
   bool is_grouped;
-  int64_t taps, dims;
+  int64_t taps;  // of a kernel
 
-  explicit Geometry(const ConvParams& params)
+  explicit Channels(const ConvParams& params)
       : inputs(params.weight.sizes[1]),
         outputs(params.weight.sizes[0] * inputs / std::max<int64_t>(params.input.sizes[1], 1)),
         is_grouped(params.input.sizes[1] != inputs),
         taps(c10::multiply_integers(params.weight.sizes.begin() + 2,
-                                    params.weight.sizes.begin() + params.weight.rank)),
-        dims(params.geometry.dims) {
+                                    params.weight.sizes.begin() + params.weight.rank)) {
   }
 };
 
-// Whether cuDNN compiles a kernel with this epilogue; for the others it has kernels at hand.
+// Whether cuDNN compiles a kernel for this epilogue; for the others it has precompiled ones.
 bool is_compiled(ConvActivation activation) {
   return activation != ConvActivation::kNone && activation != ConvActivation::kRelu;
 }
 
-// The bare convolution has kernels made for it. With an epilogue there are a generic one, which
+// The bare convolution has kernels of its own. With an epilogue there are a generic kernel, which
 // took up to 23 times as long, and for few taps in half and single precision compiled ones, which
 // took 0.6 to 0.8 of the time of two passes. In three dimensions neither has good ones, and beyond
 // 27 taps the fused one took 0.4 of the time.
-bool is_slow_depthwise(const ConvParams& params, const Geometry& geometry) {
+bool is_slow_depthwise(const ConvParams& params, const Channels& channels) {
   constexpr int64_t kFewTaps = 9, kManyTaps = 27;
-  if (!geometry.is_grouped || geometry.inputs != 1) return false;
-  if (geometry.dims == 3) return geometry.taps <= kManyTaps;
+  if (!channels.is_grouped || channels.inputs != 1) return false;
+  if (params.steps.dims == 3) return channels.taps <= kManyTaps;
   return params.input.dtype == c10::ScalarType::BFloat16 || !is_compiled(params.activation) ||
-         geometry.taps > kFewTaps;
+         channels.taps > kFewTaps;
 }
 
-// Compiled kernels fill up each group to a tile: up to 8 times as long for 8 channels a group, as
-// long for 32, and 0.3 for 64.
-bool is_slow_grouped(const Geometry& geometry) {
+// Compiled kernels pad each group to a tile: they took up to 8 times as long for 8 channels a
+// group, as long for 32, and 0.3 of the time for 64.
+bool is_slow_grouped(const Channels& channels) {
   constexpr int64_t kNarrow = 16;
-  return geometry.inputs > 1 && geometry.inputs <= kNarrow && geometry.is_grouped &&
-         geometry.inputs == geometry.outputs;
+  return channels.inputs > 1 && channels.inputs <= kNarrow && channels.is_grouped &&
+         channels.inputs == channels.outputs;
 }
 
-// Compiled kernels load single numbers: 1.5 times as long where they load many.
-bool is_slow_odd(const ConvParams& params, const Geometry& geometry) {
+// Compiled kernels load numbers one by one: they took 1.5 times as long where they load many.
+bool is_slow_odd(const ConvParams& params, const Channels& channels) {
   constexpr int64_t kMany = 64;
-  return !geometry.is_grouped && geometry.dims == 2 && geometry.inputs % 2 == 1 &&
-         geometry.inputs * geometry.taps > kMany && is_compiled(params.activation) &&
+  return !channels.is_grouped && params.steps.dims == 2 && channels.inputs % 2 == 1 &&
+         channels.inputs * channels.taps > kMany && is_compiled(params.activation) &&
          params.input.dtype != c10::ScalarType::Float;
 }
 
@@ -61,17 +60,17 @@ std::string_view reason_for_bare(const ConvParams& params) {
   const bool has_epilogue = params.bias.rank > 0 || params.residual.rank > 0 ||
                             params.activation != ConvActivation::kNone;
   if (!has_epilogue) return {};
-  const Geometry geometry(params);
-  if (is_slow_depthwise(params, geometry)) {
+  const Channels channels(params);
+  if (is_slow_depthwise(params, channels)) {
     return "cuDNN's kernel for a depthwise convolution, the one that torch runs, takes no "
            "epilogue, "
            "and those that do are slower";
   }
-  if (is_slow_grouped(geometry)) {
+  if (is_slow_grouped(channels)) {
     return "cuDNN's kernel for groups of few channels, the one that torch runs, takes no epilogue, "
            "and those that do are slower";
   }
-  if (is_slow_odd(params, geometry)) {
+  if (is_slow_odd(params, channels)) {
     return "with an odd number of channels cuDNN's kernel without an epilogue, the one that torch "
            "runs, is faster";
   }
@@ -90,13 +89,13 @@ std::string_view reason_for_torch(const Conv& args, ConvStep step) {
   constexpr int64_t kFewTaps = 7, kSmall = int64_t{1} << 20;
   // Some of torch's kernels count in 32 bits.
   constexpr int64_t kLarge = int64_t{1} << 30;
-  if (args.dims() != 1 || args.stride(0) != 1 || args.dilation(0) != 1) return {};
+  if (args.dims() != 1 || args.geometry.stride(0) != 1 || args.geometry.dilation(0) != 1) return {};
   const auto dtype = args.input.scalar_type();
   if (dtype == at::kHalf) return {};
   const int64_t channels = args.input.size(1), taps = args.weight.size(2);
   const int64_t numbers = args.input.size(0) * channels * args.input.size(2);
   const bool is_depthwise =
-      channels > 1 && args.groups() == channels && args.weight.size(0) == channels;
+      channels > 1 && args.geometry.groups() == channels && args.weight.size(0) == channels;
   if (!is_depthwise || numbers > kLarge) return {};
   if (taps % 2 == 0) {
     return "torch's own kernel runs: for a depthwise convolution of one dimension with an even "

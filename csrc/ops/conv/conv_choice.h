@@ -1,8 +1,8 @@
-// cuDNN takes a convolution and its epilogue in one graph, or the bare convolution, whose epilogue
-// is then a pass of our own over memory. It has other engines for either, and for some convolutions
-// none for the former that is any good. Which is faster was measured (H200, cuDNN 9.19, 85
-// geometries); the bare convolution's engines are those that torch runs. For a few convolutions no
-// engine is as fast as the kernel that torch has beside cuDNN.
+// cuDNN runs a convolution and its epilogue in one graph, or the bare convolution, whose epilogue
+// is then a pass of our own over memory. The two have different engines, and for some convolutions
+// those with an epilogue are slow. Which is faster was measured (H200, cuDNN 9.19, 85 geometries);
+// the bare convolution's engines are those that torch runs. For a few convolutions no engine is as
+// fast as the kernel that torch has beside cuDNN.
 #pragma once
 
 #include "ops/conv/conv_problem.h"
@@ -11,8 +11,8 @@
 
 namespace cudnn_ops {
 
-// Why the convolution of these parameters should be run without the epilogue that they have, in
-// words for users; empty where they have none, or where the graph of the whole is faster.
+// Why the convolution of these parameters should run without their epilogue, in words for users;
+// empty where they have none, or where the graph of the whole is faster.
 std::string_view reason_for_bare(const ConvParams& params);
 
 // What is computed: the convolution, or one of its gradients.

@@ -25,47 +25,32 @@ namespace {
 constexpr const char* kAdvice = "torch.nn.functional has convolutions for the rest";
 
 at::Tensor empty(c10::IntArrayRef sizes, const at::Tensor& like) {
-  return at::detail::empty_cuda(sizes, like.scalar_type(), like.device(), channels_last(like));
+  return at::detail::empty_cuda(sizes, like.scalar_type(), like.device(),
+                                graph::channels_last(like));
 }
 
-bool is_aligned(const at::Tensor& tensor) {
-  constexpr auto kAlignment = static_cast<uintptr_t>(graph::TensorDesc::kAlignment);
-  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kAlignment == 0;
-}
-
-// As plans and kernels want it: an image, of one row where there is one dimension, with its
-// channels last, at an address from which pieces can be loaded. `op`, if any, says what it copies.
+// As plans and kernels require it: an image, of one row where there is one dimension, addressable
+// with its channels last; a copy where it is not. `op`, if any, warns of the copy.
 at::Tensor image_of(const at::Tensor& tensor, const char* op = nullptr) {
   constexpr int64_t kOneDimension = 3;
   const at::Tensor image = tensor.dim() == kOneDimension ? tensor.unsqueeze(2) : tensor;
-  const auto format = channels_last(image);
-  if (!image.is_contiguous(format)) {
-    if (op != nullptr) {
-      CUDNN_OPS_WARN_ONCE(
-          op,
-          ": an input or a weight does not have its channels last and is copied at "
-          "every call; model.to(memory_format=torch.channels_last) lays them out so "
-          "for good");
-    }
-    return image.contiguous(format);
-  }
-  if (is_aligned(image)) return image;
-  if (op != nullptr) {
+  if (graph::is_addressable(image, graph::Strides::kChannelsLast)) return image;
+  const auto format = graph::channels_last(image);
+  if (op != nullptr && image.is_contiguous(format)) {
     CUDNN_OPS_WARN_ONCE(
         op,
         ": an input or a weight starts at an address that is no multiple of 16 and is "
         "copied at every call");
+  } else if (op != nullptr) {
+    CUDNN_OPS_WARN_ONCE(op,
+                        ": an input or a weight does not have its channels last and is copied at "
+                        "every call; model.to(memory_format=torch.channels_last) lays them out so "
+                        "for good");
   }
   return image.clone(format);
 }
 
-// [K], likewise.
-at::Tensor row_of(const at::Tensor& tensor) {
-  if (!tensor.is_contiguous()) return tensor.contiguous();
-  return is_aligned(tensor) ? tensor : tensor.clone();
-}
-
-// An image as a tensor of as many dimensions as the operator was called with.
+// An image with as many dimensions as the operator was called with.
 at::Tensor without_row(const at::Tensor& image, const Conv& args) {
   return image.defined() && args.dims() == 1 ? image.squeeze(2) : image;
 }
@@ -74,8 +59,8 @@ graph::Call call_of(const char* op, const graph::CallPointers& pointers) {
   return {op, kAdvice, pointers.all, pointers.written, at::globalContext().benchmarkCuDNN()};
 }
 
-// What of the epilogue cuDNN was found to take in one graph, by the key of the whole: all, until it
-// refuses that.
+// How much of the epilogue cuDNN was found to support in one graph, by the key of the whole: all,
+// until it refuses that.
 class KnownFusions {
  public:
   ConvFusion of(const graph::PlanKey& whole) {
@@ -98,14 +83,14 @@ KnownFusions& known_fusions() {
   return *all;
 }
 
-// The tensors of a call as plans take them.
+// The tensors of a call as plans require them.
 struct Images {
   at::Tensor input, weight;
   OptionalTensor bias, residual;
 
   explicit Images(const Conv& args)
       : input(image_of(args.input, args.op())), weight(image_of(args.weight, args.op())) {
-    if (args.bias) bias = row_of(*args.bias);
+    if (args.bias) bias = graph::dense(*args.bias);
     if (args.residual) residual = image_of(*args.residual, args.op());
   }
 };
@@ -116,7 +101,7 @@ struct Convolved {
   ConvFusion fusion;
 };
 
-// The convolution and as much of the epilogue as cuDNN takes in one graph and is fast with.
+// The convolution and as much of the epilogue as cuDNN supports in one graph and is fast with.
 Convolved convolve(const Conv& args, const Images& images, bool with_before) {
   const int device = images.input.get_device();
   ConvParams params = conv_params(args, ConvFusion::kAll, with_before);
@@ -152,29 +137,30 @@ Convolved convolve(const Conv& args, const Images& images, bool with_before) {
   }
 }
 
-// Torch's operators are called for their kernels alone: the derivative and the cast are ours.
+// Torch's operators are called for their kernels alone: derivative and autocast are ours.
 struct OnlyKernels {
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
 };
 
-// The input as torch's convolution of one dimension takes it, whose padding is the same on either
-// side: where ours is not, with the zeros in memory. And the padding that is left.
+// The input for torch's convolution of one dimension, which pads both sides alike: with the zeros
+// in memory where ours differ. And the padding that is left.
 std::pair<at::Tensor, int64_t> padded(const Conv& args) {
-  if (args.before(0) == args.behind(0)) return {args.input, args.before(0)};
-  return {at::constant_pad_nd(args.input, {args.before(0), args.behind(0)}), 0};
+  const int64_t before = args.geometry.before(0), after = args.geometry.after(0);
+  if (before == after) return {args.input, before};
+  return {at::constant_pad_nd(args.input, {before, after}), 0};
 }
 
-// Torch's kernel has the length last in memory, and torch copies the input to it (which is in the
-// times that reason_for_torch() goes by). The result is copied once, to the channels last as all
-// results of ours have them.
+// Torch's kernel has the length last in memory, and torch copies the input for it (which the times
+// behind reason_for_torch() include). The result is copied once, to the channels last as in all
+// results of ours.
 at::Tensor channels_last_image(const at::Tensor& of_torch) {
   const at::Tensor image = of_torch.unsqueeze(2);
   return empty(image.sizes(), image).copy_(image);
 }
 
-// Torch looks at strides even where the size is 1, and with those that channels last have it would
-// take cuDNN's kernel.
+// Torch looks at strides even where the size is 1, and with those of channels last it would choose
+// cuDNN's kernel.
 at::Tensor length_last(const at::Tensor& weight) {
   const int64_t taps = weight.size(2);
   return weight.contiguous().as_strided(weight.sizes(), {taps, taps, 1});
@@ -184,8 +170,9 @@ at::Tensor length_last(const at::Tensor& weight) {
 Convolved convolve_by_torch(const Conv& args) {
   const OnlyKernels guard;
   const auto [input, padding] = padded(args);
-  const at::Tensor conv = at::conv1d(input, length_last(args.weight), args.bias, args.stride(0),
-                                     padding, args.dilation(0), args.groups());
+  const at::Tensor conv =
+      at::conv1d(input, length_last(args.weight), args.bias, args.geometry.stride(0), padding,
+                 args.geometry.dilation(0), args.geometry.groups());
   return {channels_last_image(conv), at::Tensor(), ConvFusion::kBias};
 }
 
@@ -195,37 +182,37 @@ at::Tensor gradient_by_torch(const Conv& args, const at::Tensor& grad, bool is_o
   const auto [input, padding] = padded(args);
   const auto grads = at::convolution_backward(
       grad.squeeze(2), input, length_last(args.weight), /*bias_sizes=*/std::nullopt,
-      {args.stride(0)}, {padding}, {args.dilation(0)}, /*transposed=*/false, /*output_padding=*/{0},
-      args.groups(), {!is_of_weight, is_of_weight, false});
+      {args.geometry.stride(0)}, {padding}, {args.geometry.dilation(0)}, /*transposed=*/false,
+      /*output_padding=*/{0}, args.geometry.groups(), {!is_of_weight, is_of_weight, false});
   at::Tensor found = is_of_weight ? std::get<1>(grads) : std::get<0>(grads);
   const int64_t length = args.input.size(2);
-  if (!is_of_weight && found.size(2) != length) found = found.narrow(2, args.before(0), length);
+  if (!is_of_weight && found.size(2) != length)
+    found = found.narrow(2, args.geometry.before(0), length);
   return channels_last_image(found);
 }
 
-// What the convolution left of the epilogue, in one pass.
+// The part of the epilogue that the plan did not compute, in one pass.
 void add_rest(const Conv& args, const OptionalTensor& row, const OptionalTensor& image,
               bool with_before, Convolved& convolved) {
   const OptionalTensor nothing;
   const auto& bias = convolved.fusion == ConvFusion::kNone ? row : nothing;
   const auto& residual = convolved.fusion >= ConvFusion::kBias ? image : nothing;
-  if (args.activation == ConvActivation::kNone && !bias && !residual) return;
+  if (args.kind() == ConvActivation::kNone && !bias && !residual) return;
   const at::Tensor conv = convolved.out;
-  // One of the two takes the place of what they are computed from.
+  // One of the two is written in place.
   if (with_before) convolved.before = conv, convolved.out = empty(conv.sizes(), conv);
-  conv_epilogue_forward(conv, bias, residual, args.activation, convolved.before, convolved.out);
+  conv_epilogue_forward(conv, bias, residual, args.kind(), convolved.before, convolved.out);
 }
 
-ConvResults conv_cuda(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
-                      const OptionalTensor& residual, c10::IntArrayRef geometry, int64_t activation,
-                      bool with_before) {
-  const Conv args{input, weight, bias, residual, geometry, conv_activation(activation)};
+ConvResults conv_cuda(const ConvForward& forward) {
+  const Conv& args = forward.conv;
+  const auto& input = args.input;
   check_conv(args);
   TORCH_CHECK_TYPE(input.scalar_type() != at::kDouble, args.op(),
                    ": input must be float16, bfloat16 or float32 on a GPU; got float64");
   const c10::cuda::CUDAGuard device_guard(input.device());
   graph::require_sm80(args.op(), input.get_device());
-  with_before = with_before && needs_before(args.activation);
+  const bool with_before = forward.with_before && needs_before(args.kind());
   Convolved convolved;
   if (input.numel() == 0) {
     const auto params = conv_params(args, ConvFusion::kNone, false);
@@ -234,8 +221,9 @@ ConvResults conv_cuda(const at::Tensor& input, const at::Tensor& weight, const O
     if (with_before) convolved.before = empty(sizes, input);
   } else if (!reason_for_torch(args, ConvStep::kForward).empty()) {
     convolved = convolve_by_torch(args);
-    const OptionalTensor image = residual ? image_of(*residual, args.op()) : residual;
-    add_rest(args, bias, image, with_before, convolved);
+    OptionalTensor image;
+    if (args.residual) image = image_of(*args.residual, args.op());
+    add_rest(args, args.bias, image, with_before, convolved);
   } else {
     const Images images(args);
     convolved = convolve(args, images, with_before);
@@ -268,31 +256,30 @@ at::Tensor gradient(const Conv& args, const at::Tensor& grad, bool is_of_weight)
   return result;
 }
 
-ConvGradients conv_backward_cuda(const at::Tensor& grad_out, const at::Tensor& input,
-                                 const at::Tensor& weight, const OptionalTensor& saved,
-                                 c10::IntArrayRef geometry, int64_t activation,
-                                 std::array<bool, 4> output_mask) {
+ConvGradients conv_backward_cuda(const ConvMaskedBackward& masked) {
+  const auto& [backward, output_mask] = masked;
+  const Conv args = backward.forward.conv();
+  const auto &input = args.input, &weight = args.weight;
   const c10::cuda::CUDAGuard device_guard(input.device());
-  const OptionalTensor nothing;
-  const Conv args{input, weight, nothing, nothing, geometry, conv_activation(activation)};
-  check_conv_backward(args, grad_out, saved);
-  const at::Tensor of_out = image_of(grad_out);
-  const bool is_linear = args.activation == ConvActivation::kNone;
+  check_conv_backward(backward);
+  const at::Tensor of_out = image_of(backward.grad_out);
+  const bool is_linear = args.kind() == ConvActivation::kNone;
   const at::Tensor grad = is_linear ? of_out : empty(of_out.sizes(), of_out);
   at::Tensor of_input, of_weight, of_bias, of_residual;
   if (output_mask[2]) of_bias = at::detail::empty_cuda({weight.size(0)}, input.options());
   if (grad.numel() == 0) {
     if (of_bias.defined()) of_bias.zero_();
   } else if (output_mask[2] || !is_linear) {
-    const OptionalTensor kept = saved ? image_of(*saved) : nothing;
-    conv_epilogue_backward(of_out, kept, args.activation, is_linear ? at::Tensor() : grad, of_bias);
+    OptionalTensor saved;
+    if (backward.forward.saved) saved = image_of(*backward.forward.saved);
+    conv_epilogue_backward(of_out, saved, args.kind(), is_linear ? at::Tensor() : grad, of_bias);
   }
   if (output_mask[0]) of_input = without_row(gradient(args, grad, /*is_of_weight=*/false), args);
   if (output_mask[1]) {
     of_weight = without_row(gradient(args, grad, /*is_of_weight=*/true), args);
-    // As the weight lies: autograd would copy another.
+    // In the weight's layout: autograd would copy any other.
     const at::Tensor like = args.dims() == 1 ? weight.unsqueeze(2) : weight;
-    if (!like.is_contiguous(channels_last(like))) of_weight = of_weight.contiguous();
+    if (!like.is_contiguous(graph::channels_last(like))) of_weight = of_weight.contiguous();
   }
   if (output_mask[3]) of_residual = without_row(is_linear ? grad.clone() : grad, args);
   const auto dtype = input.scalar_type();
@@ -304,6 +291,6 @@ ConvGradients conv_backward_cuda(const at::Tensor& grad_out, const at::Tensor& i
 }  // namespace cudnn_ops
 
 TORCH_LIBRARY_IMPL(cudnn_ops, CUDA, m) {
-  m.impl("_conv", cudnn_ops::conv_cuda);
-  m.impl("_conv_backward", cudnn_ops::conv_backward_cuda);
+  m.impl("_conv", cudnn_ops::kernel<cudnn_ops::conv_cuda>);
+  m.impl("_conv_backward", cudnn_ops::kernel<cudnn_ops::conv_backward_cuda>);
 }

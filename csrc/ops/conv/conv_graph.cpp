@@ -14,7 +14,7 @@ namespace {
 namespace fe = cudnn_frontend;
 using Tensor = std::shared_ptr<fe::graph::Tensor_attributes>;
 
-// Plans take addresses in ascending uid order: this is the order that conv_cuda.cpp knows.
+// A plan expects the addresses in ascending uid order: conv_cuda.cpp gives them in this order.
 enum Uid : int64_t { kInput = 1, kWeight, kBias, kResidual, kGrad, kBefore, kOut };
 
 fe::graph::Pointwise_attributes pointwise_of(ConvActivation activation) {
@@ -37,16 +37,16 @@ fe::graph::Pointwise_attributes pointwise_of(ConvActivation activation) {
 }
 
 template <class Attributes>
-Attributes attributes_of(const ConvGeometry& geometry, const char* name) {
+Attributes attributes_of(const ConvSteps& steps, const char* name) {
   const auto used = [&](const std::array<int64_t, 3>& numbers) {
-    return std::vector<int64_t>(numbers.begin(), numbers.begin() + geometry.dims);
+    return std::vector<int64_t>(numbers.begin(), numbers.begin() + steps.dims);
   };
   return Attributes()
       .set_name(name)
-      .set_pre_padding(used(geometry.before))
-      .set_post_padding(used(geometry.behind))
-      .set_stride(used(geometry.stride))
-      .set_dilation(used(geometry.dilation));
+      .set_pre_padding(used(steps.before))
+      .set_post_padding(used(steps.after))
+      .set_stride(used(steps.stride))
+      .set_dilation(used(steps.dilation));
 }
 
 template <class Params>
@@ -71,7 +71,7 @@ std::shared_ptr<graph::FrontendGraph> make_ordered(const ConvParams& params,
   Tensor out =
       graph->conv_fprop(graph::input(*graph, "input", kInput, params.input),
                         graph::input(*graph, "weight", kWeight, params.weight),
-                        attributes_of<fe::graph::Conv_fprop_attributes>(params.geometry, "conv"));
+                        attributes_of<fe::graph::Conv_fprop_attributes>(params.steps, "conv"));
   const auto add_bias = [&] {
     if (params.bias.rank == 0) return;
     const auto bias = graph::input(*graph, "bias", kBias, params.bias);
@@ -91,15 +91,16 @@ std::shared_ptr<graph::FrontendGraph> make_ordered(const ConvParams& params,
   return graph;
 }
 
-// With the residual first, and no activation but ReLU, cuDNN has kernels at hand, which are faster
-// for large tensors; with the bias first it compiles some, which are faster for small ones.
+// With the residual first, and no activation or ReLU, cuDNN has precompiled kernels, which are
+// faster for large tensors; with the bias first it compiles some, which are faster for small ones.
 bool has_either_order(const ConvParams& params) {
   return params.bias.rank > 0 && params.residual.rank > 0 && params.before.rank == 0 &&
          (params.activation == ConvActivation::kNone || params.activation == ConvActivation::kRelu);
 }
 
-// By the engines that the heuristics name first: of 13 shapes that write less than this ten were
-// faster with the bias first, of seven others six with the residual, by up to 1.7 times (H200).
+// Measured with the engines that the heuristics name first (H200): ten of 13 shapes that write less
+// than this were faster with the bias first, six of seven others with the residual, up to 1.7
+// times.
 constexpr int64_t kLargeBytes = 16 << 20;
 
 bool is_residual_first(const ConvParams& params) {
@@ -127,20 +128,20 @@ std::shared_ptr<graph::FrontendGraph> make_backward(const ConvBackwardParams& pa
   if (params.is_of_weight) {
     const auto out = graph->conv_wgrad(
         grad, graph::input(*graph, "input", kInput, params.input),
-        attributes_of<fe::graph::Conv_wgrad_attributes>(params.geometry, "conv_wgrad"));
+        attributes_of<fe::graph::Conv_wgrad_attributes>(params.steps, "conv_wgrad"));
     graph::output(out, kOut, params.weight);
   } else {
     const auto out = graph->conv_dgrad(
         grad, graph::input(*graph, "weight", kWeight, params.weight),
-        attributes_of<fe::graph::Conv_dgrad_attributes>(params.geometry, "conv_dgrad"));
+        attributes_of<fe::graph::Conv_dgrad_attributes>(params.steps, "conv_dgrad"));
     graph::output(out, kOut, params.input);
   }
   return graph;
 }
 
-// Engine 4 compiles a kernel in one of 56 tilings, of which the heuristics name five. With these
-// the fastest is 1.06 times as fast in the mean over 16 shapes with a residual or SiLU, 1.2 times
-// at most, and at 13 of them within 3 % of the best of all 56 (H200, cuDNN 9.19).
+// Engine 4 compiles a kernel in one of 56 tilings, of which the heuristics name five. With these in
+// addition the fastest is 1.06 times as fast in the mean over 16 shapes with a residual or SiLU, at
+// most 1.2 times, and for 13 of them within 3 % of the best of all 56 (H200, cuDNN 9.19).
 std::vector<std::string> more_engines(const ConvParams& /*params*/, const graph::Target& target) {
   if (target.sm_version() != 90) return {};
   return {"eng4_k24=4", "eng4_k24=9", "eng4_k24=54", "eng4_k24=55"};

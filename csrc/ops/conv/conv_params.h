@@ -1,38 +1,38 @@
-// What a plan of a convolution bakes in.
+// What a plan of a convolution bakes in: its key.
 #pragma once
 
-#include "ops/conv/conv.h"
-
 #include "graph/tensor_desc.h"
+#include "kernels/conv_epilogue.h"
 
 namespace cudnn_ops {
 
-// Of two or three dimensions; the first two are all that the former has.
-struct ConvGeometry {
+// ConvGeometry as cuDNN has it: two or three dimensions, the groups in the weight's size. Two
+// dimensions have the first two numbers.
+struct ConvSteps {
   int64_t dims = 2;
-  std::array<int64_t, 3> stride{}, before{}, behind{}, dilation{};
+  std::array<int64_t, 3> stride{}, before{}, after{}, dilation{};
 
   template <class Self, class Visitor>
   static void fields(Self& self, Visitor&& visit) {
     static constexpr const char* kNames[4][3] = {{"stride0", "stride1", "stride2"},
                                                  {"before0", "before1", "before2"},
-                                                 {"behind0", "behind1", "behind2"},
+                                                 {"after0", "after1", "after2"},
                                                  {"dilation0", "dilation1", "dilation2"}};
     visit("dims", self.dims);
     for (size_t i = 0; i < 3; ++i) {
       visit(kNames[0][i], self.stride[i]);
       visit(kNames[1][i], self.before[i]);
-      visit(kNames[2][i], self.behind[i]);
+      visit(kNames[2][i], self.after[i]);
       visit(kNames[3][i], self.dilation[i]);
     }
   }
 };
 
-// Tensors have their channels last; the bias is [1, K, 1, 1]. What is of rank 0 is not there.
+// Tensors have their channels last; the bias is [1, K, 1, 1]. A tensor of rank 0 is absent.
 struct ConvParams {
   static constexpr const char* kName = "conv";
   graph::TensorDesc input, weight, bias, residual, before, out;
-  ConvGeometry geometry;
+  ConvSteps steps;
   ConvActivation activation = ConvActivation::kNone;
   bool allow_tf32 = false, deterministic = false;
 
@@ -44,7 +44,7 @@ struct ConvParams {
     visit("residual", self.residual);
     visit("before", self.before);
     visit("out", self.out);
-    ConvGeometry::fields(self.geometry, visit);
+    ConvSteps::fields(self.steps, visit);
     visit("activation", self.activation);
     visit("allow_tf32", self.allow_tf32);
     visit("deterministic", self.deterministic);
@@ -55,7 +55,7 @@ struct ConvParams {
 struct ConvBackwardParams {
   static constexpr const char* kName = "conv_backward";
   graph::TensorDesc input, weight, grad;
-  ConvGeometry geometry;
+  ConvSteps steps;
   bool is_of_weight = false;
   bool allow_tf32 = false, deterministic = false;
 
@@ -64,7 +64,7 @@ struct ConvBackwardParams {
     visit("input", self.input);
     visit("weight", self.weight);
     visit("grad", self.grad);
-    ConvGeometry::fields(self.geometry, visit);
+    ConvSteps::fields(self.steps, visit);
     visit("is_of_weight", self.is_of_weight);
     visit("allow_tf32", self.allow_tf32);
     visit("deterministic", self.deterministic);

@@ -1,12 +1,7 @@
 #include "ops/conv/conv_problem.h"
 
-#include "ops/conv/conv_choice.h"
-
-#include "graph/plan_key.h"
-
 #include <ATen/Context.h>
 #include <ATen/core/DimVector.h>
-#include <torch/library.h>
 
 #include <algorithm>
 
@@ -15,7 +10,7 @@ namespace {
 
 using graph::TensorDesc;
 
-// cuDNN tells the layout by all strides, those of dimensions of size 1 too.
+// cuDNN infers the layout from all strides, also those of dimensions of size 1.
 TensorDesc channels_last_desc(c10::ScalarType dtype, c10::IntArrayRef sizes) {
   TensorDesc desc;
   desc.dtype = dtype;
@@ -31,7 +26,8 @@ TensorDesc channels_last_desc(c10::ScalarType dtype, c10::IntArrayRef sizes) {
   return desc;
 }
 
-// As numbers, with a row where there is one dimension: cuDNN's convolutions have two or three.
+// As integers, and with a dimension of size 1 before a single one: cuDNN's convolutions have two or
+// three.
 at::DimVector image_sizes(c10::SymIntArrayRef sizes) {
   at::DimVector result;
   for (const auto& size : sizes) result.push_back(size.expect_int());
@@ -43,21 +39,21 @@ TensorDesc desc_of(const at::Tensor& tensor) {
   return channels_last_desc(tensor.scalar_type(), image_sizes(tensor.sym_sizes()));
 }
 
-ConvGeometry geometry_of(const Conv& args) {
-  ConvGeometry geometry;
-  const size_t rows = args.dims() == 1 ? 1 : 0;
-  geometry.dims = static_cast<int64_t>(rows + args.dims());
-  geometry.stride[0] = geometry.dilation[0] = 1;
-  for (size_t dim = 0; dim < args.dims(); ++dim) {
-    geometry.stride[rows + dim] = args.stride(dim);
-    geometry.before[rows + dim] = args.before(dim);
-    geometry.behind[rows + dim] = args.behind(dim);
-    geometry.dilation[rows + dim] = args.dilation(dim);
+ConvSteps steps_of(const ConvGeometry& geometry) {
+  ConvSteps steps;
+  const size_t rows = geometry.dims() == 1 ? 1 : 0;
+  steps.dims = static_cast<int64_t>(rows + geometry.dims());
+  steps.stride[0] = steps.dilation[0] = 1;
+  for (size_t dim = 0; dim < geometry.dims(); ++dim) {
+    steps.stride[rows + dim] = geometry.stride(dim);
+    steps.before[rows + dim] = geometry.before(dim);
+    steps.after[rows + dim] = geometry.after(dim);
+    steps.dilation[rows + dim] = geometry.dilation(dim);
   }
-  return geometry;
+  return steps;
 }
 
-// Of other dtypes it makes no difference.
+// False for other dtypes, which it does not concern.
 bool allows_tf32(const at::Tensor& input) {
   return input.scalar_type() == at::kFloat &&
          at::globalContext().allowTF32CuDNN(at::Float32Op::CONV);
@@ -65,43 +61,6 @@ bool allows_tf32(const at::Tensor& input) {
 
 bool is_deterministic() {
   return at::globalContext().deterministicCuDNN() || at::globalContext().deterministicAlgorithms();
-}
-
-std::vector<int64_t> plan_key(const at::Tensor& input, const at::Tensor& weight,
-                              const OptionalTensor& bias, const OptionalTensor& residual,
-                              c10::IntArrayRef geometry, int64_t activation, int64_t fusion,
-                              bool with_before) {
-  const Conv args{input, weight, bias, residual, geometry, conv_activation(activation)};
-  check_conv(args);
-  const auto params = conv_params(args, static_cast<ConvFusion>(fusion), with_before);
-  return graph::PlanKey::of(params, 0).words().vec();
-}
-
-// Why a plan with `fusion` of the epilogue is not tried; empty where it is.
-std::string bare_reason(const at::Tensor& input, const at::Tensor& weight,
-                        const OptionalTensor& bias, const OptionalTensor& residual,
-                        c10::IntArrayRef geometry, int64_t activation, int64_t fusion) {
-  const Conv args{input, weight, bias, residual, geometry, conv_activation(activation)};
-  check_conv(args);
-  const auto params = conv_params(args, static_cast<ConvFusion>(fusion), false);
-  return std::string(reason_for_bare(params));
-}
-
-// Why torch's kernel runs, and no plan; empty where a plan does. `step` is a ConvStep.
-std::string torch_reason(const at::Tensor& input, const at::Tensor& weight,
-                         c10::IntArrayRef geometry, int64_t step) {
-  const OptionalTensor none;
-  const Conv args{input, weight, none, none, geometry, ConvActivation::kNone};
-  check_conv(args);
-  return std::string(reason_for_torch(args, static_cast<ConvStep>(step)));
-}
-
-std::vector<int64_t> backward_plan_key(const at::Tensor& input, const at::Tensor& weight,
-                                       c10::IntArrayRef geometry, bool is_of_weight) {
-  const OptionalTensor none;
-  const Conv args{input, weight, none, none, geometry, ConvActivation::kNone};
-  check_conv(args);
-  return graph::PlanKey::of(conv_backward_params(args, is_of_weight), 0).words().vec();
 }
 
 }  // namespace
@@ -112,7 +71,7 @@ ConvParams conv_params(const Conv& args, ConvFusion fusion, bool with_before) {
   params.input = desc_of(args.input);
   params.weight = desc_of(args.weight);
   params.out = channels_last_desc(args.input.scalar_type(), sizes);
-  params.geometry = geometry_of(args);
+  params.steps = steps_of(args.geometry);
   params.allow_tf32 = allows_tf32(args.input);
   params.deterministic = is_deterministic();
   if (fusion == ConvFusion::kNone) return params;
@@ -124,7 +83,7 @@ ConvParams conv_params(const Conv& args, ConvFusion fusion, bool with_before) {
   if (fusion == ConvFusion::kBias) return params;
   if (args.residual) params.residual = params.out;
   if (fusion == ConvFusion::kLinear) return params;
-  params.activation = args.activation;
+  params.activation = args.kind();
   if (with_before) params.before = params.out;
   return params;
 }
@@ -134,7 +93,7 @@ ConvBackwardParams conv_backward_params(const Conv& args, bool is_of_weight) {
   params.input = desc_of(args.input);
   params.weight = desc_of(args.weight);
   params.grad = channels_last_desc(args.input.scalar_type(), image_sizes(conv_output_sizes(args)));
-  params.geometry = geometry_of(args);
+  params.steps = steps_of(args.geometry);
   params.is_of_weight = is_of_weight;
   params.allow_tf32 = allows_tf32(args.input);
   params.deterministic = is_deterministic();
@@ -142,20 +101,3 @@ ConvBackwardParams conv_backward_params(const Conv& args, bool is_of_weight) {
 }
 
 }  // namespace cudnn_ops
-
-TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
-  m.def(
-      "_conv_plan_key(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, "
-      "int[] geometry, int activation, int fusion, bool with_before) -> int[]",
-      cudnn_ops::plan_key);
-  m.def(
-      "_conv_bare_reason(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, "
-      "int[] geometry, int activation, int fusion) -> str",
-      cudnn_ops::bare_reason);
-  m.def("_conv_torch_reason(Tensor input, Tensor weight, int[] geometry, int step) -> str",
-        cudnn_ops::torch_reason);
-  m.def(
-      "_conv_backward_plan_key(Tensor input, Tensor weight, int[] geometry, bool is_of_weight) "
-      "-> int[]",
-      cudnn_ops::backward_plan_key);
-}

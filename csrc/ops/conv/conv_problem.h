@@ -1,15 +1,16 @@
-// From the arguments of a call to the plans that it needs: nothing here needs a GPU.
+// The plans that a call needs, from its arguments. Nothing here needs a GPU.
 #pragma once
 
+#include "ops/conv/conv.h"
 #include "ops/conv/conv_params.h"
 
 namespace cudnn_ops {
 
-// How much of the epilogue a plan takes: all; bias and residual; the bias; nothing.
+// How much of the epilogue a plan includes: all; bias and residual; the bias; nothing.
 enum class ConvFusion : int64_t { kAll, kLinear, kBias, kNone };
 
-// The rest of the epilogue is not the plan's. `with_before`: what the activation is of is a result
-// too, as it is of every plan that has no activation.
+// A plan without the rest of the epilogue. `with_before`: the activation's input is a result too,
+// as in every plan without an activation.
 ConvParams conv_params(const Conv& args, ConvFusion fusion, bool with_before);
 ConvBackwardParams conv_backward_params(const Conv& args, bool is_of_weight);
 

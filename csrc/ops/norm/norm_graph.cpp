@@ -12,7 +12,7 @@ namespace {
 namespace fe = cudnn_frontend;
 using Tensor = std::shared_ptr<fe::graph::Tensor_attributes>;
 
-// Plans take addresses in ascending uid order: this is the order that norm_cuda.cpp knows.
+// A plan expects the addresses in ascending uid order: norm_cuda.cpp gives them in this order.
 enum Uid : int64_t {
   kInput = 1,
   kWeight,
@@ -32,8 +32,8 @@ graph::TensorDesc stats_desc(const graph::TensorDesc& input) {
   return desc;
 }
 
-// The weight as an input, and 1 added where it is centered at zero: in float32, for next to 1 a
-// lower precision would lose most of it.
+// The weight as an input, plus 1 where it is centered at zero: in float32, because beside 1 a lower
+// precision would lose most of it.
 Tensor weight_input(graph::FrontendGraph& graph, const graph::TensorDesc& desc,
                     bool zero_centered) {
   if (desc.rank == 0) return nullptr;
