@@ -1,33 +1,26 @@
 // Writes the keys and values of new tokens into their pages. Compiled when the package is
-// built (cmake/compile_kernels.py); paged_append_cuda.cpp launches it, with structs alike.
+// built (cmake/compile_kernels.py); paged_append_cuda.cpp launches it.
 
-// Of the keys or of the values; strides in units of a copy.
-struct Side {
-  const void* tokens;
-  void* cache;
-  long long token_stride, token_head_stride;
-  long long page_stride, slot_stride, head_stride;
-  unsigned units;  // of one head
-};
-
-constexpr unsigned kTokens = 4;  // of a block: that many copies are under way in each thread
+#include "paged_append_call.h"
 
 // Block row 0 writes the keys, 1 the values.
 template <class Unit>
-__device__ void append(const Side& side, const long long* slot_mapping, unsigned tokens,
-                       unsigned heads, unsigned page_size, unsigned slots) {
+__device__ void append(const PagedAppendCall& call) {
+  constexpr unsigned kTokens = kAppendedTokens;
+  const PagedAppendSide side = blockIdx.y == 0 ? call.key : call.value;
   const Unit* from[kTokens];
   Unit* to[kTokens];
 #pragma unroll
   for (unsigned i = 0; i < kTokens; ++i) {
     const unsigned token = blockIdx.x * kTokens + i;
-    const long long slot = token < tokens ? slot_mapping[token] : -1;
-    const bool is_there = slot >= 0 && slot < slots;
-    const unsigned page = (unsigned)slot / page_size, in_page = (unsigned)slot % page_size;
+    const long long slot = token < call.tokens ? call.slot_mapping[token] : -1;
+    const bool is_there = slot >= 0 && slot < call.slots;
+    const unsigned page = (unsigned)slot / call.page_size;
+    const unsigned in_page = (unsigned)slot % call.page_size;
     from[i] = is_there ? (const Unit*)side.tokens + token * side.token_stride : nullptr;
     to[i] = (Unit*)side.cache + page * side.page_stride + in_page * side.slot_stride;
   }
-  for (unsigned i = threadIdx.x; i < heads * side.units; i += blockDim.x) {
+  for (unsigned i = threadIdx.x; i < call.heads * side.units; i += blockDim.x) {
     const unsigned head = i / side.units, unit = i % side.units;
     const long long source = head * side.token_head_stride + unit;
     const long long target = head * side.head_stride + unit;
@@ -43,12 +36,10 @@ __device__ void append(const Side& side, const long long* slot_mapping, unsigned
   }
 }
 
-#define PAGED_APPEND(bytes, Unit)                                                           \
-  extern "C" __global__ void paged_append_##bytes(                                          \
-      Side key, Side value, const long long* slot_mapping, unsigned tokens, unsigned heads, \
-      unsigned page_size, unsigned slots) {                                                 \
-    const Side side = blockIdx.y == 0 ? key : value;                                        \
-    append<Unit>(side, slot_mapping, tokens, heads, page_size, slots);                      \
+#define PAGED_APPEND(bytes, Unit)                     \
+  extern "C" __global__ void paged_append_##bytes(    \
+      const __grid_constant__ PagedAppendCall call) { \
+    append<Unit>(call);                               \
   }
 
 PAGED_APPEND(16, uint4)

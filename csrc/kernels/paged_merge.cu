@@ -1,23 +1,9 @@
 // Attention over all keys but the last few becomes attention over those that each query sees, and
 // over the sink. Compiled when the package is built (cmake/compile_kernels.py);
-// paged_merge_cuda.cpp launches it, with a struct alike.
+// paged_merge_cuda.cpp launches it.
 
 #include "number.cuh"
-
-struct Merge {
-  const void *query, *key_cache, *value_cache;
-  const int *page_table, *seq_lens_kv;
-  const float* sinks;  // null: none
-  const void* partial_out;
-  const float* partial_lse;
-  void* out;
-  float* lse;  // null: not wanted
-  long long query_batch, query_token, query_head;
-  long long key_page, key_slot, key_head, value_page, value_slot, value_head, table_row;
-  unsigned batch, queries, heads_kv, group;
-  int size, value_size, page_size, hidden;
-  float scale, softcap;
-};
+#include "paged_merge_call.h"
 
 constexpr int kLanes = 32;
 constexpr unsigned kAll = 0xffffffffu;
@@ -27,7 +13,7 @@ constexpr unsigned kAll = 0xffffffffu;
 // at once; or, of heads of any size (kIsWide), so many of them at a time as kPairs say, each time
 // with the scores computed again.
 template <class Type, int kPairs, bool kIsWide>
-__device__ void merge(const Merge& m) {
+__device__ void merge(const PagedMergeCall& m) {
   constexpr int kColumns = 2 * kPairs * kLanes;
   const float infinity = __int_as_float(0x7f800000);
   const int lane = threadIdx.x % kLanes;
@@ -139,9 +125,9 @@ __device__ void merge(const Merge& m) {
 }
 
 // For head sizes up to 128, up to 256, and all.
-#define PAGED_MERGE(name, Type, size, is_wide)             \
-  extern "C" __global__ void paged_merge_##name(Merge m) { \
-    merge<Type, size / 2 / kLanes, is_wide>(m);            \
+#define PAGED_MERGE(name, Type, size, is_wide)                      \
+  extern "C" __global__ void paged_merge_##name(PagedMergeCall m) { \
+    merge<Type, size / 2 / kLanes, is_wide>(m);                     \
   }
 
 PAGED_MERGE(half_128, Half, 128, false)

@@ -1,4 +1,4 @@
-// Page tables and lengths of a batch as a plan takes them, by one kernel (paged_pad.cu).
+// Page tables and lengths of a batch as a plan declares them, by one kernel (paged_pad.cu).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,13 +10,13 @@ struct PaddedTable {
   at::Tensor seq_lens_kv, seq_lens_q;  // int32 [batch]
 };
 
-// What the plan is told beyond, or in place of, what the caller gave.
+// What the plan is told beyond, or in place of, the caller's arguments.
 struct TablePadding {
   int64_t batch, width;  // declared
   int64_t page_size;
-  int64_t queries;  // of each sequence that there is
+  int64_t queries;  // of each sequence that exists
   int64_t hidden;   // keys at the end of each sequence that the plan does not see
-  int64_t most;     // of the rest it sees the first so many, or of -1 all
+  int64_t most;     // of the others, the plan sees at most the first `most`; -1: all
 };
 
 // On the current device and stream.

@@ -202,7 +202,11 @@ void run(const Paged& args, const at::Tensor& out, const at::Tensor& lse) {
   pointers.all.push_back(table.mutable_data_ptr());
   const graph::Call call = call_of(kCall, pointers);
   graph::execute(call, *graph::get_plan(call, graph::PlanKey::of(params, out.get_device())));
-  if (problem.is_merged) merge_paged(args, query, scale.value, partial, out, lse);
+  if (problem.is_merged) {
+    merge_paged({query, args.key_cache, args.value_cache, args.page_table, args.seq_lens_kv,
+                 args.sinks, args.head_major, scale.value, static_cast<float>(args.softcap)},
+                partial, out, lse);
+  }
 }
 
 void check_addressable(const at::Tensor& cache, const char* name) {

@@ -1,0 +1,19 @@
+// The argument of the kernels of paged_append.cu, for both sides.
+#pragma once
+
+constexpr unsigned kAppendedTokens = 4;  // of a block: that many copies are in flight per thread
+
+// The keys or the values; strides in units of a copy.
+struct PagedAppendSide {
+  const void* tokens;
+  void* cache;
+  long long token_stride, token_head_stride;
+  long long page_stride, slot_stride, head_stride;
+  unsigned units;  // of one head
+};
+
+struct PagedAppendCall {
+  PagedAppendSide key, value;
+  const long long* slot_mapping;
+  unsigned tokens, heads, page_size, slots;
+};
