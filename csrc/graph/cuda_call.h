@@ -1,5 +1,5 @@
-// What every operator's CUDA kernel does around a plan: find or make it, take workspace from
-// torch's allocator, execute. Needs a CUDA build of torch.
+// What every operator's CUDA kernel does around a plan: find or make it, get workspace from torch's
+// allocator, execute. Needs a CUDA build of torch.
 #pragma once
 
 #include "graph/plan.h"
@@ -21,7 +21,7 @@ Target live_target();
 // Whether the current stream is being captured into a CUDA graph.
 bool is_capturing();
 
-// A call of an operator, in the terms of its plan.
+// A call of an operator, in terms of its plan.
 struct Call {
   // One of the addresses that the plan writes to.
   struct Written {
@@ -30,9 +30,9 @@ struct Call {
   };
   const char* op;                 // for messages
   const char* advice;             // what to do when cuDNN refuses
-  c10::ArrayRef<void*> pointers;  // as Plan::execute takes them
-  // All that the plan writes: engines are timed on other memory. Empty for a polymorphic plan,
-  // whose engine is cuDNN's choice: the best for these lengths may be the worst for others.
+  c10::ArrayRef<void*> pointers;  // as Plan::execute expects them
+  // All that the plan writes, so that engines are timed on other memory. Empty for a polymorphic
+  // plan, whose engine cuDNN chooses: the best for these lengths may be the worst for others.
   c10::ArrayRef<Written> written;
   bool wants_autotune = false;  // whatever the policy says
 };
@@ -40,15 +40,15 @@ struct Call {
 using PlanPtr = std::shared_ptr<const Plan>;
 
 // The exact plan that the cache holds for `key`; null when it holds none, or when the policy
-// prefers polymorphic plans. A call whose plan is there costs no more than this and execute().
+// prefers polymorphic plans. A call with a cached plan costs no more than this and execute().
 PlanPtr ready_plan(const PlanKey& key);
 
 // Whether a call without a ready plan runs on its family's polymorphic plan: as PlanPolicy says,
-// and at the family's first call if the cache has that plan, or the store it and not the exact
+// and at the family's first call if the cache has that plan, or the store has it and not the exact
 // one. While a CUDA graph is captured: whether the cache has it.
 bool takes_polymorphic(const PlanKey& exact, const PlanKey& polymorphic, const PlanKey& family);
 
-// The polymorphic plan, found or made; null when cuDNN refuses it, as it then will for the whole
+// The polymorphic plan, found or made; null when cuDNN refuses it. It then does so for the whole
 // family, whose calls need exact plans.
 PlanPtr polymorphic_plan(const Call& call, const PlanKey& polymorphic, const PlanKey& family);
 
@@ -59,8 +59,8 @@ PlanPtr get_plan(const Call& call, const PlanKey& key);
 // The same; null where cuDNN refuses.
 PlanPtr plan_or_null(const Call& call, const PlanKey& key);
 
-// For calls that something else can run, for any shape: the exact plan of a shape that is called
-// often, found or made; null until then, under another policy than kAuto, and where cuDNN refuses.
+// For calls that another kernel can run as well: the exact plan of a shape that is called often,
+// found or made; null until then, under any policy but kAuto, and where cuDNN refuses.
 PlanPtr often_called_plan(const Call& call, const PlanKey& key);
 
 // Runs `plan` on the current device and stream.

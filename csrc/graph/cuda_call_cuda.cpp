@@ -23,7 +23,7 @@
 namespace cudnn_ops::graph {
 namespace {
 
-// The version of the kernel module, as it stands in the file that the driver keeps of itself.
+// The version of the driver and its kernel module.
 std::string driver_name() {
   static const std::string name = [] {
     int version = 0;
@@ -103,7 +103,7 @@ bool takes_polymorphic(const PlanKey& exact, const PlanKey& polymorphic, const P
     if (PlanCache::global().contains(polymorphic)) return true;
     auto& store = PlanStore::global();
     if (!store.is_on()) return false;
-    // To read a plan is quick, to build one is not.
+    // Reading a plan is quick, building one is not.
     const std::string gpu = live_target().gpu();
     return store.contains(polymorphic, gpu) && !store.contains(exact, gpu);
   });
@@ -148,7 +148,7 @@ PlanPtr often_called_plan(const Call& call, const PlanKey& key) {
   try {
     plan = plan_or_null(call, key);
   } catch (const c10::Error& failure) {
-    // What runs in its place goes on running.
+    // Another kernel runs in its place.
     CUDNN_OPS_WARN_ONCE(failure.what_without_backtrace(),
                         "; cuDNN is not asked for this size again in this process");
   }

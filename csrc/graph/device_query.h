@@ -1,5 +1,5 @@
 // Makes a plan without running it, for the live GPU or a described one: to ask whether cuDNN
-// takes it, or to have it ready.
+// supports it, or to have it ready.
 #pragma once
 
 #include <c10/util/ArrayRef.h>

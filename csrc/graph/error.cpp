@@ -12,7 +12,7 @@ namespace cudnn_ops::graph {
 namespace {
 
 constexpr const char* kStatus = "CUDNN_STATUS_";
-constexpr const char* kLine = "Warning: CUDNN_STATUS_";  // of an engine that was asked in vain
+constexpr const char* kLine = "Warning: CUDNN_STATUS_";  // begins an engine's refusal
 
 bool starts_with(const std::string& text, const std::string& start) {
   return text.rfind(start, 0) == 0;
@@ -38,8 +38,8 @@ std::vector<std::string> statuses_behind(const std::string& report, const std::s
   return statuses;
 }
 
-// What cuDNN does not support, and what an engine stumbles over each time. A library that it did
-// not find is no property of the graph.
+// What cuDNN does not support, and errors that an engine meets each time. A library that it did not
+// find is no property of the graph.
 bool is_refusal_status(const std::string& status) {
   if (status == "CUDNN_STATUS_NOT_SUPPORTED_RUNTIME_PREREQUISITE_MISSING" ||
       status == "CUDNN_STATUS_NOT_SUPPORTED_SUBLIBRARY_UNAVAILABLE") {
@@ -64,7 +64,7 @@ bool is_sentence(const std::string& reason) {
 
 int rank_of(const Verdict& verdict) {
   if (!is_refusal_status(verdict.status)) return 5;
-  // Of the engines for other graphs, of which there always are some.
+  // From engines for other graphs, of which there always are some.
   if (contains(verdict.reason, "graph was not given") ||
       contains(verdict.reason, "does not support this graph pattern")) {
     return 0;
@@ -110,7 +110,7 @@ std::string in_brackets(const std::string& status) {
   return " (" + status + ")";
 }
 
-// No engine takes the graph: what the one says that says most.
+// No engine supports the graph: the most telling of their reasons.
 std::string of_engines(const std::string& report) {
   const auto verdicts = verdicts_in(report);
   if (verdicts.empty()) return "cuDNN has no engine for this";
@@ -125,7 +125,7 @@ std::string of_engines(const std::string& report) {
 
 // A call into cuDNN: its status, and what cuDNN wrote about it, if anything.
 std::string of_call(const std::string& text, const std::string& status) {
-  // cuDNN's last message may be of engines that were asked before.
+  // cuDNN's last message may come from engines that were asked before.
   const std::string message = without_condition(text.substr(0, text.find("{\"engineId\":")));
   return message.empty() ? "cuDNN says " + status : message + in_brackets(status);
 }

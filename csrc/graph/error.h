@@ -1,5 +1,5 @@
-// The two ways in which cuDNN says no, as C++ exceptions. Operators turn them into
-// Python exceptions that name their arguments; `explain` turns the first into an answer.
+// Refusals and failures of cuDNN as C++ exceptions. Operators turn them into Python exceptions that
+// name their arguments; `explain` turns the first into an answer.
 #pragma once
 
 #include <cudnn_graph.h>
@@ -9,8 +9,8 @@
 
 namespace cudnn_ops::graph {
 
-// cuDNN does not take this graph on this target. what() is cuDNN's own reason. It holds for as
-// long as the process lives, so callers may remember it and go another way.
+// cuDNN does not support this graph on this target. what() is cuDNN's own reason. It holds for as
+// long as the process lives, so callers may remember it and choose another way.
 class NotSupported : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -26,12 +26,12 @@ class CudnnError : public std::runtime_error {
 // Throws CudnnError, with cuDNN's last message, unless `status` is success.
 void check(cudnnStatus_t status, const char* call);
 
-// Whether the statuses that the frontend's report names say that cuDNN does not take something,
-// and not that it failed. Where the report names none: `otherwise`.
+// For error codes of the frontend that cover both: whether the statuses that its report names say
+// that cuDNN does not support something, not that it failed. Where it names none: `otherwise`.
 bool is_refusal(const std::string& report, bool otherwise);
 
-// The sentence of the frontend's many-line report that says what is wrong; the whole report under
-// the environment variable CUDNN_OPS_FULL_REASONS.
+// The sentence of the frontend's many-line report that says what is wrong; the whole report where
+// the environment variable CUDNN_OPS_FULL_REASONS is set.
 std::string readable_reason(const std::string& report);
 
 }  // namespace cudnn_ops::graph

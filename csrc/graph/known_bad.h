@@ -1,5 +1,5 @@
-// What cuDNN is known to compute wrongly, or to crash with, though it takes it: rules about a
-// plan's parameters, from cudnn_ops/known_bad.json. Consulted whenever a plan is made.
+// What cuDNN accepts and is known to compute wrongly or to crash with: rules about a plan's
+// parameters, from cudnn_ops/known_bad.json. Consulted whenever a plan is made.
 #pragma once
 
 #include "graph/plan_key.h"
@@ -11,8 +11,8 @@
 
 namespace cudnn_ops::graph {
 
-// A number of the parameters (facts()) or what a division leaves of it ("key.size2 % 128"), a
-// comparison (==, !=, <, <=, >, >=) and what it is held against.
+// A number of the parameters (facts()) or the remainder of a division ("key.size2 % 128"), a
+// comparison (==, !=, <, <=, >, >=) and what to compare with.
 struct Condition {
   std::string fact, comparison;
   int64_t value;

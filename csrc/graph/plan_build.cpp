@@ -39,7 +39,8 @@ std::string missing_compiler() {
   return is_whole ? std::string() : name + ", with which it compiles kernels, has no compiler";
 }
 
-// Whether the frontend, or cuDNN behind it, does not take what it was given; else something failed.
+// Whether the frontend, or cuDNN behind it, does not support what it was given; else it failed. The
+// last three codes stand for either: there the statuses in the report decide.
 bool is_refusal(const fe::error_t& status) {
   switch (status.code) {
     case fe::error_code_t::ATTRIBUTE_NOT_SET:
@@ -181,7 +182,7 @@ std::vector<int64_t> distinct_plans(const FrontendGraph& graph) {
   return indices;
 }
 
-// How many of these plans are made of kernels that are yet to be compiled, which takes up to 1 s.
+// How many of these plans have kernels that are still to be compiled, which takes up to 1 s.
 int64_t compiled_plans(const FrontendGraph& graph, const std::vector<int64_t>& indices) {
   int64_t count = 0;
   std::vector<fe::BehaviorNote_t> notes;

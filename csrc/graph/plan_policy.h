@@ -1,6 +1,6 @@
 // Exact or polymorphic? An exact plan serves one set of shapes; a polymorphic one, declared for
-// more and longer sequences than it is given, serves every shape of its family: everything in
-// the key but the batch and the lengths. Which is which only the operator knows; here is when.
+// more and longer sequences than it is given, serves every shape of its family: everything in the
+// key but the batch and the lengths. The operator makes both; the policy says when which one runs.
 //
 // Any thread may call anything here at any time.
 #pragma once
@@ -19,12 +19,13 @@
 namespace cudnn_ops::graph {
 
 enum class Policy : uint8_t {
-  // A family's first shape gets an exact plan, unless the polymorphic one is at hand. From its
-  // second on, shapes run on the family's
-  // polymorphic plan, and one that has been called often enough gets an exact plan of its own.
+  // A family's first shape gets an exact plan, unless the polymorphic one is at hand. From the
+  // second
+  // on, shapes run on the family's polymorphic plan, and a shape that has been called often enough
+  // gets an exact plan of its own.
   kAuto,
   kExact,        // an exact plan for each shape
-  kPolymorphic,  // polymorphic plans wherever cuDNN takes them
+  kPolymorphic,  // polymorphic plans wherever cuDNN supports them
 };
 
 enum class Autotune : uint8_t {
@@ -57,14 +58,14 @@ class PlanPolicy {
     autotune_.store(autotune, std::memory_order_relaxed);
   }
 
-  // Whether a call that has no exact plan yet takes the polymorphic one, and counts the call.
+  // Whether a call that has no exact plan yet runs on the polymorphic one; counts the call.
   // `family` is the polymorphic plan's key without the sizes it is declared for.
   // `is_served` is asked at a family's first call: whether the polymorphic plan is at hand already.
   bool takes_polymorphic(const PlanKey& exact, const PlanKey& family,
                          c10::function_ref<bool()> is_served);
 
-  // Whether a call that something else can run, for any shape, is to have its exact plan made, and
-  // counts the call. `is_at_hand` is asked at the first call: whether that takes no build.
+  // Whether a call that another kernel can run as well is to have its exact plan made; counts the
+  // call. `is_at_hand` is asked at the first call: whether that needs no build.
   bool is_due(const PlanKey& exact, c10::function_ref<bool()> is_at_hand);
 
   // cuDNN has no polymorphic plan for this family: from now on its plans are exact. Or, where
@@ -75,7 +76,7 @@ class PlanPolicy {
   void clear();
 
  private:
-  // So many that no program has them all in use, so few that they are no burden: 20 MB in all.
+  // More than a program has in use, and no more than 20 MB in all.
   static constexpr size_t kMaxEntries = 8192;
 
   std::atomic<Policy> policy_{Policy::kAuto};

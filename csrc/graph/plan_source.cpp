@@ -33,7 +33,7 @@ std::shared_ptr<const Plan> load(const PlanKey& key, const Target& target, bool 
     if (only_measured && Plan::choice_in(*bytes) != EngineChoice::kMeasured) return nullptr;
     return Plan::deserialize(*bytes, target);
   } catch (const std::runtime_error&) {
-    return nullptr;  // intact, and yet cuDNN does not take it: building it says why, if at all
+    return nullptr;  // intact, yet cuDNN refuses it: building the plan tells why, if at all
   }
 }
 

@@ -1,4 +1,4 @@
-// All that a plan may know of a tensor: element type, sizes, strides and alignment.
+// All that a plan may depend on of a tensor: element type, sizes, strides and alignment.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,7 +12,8 @@ namespace cudnn_ops::graph {
 
 struct TensorDesc {
   static constexpr int kMaxRank = 5;  // conv3d
-  // Of addresses and strides, in bytes: cuDNN's attention kernels load 16 at a time, unchecked.
+  // Bytes that addresses and strides must be multiples of: cuDNN's attention kernels load as many
+  // at a time and do not check.
   static constexpr int64_t kAlignment = 16;
 
   c10::ScalarType dtype = c10::ScalarType::Undefined;

@@ -4,7 +4,7 @@
 #include "ops/attention/dense/sdpa_cuda.h"
 #include "ops/attention/polymorphic.h"
 
-#include "graph/ragged_table.h"
+#include "graph/offset_table.h"
 
 #include <ATen/cuda/EmptyTensor.h>
 
@@ -73,7 +73,7 @@ int64_t step(const at::Tensor& tensor) {
   return tensor.size(0) > 1 ? tensor.stride(0) : tensor.size(2) * tensor.stride(2);
 }
 
-void add_lengths(graph::RaggedTable& table, const MaskTensors& mask, const at::Tensor& query,
+void add_lengths(graph::OffsetTable& table, const MaskTensors& mask, const at::Tensor& query,
                  const at::Tensor& key) {
   if (mask.lengths.defined()) {
     table.add_lengths(mask.lengths.const_data_ptr());
@@ -101,7 +101,7 @@ bool run(const SdpaForwardParams& declared, SdpaForwardTensors tensors, const Fi
   tensors.out = out.tensor();
   SdpaPointers pointers(declared, tensors);
   pointers.written.clear();
-  graph::RaggedTable table(tensors.query.size(0), declared.query.sizes[0]);
+  graph::OffsetTable table(tensors.query.size(0), declared.query.sizes[0]);
   for (const auto* tensor : {&tensors.query, &tensors.key, &tensors.value, &tensors.out}) {
     table.add_offsets(step(*tensor));
   }
@@ -133,7 +133,7 @@ bool run(const SdpaBackwardParams& declared, SdpaBackwardTensors tensors, const 
   tensors.grad_value = grad_value.tensor();
   SdpaPointers pointers(declared, tensors);
   pointers.written.clear();
-  graph::RaggedTable table(tensors.query.size(0), declared.query.sizes[0]);
+  graph::OffsetTable table(tensors.query.size(0), declared.query.sizes[0]);
   for (const auto* tensor :
        {&tensors.query, &tensors.key, &tensors.value, &tensors.out, &tensors.grad_out,
         &tensors.grad_query, &tensors.grad_key, &tensors.grad_value}) {

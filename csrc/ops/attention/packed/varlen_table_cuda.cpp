@@ -3,7 +3,7 @@
 #include "ops/attention/packed/varlen_problem.h"
 
 #include "graph/cuda_call.h"
-#include "graph/ragged_table.h"
+#include "graph/offset_table.h"
 
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/mul.h>

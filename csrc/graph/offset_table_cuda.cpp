@@ -1,4 +1,4 @@
-#include "graph/ragged_table.h"
+#include "graph/offset_table.h"
 
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
@@ -41,7 +41,7 @@ void upload(c10::ArrayRef<int64_t> words, void* place, bool capturing) {
                                  cudaMemcpyHostToDevice, stream));
 }
 
-bool RaggedTable::begin_column(bool is_offsets, int64_t value, const void* source) {
+bool OffsetTable::begin_column(bool is_offsets, int64_t value, const void* source) {
   for (const auto& column : columns_) {
     if (column.is_offsets == is_offsets && column.value == value && column.source == source) {
       columns_.push_back(column);
@@ -53,23 +53,23 @@ bool RaggedTable::begin_column(bool is_offsets, int64_t value, const void* sourc
   return true;
 }
 
-void RaggedTable::add_offsets(int64_t step) {
+void OffsetTable::add_offsets(int64_t step) {
   if (!begin_column(/*is_offsets=*/true, step)) return;
   for (int64_t i = 0; i <= declared_batch_; ++i) words_.push_back(std::min(i, batch_) * step);
 }
 
-void RaggedTable::add_lengths(int64_t length) {
+void OffsetTable::add_lengths(int64_t length) {
   if (!begin_column(/*is_offsets=*/false, length)) return;
   const auto at = [&](int64_t i) { return i < batch_ ? length : 0; };
   for (int64_t i = 0; i < declared_batch_; i += 2) words_.push_back(at(i) | at(i + 1) << 32);
 }
 
-void RaggedTable::add_lengths(const void* lengths) {
+void OffsetTable::add_lengths(const void* lengths) {
   if (!begin_column(/*is_offsets=*/false, 0, lengths)) return;
   words_.resize(words_.size() + static_cast<size_t>(declared_batch_ + 1) / 2);
 }
 
-c10::DataPtr RaggedTable::upload(c10::SmallVectorImpl<void*>& pointers, bool capturing) const {
+c10::DataPtr OffsetTable::upload(c10::SmallVectorImpl<void*>& pointers, bool capturing) const {
   auto memory = c10::cuda::CUDACachingAllocator::get()->allocate(words_.size() * sizeof(int64_t));
   graph::upload(words_, memory.get(), capturing);
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
