@@ -67,10 +67,9 @@ at::Tensor bias_of(const Sdpa& args, const Band& band, bool backward) {
   if (has_slopes) bias = slopes_as_bias(args).add_(bias);
   const int64_t length_kv = args.key.size(2);
   if (bias.size(3) != length_kv) bias = bias.expand({-1, -1, -1, length_kv});
-  const bool is_readable =
-      (bias.stride(3) == 1 || length_kv == 1) &&
-      reinterpret_cast<uintptr_t>(bias.const_data_ptr()) % graph::TensorDesc::kAlignment == 0;
-  if (!is_readable) bias = bias.clone(at::MemoryFormat::Contiguous);
+  if (!graph::is_addressable(bias, graph::Strides::kAny)) {
+    bias = bias.clone(at::MemoryFormat::Contiguous);
+  }
   return bias.expand({-1, -1, args.query.size(2), -1});
 }
 

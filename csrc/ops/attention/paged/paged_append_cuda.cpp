@@ -9,17 +9,17 @@
 namespace cudnn_ops {
 namespace {
 
-void append_cuda(const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& key,
-                 const at::Tensor& value, const at::Tensor& slot_mapping, bool head_major) {
-  check_paged_append(key_cache, value_cache, key, value, slot_mapping, head_major);
-  if (key.numel() + value.numel() == 0 || key_cache.size(0) == 0) return;
-  const c10::cuda::CUDAGuard device_guard(key.device());
-  append_to_pages(key_cache, value_cache, key, value, slot_mapping, head_major);
+void append_cuda(const PagedAppend& args) {
+  check_paged_append(args);
+  if (args.key.numel() + args.value.numel() == 0 || args.key_cache.size(0) == 0) return;
+  const c10::cuda::CUDAGuard device_guard(args.key.device());
+  append_to_pages(args.key_cache, args.value_cache, args.key, args.value, args.slot_mapping,
+                  args.head_major);
 }
 
 }  // namespace
 }  // namespace cudnn_ops
 
 TORCH_LIBRARY_IMPL(cudnn_ops, CUDA, m) {
-  m.impl("paged_kv_append_", cudnn_ops::append_cuda);
+  m.impl("paged_kv_append_", cudnn_ops::kernel<cudnn_ops::append_cuda>);
 }

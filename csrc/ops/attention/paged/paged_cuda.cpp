@@ -139,10 +139,6 @@ PartialAttention partial_of(const Paged& args, const PagedProblem& problem, cons
   return partial;
 }
 
-// Numbers that cuDNN can read where they are.
-bool is_readable(const at::Tensor& indices) {
-  const auto address = reinterpret_cast<uintptr_t>(indices.const_data_ptr());
-  return indices.is_contiguous() && address % graph::TensorDesc::kAlignment == 0;
 }
 
 // `out` and `lse` have rows_of() rows.
@@ -176,7 +172,8 @@ void run(const Paged& args, const at::Tensor& out, const at::Tensor& lse) {
   at::Tensor table = args.page_table;
   const bool is_told_all = problem.hidden == 0 && problem.most_keys == kUnbounded;
   if (problem.is_decoding() && is_told_all && table.size(0) == declared && table.size(1) == width &&
-      is_readable(table) && is_readable(args.seq_lens_kv)) {
+      graph::is_addressable(table, graph::Strides::kDense) &&
+      graph::is_addressable(args.seq_lens_kv, graph::Strides::kDense)) {
     tensors.mask.lengths_kv = args.seq_lens_kv;
     tensors.mask.lengths = single_queries(table.device(), declared);
   } else {
