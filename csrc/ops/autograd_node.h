@@ -270,5 +270,3 @@ inline void refuse_forward_mode(
 }
 
 }  // namespace cudnn_ops
-
-#include "ops/autograd_node_flat.h"

@@ -164,10 +164,11 @@ void check_regular(const Sdpa& args) {
                     holds(query.sym_size(0).sym_eq(value.sym_size(0))) &&
                     holds(key.sym_size(1).sym_eq(value.sym_size(1))) &&
                     (args.enable_gqa || holds(query.sym_size(1).sym_eq(key.sym_size(1))));
-  TORCH_CHECK_VALUE(fits, kOp,
-                    "the kernels require [batch, heads, length, head size] with a last stride of 1, "
-                    "of one batch size; got ",
-                    query.sym_sizes(), ", ", key.sym_sizes(), " and ", value.sym_sizes());
+  TORCH_CHECK_VALUE(
+      fits, kOp,
+      "the kernels require [batch, heads, length, head size] with a last stride of 1, "
+      "of one batch size; got ",
+      query.sym_sizes(), ", ", key.sym_sizes(), " and ", value.sym_sizes());
 }
 
 }  // namespace

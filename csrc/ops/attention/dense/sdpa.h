@@ -39,8 +39,8 @@ struct SdpaBackward {
   }
 };
 
-// The gradients of query, key, value, attn_mask and sinks; empty for the last two where they are not
-// wanted.
+// The gradients of query, key, value, attn_mask and sinks; empty for the last two where they are
+// not wanted.
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 const Operator<at::Tensor, Sdpa>& sdpa_op();

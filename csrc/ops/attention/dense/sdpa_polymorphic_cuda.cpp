@@ -51,8 +51,8 @@ class Result {
 };
 
 // The log-sum-exp as the plan is declared, [declared batch, H, declared length], of which the
-// first part holds the values; cuDNN 9.19 supports no other strides. Where the problem fills what is
-// declared, that is the log-sum-exp itself.
+// first part holds the values; cuDNN 9.19 supports no other strides. Where the problem fills what
+// is declared, that is the log-sum-exp itself.
 struct PaddedLse {
   at::Tensor memory, values;
   bool is_copy;

@@ -26,8 +26,8 @@
 namespace cudnn_ops {
 namespace {
 
-// The most sequences of one plan: a number that declared_batch() leaves as it is, and a multiple of 4, so that what lies behind
-// so many begins where cuDNN can read it.
+// The most sequences of one plan: a number that declared_batch() leaves as it is, and a multiple of
+// 4, so that what lies behind so many begins where cuDNN can read it.
 constexpr int64_t kMaxSequences = 49152;
 
 // int32 ones, how many queries each sequence has in decoding: the same for all calls of a batch, so
@@ -137,8 +137,6 @@ PartialAttention partial_of(const Paged& args, const PagedProblem& problem, cons
     partial.lse = empty_lse(args, rows);
   }
   return partial;
-}
-
 }
 
 // `out` and `lse` have rows_of() rows.
