@@ -16,13 +16,18 @@ struct VarlenFamily {
   struct Saved {
     Varlen args;
     at::Tensor out, lse;
-    // One tensor serves both sides. Whether it does decides on the plan, and hooks bring two back.
-    bool has_one_table = args.cu_seqlens_k.is_same(args.cu_seqlens_q);
+    // None where one tensor serves both sides. Whether it does decides on the plan, and hooks would
+    // bring two tensors back.
+    OptionalTensor cu_seqlens_k = args.cu_seqlens_k.is_same(args.cu_seqlens_q)
+                                      ? std::nullopt
+                                      : OptionalTensor(args.cu_seqlens_k);
 
+    // Those of Varlen but cu_seqlens_k, which is number 4.
     template <class Self>
     static auto fields(Self& self) {
-      return std::tuple_cat(Varlen::fields(self.args),
-                            std::tie(self.out, self.lse, self.has_one_table));
+      const auto args = Varlen::fields(self.args);
+      return std::tuple_cat(first_fields<4>(args), std::tie(self.cu_seqlens_k),
+                            other_fields<5>(args), std::tie(self.out, self.lse));
     }
   };
 
@@ -43,7 +48,7 @@ struct VarlenFamily {
   }
   static Varlen restored(const Saved& saved) {
     Varlen args = saved.args;
-    if (saved.has_one_table) args.cu_seqlens_k = args.cu_seqlens_q;
+    args.cu_seqlens_k = saved.cu_seqlens_k.value_or(args.cu_seqlens_q);
     return args;
   }
   static at::Tensor by_heads(const at::Tensor& lse) {
