@@ -1,4 +1,4 @@
-// Autocast of an operator: the same call below autocast, with its tensors in another dtype.
+// Autocast of the public operators, which are made of others: they cast their arguments themselves.
 #pragma once
 
 #include "ops/operator.h"
@@ -7,18 +7,13 @@
 
 namespace cudnn_ops {
 
-template <c10::DeviceType device, class Result, class Args>
-Result call_in_dtype(const Operator<Result, Args>& op, const Args& args, at::ScalarType dtype) {
-  constexpr auto key =
-      device == at::kCUDA ? c10::DispatchKey::AutocastCUDA : c10::DispatchKey::AutocastCPU;
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(key);
-  Args cast;
-  Args::fields(cast) = std::apply(
-      [&](const auto&... value) {
-        return std::make_tuple(at::autocast::cached_cast(dtype, value, device)...);
-      },
-      Args::fields(args));
-  return op.call(cast);
+// Casts every tensor as autocast of `device` does.
+template <class Args>
+void cast(Args& args, at::ScalarType dtype, c10::DeviceType device) {
+  const auto cast_one = [&](auto& value) {
+    value = at::autocast::cached_cast(dtype, std::as_const(value), device);
+  };
+  std::apply([&](auto&... value) { (cast_one(value), ...); }, Args::fields(args));
 }
 
 }  // namespace cudnn_ops

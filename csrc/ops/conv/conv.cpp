@@ -2,7 +2,8 @@
 // operator, which has the kernels (conv_cuda.cpp; for CPUs and fake tensors cudnn_ops/ops/conv.py)
 // and the derivative (conv_autograd.cpp).
 
-#include "ops/conv/conv_public.h"
+#include "ops/conv/conv.h"
+#include "ops/autocast.h"
 #include "ops/backward_check.h"
 
 #include <ATen/ops/add.h>
@@ -39,8 +40,8 @@ const char* name_of(int64_t dims) {
 
 // What the public operators are given, for all dimensions. `Padding`: numbers, or a name.
 template <class Padding>
-ConvGeometry geometry_of(int64_t dims, const at::Tensor& weight, Numbers stride,
-                         const Padding& padding, Numbers dilation, int64_t groups) {
+ConvGeometry geometry_of(int64_t dims, const at::Tensor& weight, Numbers stride, Padding padding,
+                         Numbers dilation, int64_t groups) {
   const char* op = name_of(dims);
   const auto check = [&](Numbers numbers, const char* name) {
     TORCH_CHECK_VALUE(numbers.size() == 1 || static_cast<int64_t>(numbers.size()) == dims, op, ": ",
@@ -62,7 +63,7 @@ ConvGeometry geometry_of(int64_t dims, const at::Tensor& weight, Numbers stride,
     dilations[dim] = of_dim(dilation, dim);
   }
   geometry.numbers.back() = groups;
-  if constexpr (!std::is_same_v<Padding, std::string_view>) {
+  if constexpr (std::is_same_v<Padding, Numbers>) {
     check(padding, "padding");
     for (size_t dim = 0; dim < count; ++dim) before[dim] = after[dim] = of_dim(padding, dim);
   } else {
@@ -145,6 +146,13 @@ at::Tensor conv_of_patches(const Conv& args) {
 }
 
 at::Tensor conv(Conv args) {
+  const auto device = args.input.device().type();
+  if ((device == at::kCUDA || device == at::kCPU) && at::autocast::is_autocast_enabled(device)) {
+    // The rule that torch has for its own: the lower precision.
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    cast(args, at::autocast::get_autocast_dtype(device), device);
+    return conv(std::move(args));
+  }
   if (is_of_patches(args)) return conv_of_patches(args);
   const bool with_before =
       needs_before(args.kind()) &&
@@ -152,33 +160,37 @@ at::Tensor conv(Conv args) {
   return std::get<0>(conv_op().call({std::move(args), with_before}));
 }
 
+// `padding` as numbers or as a name.
 template <int64_t dims, class Padding>
-at::Tensor public_conv(const PublicConv<Padding>& args) {
+at::Tensor public_conv(const at::Tensor& input, const at::Tensor& weight,
+                       const OptionalTensor& bias, Numbers stride, Padding padding,
+                       Numbers dilation, int64_t groups, std::string_view activation,
+                       const OptionalTensor& residual) {
   const char* op = name_of(dims);
-  const auto &input = args.input, &weight = args.weight;
   TORCH_CHECK_VALUE((input.dim() == dims + kChannelDims || input.dim() == dims + 1) &&
                         weight.dim() == dims + kChannelDims,
                     op, ": input must have ", dims + kChannelDims, " dimensions (", dims + 1,
                     " without a batch) and weight ", dims + kChannelDims, "; got ", input.dim(),
                     " and ", weight.dim());
-  Conv call{input,
+  Conv args{input,
             weight,
-            args.bias,
-            args.residual,
-            geometry_of(dims, weight, args.stride, args.padding, args.dilation, args.groups),
-            activation_of(args.activation, op)};
-  if (input.dim() == dims + kChannelDims) return conv(std::move(call));
-  call.input = input.unsqueeze(0);
-  if (args.residual) call.residual = args.residual->unsqueeze(0);
-  return conv(std::move(call)).squeeze(0);
+            bias,
+            residual,
+            geometry_of(dims, weight, stride, padding, dilation, groups),
+            activation_of(activation, op)};
+  if (input.dim() == dims + kChannelDims) return conv(std::move(args));
+  args.input = input.unsqueeze(0);
+  if (residual) args.residual = residual->unsqueeze(0);
+  return conv(std::move(args)).squeeze(0);
 }
 
 // `numbers`: how many strides, paddings and dilations there are, then these, then the groups. The
 // schema's name for them is what torch says of one that is no whole number.
 template <int64_t dims>
-at::Tensor packed_conv(const PackedConv& args) {
+at::Tensor packed_conv(const at::Tensor& input, const at::Tensor& weight,
+                       const OptionalTensor& bias, Numbers numbers, std::string_view activation,
+                       const OptionalTensor& residual) {
   constexpr int64_t kCounts = 3;
-  const Numbers numbers = args.numbers;
   int64_t expected = kCounts + 1;
   for (int64_t i = 0; i < kCounts && i < static_cast<int64_t>(numbers.size()); ++i) {
     TORCH_CHECK_VALUE(numbers[i] >= 0, name_of(dims), ": a count is negative in ", numbers);
@@ -186,16 +198,11 @@ at::Tensor packed_conv(const PackedConv& args) {
   }
   TORCH_CHECK_VALUE(static_cast<int64_t>(numbers.size()) == expected, name_of(dims), ": ", numbers,
                     " are not the numbers of a convolution");
-  auto next = numbers.begin() + kCounts;
-  const auto take = [&](size_t which) {
-    const auto first = next;
-    next += numbers[which];
-    return ConvNumbers(first, next);
-  };
-  ConvNumbers stride = take(0), padding = take(1), dilation = take(2);
-  return public_conv<dims, ConvNumbers>({args.input, args.weight, args.bias, std::move(stride),
-                                         std::move(padding), std::move(dilation), numbers.back(),
-                                         args.activation, args.residual});
+  const auto stride = numbers.slice(kCounts, numbers[0]);
+  const auto padding = numbers.slice(kCounts + numbers[0], numbers[1]);
+  const auto dilation = numbers.slice(kCounts + numbers[0] + numbers[1], numbers[2]);
+  return public_conv<dims, Numbers>(input, weight, bias, stride, padding, dilation, numbers.back(),
+                                    activation, residual);
 }
 
 template <class Padding>
@@ -209,8 +216,7 @@ std::vector<int64_t> conv_geometry(int64_t dims, const at::Tensor& weight, Numbe
 std::vector<c10::SymInt> conv_size(const at::Tensor& input, const at::Tensor& weight,
                                    const OptionalTensor& bias, const OptionalTensor& residual,
                                    Numbers geometry) {
-  Conv args{input, weight, bias, residual, {}};
-  args.geometry.numbers = geometry;
+  const Conv args{input, weight, bias, residual, {ConvNumbers(geometry)}};
   check_conv(args);
   const auto sizes = conv_output_sizes(args);
   return {sizes.begin(), sizes.end()};
@@ -227,11 +233,11 @@ void define_dims(torch::Library& m) {
     return name + overload + tensors + "=None, " + some + " stride=1, " + padding + ", " + some +
            " dilation=1, int groups=1, " + epilogue;
   };
-  m.def(schema("", some + " padding=0").c_str(), kernel<public_conv<dims, ConvNumbers>>, tags);
-  m.def(schema(".padding", "str padding=\"valid\"").c_str(),
-        kernel<public_conv<dims, std::string_view>>, tags);
+  m.def(schema("", some + " padding=0").c_str(), public_conv<dims, Numbers>, tags);
+  m.def(schema(".padding", "str padding=\"valid\"").c_str(), public_conv<dims, std::string_view>,
+        tags);
   m.def(("_" + name + tensors + ", int[] stride_padding_dilation_groups, " + epilogue).c_str(),
-        kernel<packed_conv<dims>>, tags);
+        packed_conv<dims>, tags);
 }
 
 // How far the kernel moves within the padded input; negative where it does not fit.

@@ -13,8 +13,9 @@ namespace cudnn_ops {
 
 // The strides of all dimensions, then the zeros before each, those after each, the dilations; and
 // the groups. One list, because Python needs half a microsecond to hand over each.
+using ConvNumbers = c10::SmallVector<int64_t, 13>;
 struct ConvGeometry {
-  c10::SmallVector<int64_t, 13> numbers;
+  ConvNumbers numbers;
 
   size_t dims() const {
     return numbers.size() / 4;

@@ -1,8 +1,7 @@
-// Convolutions with their epilogue: their derivative, and autocast.
+// Convolutions with their epilogue: their derivative.
 
-#include "ops/autocast.h"
 #include "ops/autograd_node.h"
-#include "ops/conv/conv_public.h"
+#include "ops/conv/conv.h"
 
 #include <torch/library.h>
 
@@ -56,50 +55,10 @@ ConvGradients conv_backward_autograd(c10::DispatchKeySet keys, const ConvMaskedB
       "cudnn_ops: double backward of a convolution is not available; compute that part with "
       "torch.nn.functional");
 }
-// The rule that torch has for its own convolutions: the lower precision.
-template <c10::DeviceType device, class Args>
-struct Autocast {
-  template <const char* const& name, const char* const& overload>
-  static at::Tensor call(const Args& args) {
-    static const Operator<at::Tensor, Args> op(name, overload);
-    return call_in_dtype<device>(op, args, at::autocast::get_autocast_dtype(device));
-  }
-};
-
-constexpr const char *kByNumbers = "", *kByName = "padding";
-constexpr const char *kConv1d = "cudnn_ops::conv1d", *kPacked1d = "cudnn_ops::_conv1d";
-constexpr const char *kConv2d = "cudnn_ops::conv2d", *kPacked2d = "cudnn_ops::_conv2d";
-constexpr const char *kConv3d = "cudnn_ops::conv3d", *kPacked3d = "cudnn_ops::_conv3d";
-
-template <c10::DeviceType device, const char* const& name, const char* const& packed>
-void register_dims(torch::Library& m) {
-  using ByNumbers = Autocast<device, PublicConv<ConvNumbers>>;
-  using ByName = Autocast<device, PublicConv<std::string_view>>;
-  using Packed = Autocast<device, PackedConv>;
-  m.impl(name, kernel<ByNumbers::template call<name, kByNumbers>>);
-  m.impl((std::string(name) + ".padding").c_str(), kernel<ByName::template call<name, kByName>>);
-  m.impl(packed, kernel<Packed::template call<packed, kByNumbers>>);
-}
-
-template <c10::DeviceType device>
-void register_autocast(torch::Library& m) {
-  register_dims<device, kConv1d, kPacked1d>(m);
-  register_dims<device, kConv2d, kPacked2d>(m);
-  register_dims<device, kConv3d, kPacked3d>(m);
-}
-
 }  // namespace
 }  // namespace cudnn_ops
 
 TORCH_LIBRARY_IMPL(cudnn_ops, Autograd, m) {
   m.impl("_conv", cudnn_ops::kernel<cudnn_ops::conv_autograd>);
   m.impl("_conv_backward", cudnn_ops::kernel<cudnn_ops::conv_backward_autograd>);
-}
-
-TORCH_LIBRARY_IMPL(cudnn_ops, AutocastCUDA, m) {
-  cudnn_ops::register_autocast<at::kCUDA>(m);
-}
-
-TORCH_LIBRARY_IMPL(cudnn_ops, AutocastCPU, m) {
-  cudnn_ops::register_autocast<at::kCPU>(m);
 }

@@ -9,43 +9,30 @@
 namespace cudnn_ops {
 namespace {
 
-// A part of the epilogue, a ConvFusion, in one graph with the convolution.
-struct FusedConv {
-  Conv conv;
-  int64_t fusion = 0;
+// With a part of the epilogue, a ConvFusion.
+ConvParams params_of(const Conv& args, int64_t fusion, bool with_before) {
+  check_conv(args);
+  return conv_params(args, static_cast<ConvFusion>(fusion), with_before);
+}
 
-  template <class Self>
-  static auto fields(Self& self) {
-    return std::tuple_cat(Conv::fields(self.conv), std::tie(self.fusion));
-  }
-  ConvParams params(bool with_before) const {
-    check_conv(conv);
-    return conv_params(conv, static_cast<ConvFusion>(fusion), with_before);
-  }
-};
-
-struct FusedForward {
-  FusedConv fused;
-  bool with_before = false;
-
-  template <class Self>
-  static auto fields(Self& self) {
-    return std::tuple_cat(FusedConv::fields(self.fused), std::tie(self.with_before));
-  }
-};
-
-std::vector<int64_t> plan_key(const FusedForward& args) {
-  return graph::PlanKey::of(args.fused.params(args.with_before), 0).words().vec();
+std::vector<int64_t> plan_key(const at::Tensor& input, const at::Tensor& weight,
+                              const OptionalTensor& bias, const OptionalTensor& residual,
+                              c10::IntArrayRef geometry, int64_t activation, int64_t fusion,
+                              bool with_before) {
+  const Conv args{input, weight, bias, residual, {ConvNumbers(geometry)}, activation};
+  return graph::PlanKey::of(params_of(args, fusion, with_before), 0).words().vec();
 }
 
 // Why a plan with that part of the epilogue is not tried; empty where it is.
-std::string bare_reason(const FusedConv& args) {
-  return std::string(reason_for_bare(args.params(/*with_before=*/false)));
+std::string bare_reason(const at::Tensor& input, const at::Tensor& weight,
+                        const OptionalTensor& bias, const OptionalTensor& residual,
+                        c10::IntArrayRef geometry, int64_t activation, int64_t fusion) {
+  const Conv args{input, weight, bias, residual, {ConvNumbers(geometry)}, activation};
+  return std::string(reason_for_bare(params_of(args, fusion, /*with_before=*/false)));
 }
 
 Conv bare_conv(const at::Tensor& input, const at::Tensor& weight, c10::IntArrayRef geometry) {
-  Conv args{input, weight, /*bias=*/{}, /*residual=*/{}, {}};
-  args.geometry.numbers = geometry;
+  const Conv args{input, weight, /*bias=*/{}, /*residual=*/{}, {ConvNumbers(geometry)}};
   check_conv(args);
   return args;
 }
@@ -71,11 +58,11 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   m.def(
       "_conv_plan_key(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, "
       "int[] geometry, int activation, int fusion, bool with_before) -> int[]",
-      kernel<plan_key>);
+      plan_key);
   m.def(
       "_conv_bare_reason(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, "
       "int[] geometry, int activation, int fusion) -> str",
-      kernel<bare_reason>);
+      bare_reason);
   m.def("_conv_torch_reason(Tensor input, Tensor weight, int[] geometry, int step) -> str",
         torch_reason);
   m.def(

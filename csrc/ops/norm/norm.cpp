@@ -3,6 +3,7 @@
 // derivative (norm_autograd.cpp).
 
 #include "ops/norm/norm.h"
+#include "ops/autocast.h"
 #include "ops/backward_check.h"
 
 #include <c10/core/ScalarType.h>
@@ -68,9 +69,23 @@ at::Tensor rms_norm(const at::Tensor& input, c10::SymIntArrayRef normalized_shap
   return std::get<0>(norm(rms_norm_of(input, {}, normalized_shape, weight, eps, zero_centered)));
 }
 
-at::Tensor layer_norm(const LayerNorm& args) {
-  return std::get<0>(norm({args.input, /*residual=*/{}, args.normalized_shape, args.weight,
-                           args.bias, args.eps, /*is_layer=*/true, args.zero_centered}));
+// Under autocast on CUDA it computes in float32, by the rule that torch has for its own; RMS norm
+// has none there, and on a CPU neither has.
+at::Tensor layer_norm(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
+                      const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                      bool zero_centered) {
+  Norm args{input,
+            /*residual=*/{},
+            at::SymDimVector(normalized_shape),
+            weight,
+            bias,
+            eps,
+            /*is_layer=*/true,
+            zero_centered};
+  if (input.is_cuda() && at::autocast::is_autocast_enabled(at::kCUDA)) {
+    cast(args, at::kFloat, at::kCUDA);
+  }
+  return std::get<0>(norm(std::move(args)));
 }
 
 std::tuple<at::Tensor, at::Tensor> out_and_sum(Norm args) {
@@ -159,7 +174,7 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   m.def(
       "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, "
       "float eps=1e-05, *, bool zero_centered=False) -> Tensor",
-      kernel<layer_norm>, tags);
+      layer_norm, tags);
   m.def(
       "add_rms_norm(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
       "float? eps=None, *, bool zero_centered=False) -> (Tensor out, Tensor sum)",

@@ -38,21 +38,6 @@ struct NormForward {
   }
 };
 
-// cudnn_ops::layer_norm.
-struct LayerNorm {
-  at::Tensor input;
-  at::SymDimVector normalized_shape;
-  OptionalTensor weight, bias;
-  double eps = 0;
-  bool zero_centered = false;
-
-  template <class Self>
-  static auto fields(Self& self) {
-    return std::tie(self.input, self.normalized_shape, self.weight, self.bias, self.eps,
-                    self.zero_centered);
-  }
-};
-
 // What the backward reads of the forward; `input` is the sum where there was a residual.
 struct NormSaved {
   at::Tensor input;

@@ -1,6 +1,5 @@
-// Layer norm and RMS norm: their derivative, and layer norm under autocast.
+// Layer norm and RMS norm: their derivative.
 
-#include "ops/autocast.h"
 #include "ops/autograd_node.h"
 #include "ops/norm/norm.h"
 
@@ -82,20 +81,10 @@ NormGradients norm_backward_autograd(c10::DispatchKeySet keys, const NormBackwar
       "torch.nn.functional");
 }
 
-// The rule that torch has for its own layer norm: float32, on CUDA alone. Its RMS norm has none.
-at::Tensor layer_norm_autocast(const LayerNorm& args) {
-  static const Operator<at::Tensor, LayerNorm> op("cudnn_ops::layer_norm");
-  return call_in_dtype<at::kCUDA>(op, args, at::kFloat);
-}
-
 }  // namespace
 }  // namespace cudnn_ops
 
 TORCH_LIBRARY_IMPL(cudnn_ops, Autograd, m) {
   m.impl("_norm", cudnn_ops::kernel<cudnn_ops::norm_autograd>);
   m.impl("_norm_backward", cudnn_ops::kernel<cudnn_ops::norm_backward_autograd>);
-}
-
-TORCH_LIBRARY_IMPL(cudnn_ops, AutocastCUDA, m) {
-  m.impl("layer_norm", cudnn_ops::kernel<cudnn_ops::layer_norm_autocast>);
 }
