@@ -11,9 +11,10 @@
 
 namespace cudnn_ops {
 
-// The strides of all dimensions, then the zeros before each, those after each, the dilations; and
-// the groups. One list, because Python needs half a microsecond to hand over each.
 using ConvNumbers = c10::SmallVector<int64_t, 13>;
+
+// The strides of all dimensions, the zeros before each, those after each, the dilations; and the
+// groups. Schemas have one list, because Python needs half a microsecond to hand over each.
 struct ConvGeometry {
   ConvNumbers numbers;
 
