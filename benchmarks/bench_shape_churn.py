@@ -21,7 +21,7 @@ import cudnn_ops
 from benchmarks import peers
 from benchmarks.bench_sdpa import SHAPES, Shape, tensors
 from benchmarks.harness import Rows, gpu_ms, main
-from cudnn_ops.policy import Policy
+from cudnn_ops.plans.policy import Policy
 
 BATCH, HEADS, KV_HEADS, DIM = 4, 32, 8, 128
 LONGEST = 4096

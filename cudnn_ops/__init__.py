@@ -4,24 +4,11 @@ Importing registers ``torch.ops.cudnn_ops.*``; the public functions are listed b
 """
 
 from cudnn_ops import _library as _library  # first: it registers the operators
-from cudnn_ops import _torch_context_parallel as _torch_context_parallel
 from cudnn_ops import support
-from cudnn_ops.cache import (
-    CacheInfo,
-    StoreInfo,
-    cache_clear,
-    cache_info,
-    set_cache_limit,
-    set_store,
-    store_clear,
-    store_info,
-)
-from cudnn_ops.checkpointing import checkpoint_ops
-from cudnn_ops.decomposition import decompositions
-from cudnn_ops.known_bad import KnownBad, known_bad
-from cudnn_ops.kv_cache import CacheUsage, KVSequence, OutOfPages, PagedKVCache
-from cudnn_ops.norm_tuning import NormTiming, tune_norms
+from cudnn_ops.ops import _torch_context_parallel as _torch_context_parallel
+from cudnn_ops.ops.checkpointing import checkpoint_ops
 from cudnn_ops.ops.conv import conv1d, conv2d, conv3d
+from cudnn_ops.ops.decomposition import decompositions
 from cudnn_ops.ops.gated import geglu, swiglu
 from cudnn_ops.ops.merge import merge_attention_states
 from cudnn_ops.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -36,9 +23,23 @@ from cudnn_ops.ops.sdpa import (
     scaled_dot_product_attention_with_lse,
 )
 from cudnn_ops.ops.varlen import varlen_attention, varlen_attention_with_lse
-from cudnn_ops.policy import plan_policy, set_autotune, set_plan_policy, using_plan_policy
-from cudnn_ops.tune import TunedPlan, tune_sdpa
-from cudnn_ops.warmup import PlanRequest, WarmupReport, plan_requests, record_shapes, warmup
+from cudnn_ops.plans.cache import (
+    CacheInfo,
+    StoreInfo,
+    cache_clear,
+    cache_info,
+    set_cache_limit,
+    set_store,
+    store_clear,
+    store_info,
+)
+from cudnn_ops.plans.norm_tuning import tune_norms
+from cudnn_ops.plans.policy import plan_policy, set_autotune, set_plan_policy, using_plan_policy
+from cudnn_ops.plans.tables import NormTiming
+from cudnn_ops.plans.tune import TunedPlan, tune_sdpa
+from cudnn_ops.plans.warmup import PlanRequest, WarmupReport, plan_requests, record_shapes, warmup
+from cudnn_ops.serving.kv_cache import CacheUsage, KVSequence, OutOfPages, PagedKVCache
+from cudnn_ops.support.known_bad import KnownBad, known_bad
 
 __version__ = "0.1.0"
 

@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from cudnn_ops import cache, support, support_table
-from cudnn_ops.norm_tuning import tune_norms, write_table
-from cudnn_ops.tune import EngineTable, tune_sdpa, tune_standard_shapes
+from cudnn_ops import support
+from cudnn_ops.plans import cache
+from cudnn_ops.plans.norm_tuning import tune_norms, write_table
+from cudnn_ops.plans.tables import EngineTable
+from cudnn_ops.plans.tune import tune_sdpa, tune_standard_shapes
+from cudnn_ops.support import table as support_table
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _LAYOUTS = {"bshd": (0, 2, 1, 3), "bhsd": (0, 1, 2, 3)}

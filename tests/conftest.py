@@ -73,7 +73,7 @@ def engine_table(fresh_cache):
     yield set_table
     for sm in (80, 90):
         cudnn_ops._C.set_engine_table(sm, 0, [])
-    cudnn_ops.tune.load_tables()
+    cudnn_ops.plans.tables.load_tables()
 
 
 @pytest.fixture

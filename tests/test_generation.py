@@ -10,7 +10,7 @@ import torch
 
 from cudnn_ops import _C, OutOfPages
 from cudnn_ops.generation import Engine, SamplingParams
-from cudnn_ops.model_runner import padded_batch
+from cudnn_ops.serving.model_runner import padded_batch
 from tests.cases.generation import (
     SETUPS,
     check_likeliest,

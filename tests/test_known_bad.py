@@ -12,7 +12,7 @@ import torch
 
 import cudnn_ops
 from cudnn_ops import _C, support
-from cudnn_ops.known_bad import KnownBad, set_known_bad, version_number
+from cudnn_ops.support.known_bad import KnownBad, set_known_bad, version_number
 
 SHAPE = ((2, 4, 70, 64), torch.bfloat16)
 ONE_QUERY = ((2, 4, 1, 64), torch.bfloat16)

@@ -12,7 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cudnn_ops
-from cudnn_ops import CacheUsage, KVSequence, OutOfPages, PagedKVCache, kv_cache
+from cudnn_ops import CacheUsage, KVSequence, OutOfPages, PagedKVCache
+from cudnn_ops.serving import kv_cache
 from tests.cases import kv_cache as cases
 from tests.cases.kv_cache import check, grow, make_cache, prefill
 from tests.conftest import DEVICES

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import cudnn_ops
-from cudnn_ops import _C, norm_tuning, plan_requests, using_plan_policy, warmup
-from cudnn_ops.tune import TABLES, EngineTable
+from cudnn_ops import _C, plan_requests, using_plan_policy, warmup
+from cudnn_ops.plans import norm_tuning
+from cudnn_ops.plans.tables import NORM_PLANS, TABLES, EngineTable, load_tables
 from tests.cases import norm as cases
 from tests.cases.norm import NormCase
 
@@ -34,7 +35,7 @@ def table():
     cudnn_ops.cache_clear()
     yield
     _C.set_norm_table(sm, 0, [])
-    norm_tuning.load_tables()
+    load_tables()
 
 
 def both_ways(is_layer: bool, rows: int, size: int = SIZE, **options) -> None:
@@ -117,7 +118,7 @@ def test_a_cuda_graph_gets_what_builds_nothing(table):
 def test_tuning_measures_both(tmp_path):
     timings = norm_tuning.tune_norms([(1024, 2048)], workers=2)
     assert {(t.plan, t.is_layer) for t in timings} == {
-        (plan, is_layer) for plan in norm_tuning.PLANS for is_layer in (False, True)
+        (plan, is_layer) for plan in NORM_PLANS for is_layer in (False, True)
     }
     assert all(math.isfinite(t.cudnn_ms) and t.ours_ms > 0 and t.engine for t in timings)
     path = tmp_path / "table.json"
@@ -128,7 +129,7 @@ def test_tuning_measures_both(tmp_path):
 def test_the_package_s_tables_have_every_standard_size():
     wanted = {
         (plan, is_layer, *size)
-        for plan in norm_tuning.PLANS
+        for plan in NORM_PLANS
         for is_layer in (False, True)
         for size in norm_tuning.STANDARD_SIZES
     }

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cudnn_ops.generation import Engine, SamplingParams
-from cudnn_ops.sampling import sample
+from cudnn_ops.serving.sampling import sample
 from tests.cases.generation import (
     check_likeliest,
     make_cache,

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import cudnn_ops
-from cudnn_ops import PlanRequest, TunedPlan, plan_requests, tune
+from cudnn_ops import PlanRequest, TunedPlan, plan_requests
 from cudnn_ops import __main__ as command_line
+from cudnn_ops.plans.tables import TABLES, EngineTable
 from cudnn_ops.support import explain
-from cudnn_ops.tune import EngineTable
 from tests.cases import sdpa as cases
 from tests.cases.sdpa import Case, run
 
@@ -100,7 +100,7 @@ def test_a_table_takes_in_what_is_worth_it(tmp_path):
 
 def test_the_tables_of_the_package():
     """Whatever they name is a plan of this version, and they say where they come from."""
-    paths = sorted(tune.TABLES.glob("sm*.json"))
+    paths = sorted(TABLES.glob("sm*.json"))
     assert [path.name for path in paths] == ["sm90.json"]
     for path in paths:
         shipped = EngineTable.read(path)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from cudnn_ops.plans.warmup import PlanRequest, plan_requests
 from cudnn_ops.support import explain
-from cudnn_ops.warmup import PlanRequest, plan_requests
 
 CACHES = [((100, 16, 2, size), torch.bfloat16) for size in (64, 32)]
 CAUSAL: dict[str, Any] = {"is_causal": True}

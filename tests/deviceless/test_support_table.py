@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cudnn_ops import support_table
 from cudnn_ops.__main__ import main
+from cudnn_ops.support import table as support_table
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 

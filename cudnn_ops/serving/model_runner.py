@@ -11,10 +11,10 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from cudnn_ops.kv_cache import ALIGNMENT, KVSequence, PagedKVCache
 from cudnn_ops.ops.paged import paged_attention
-from cudnn_ops.sampling import sample
-from cudnn_ops.scheduler import Batch
+from cudnn_ops.serving.kv_cache import ALIGNMENT, KVSequence, PagedKVCache
+from cudnn_ops.serving.sampling import sample
+from cudnn_ops.serving.scheduler import Batch
 
 
 class Attend(Protocol):

@@ -7,14 +7,10 @@ compile its kernels all the same.
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import importlib.util
 import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +21,8 @@ from cudnn_ops import _C
 from cudnn_ops.ops.activation import ACTIVATIONS
 from cudnn_ops.ops.conv import as_list
 from cudnn_ops.ops.paged import KVLayout, is_head_major
-from cudnn_ops.plan_arguments import take_operands, with_effect
+from cudnn_ops.support.arguments import take_operands, with_effect
+from cudnn_ops.support.device import format_cudnn_version, prepare
 
 #: The names of the norms' plans.
 NORMS = ("rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward")
@@ -65,12 +62,6 @@ class Explanation:
         )
 
 
-def devices() -> list[str]:
-    """Names of the GPUs whose descriptions come with the package."""
-    folder = resources.files("cudnn_ops") / "devices"
-    return sorted(file.name.removesuffix(".json") for file in folder.iterdir())
-
-
 def explain(
     op: str,
     q: TensorSpec | None = None,
@@ -97,7 +88,7 @@ def explain(
         v: the value; None stands for one like the key.
         with_lse: whether the forward also stores the log-sum-exp, as it does in training.
         polymorphic: asks about the plan that serves other batch sizes and lengths too
-            (:mod:`cudnn_ops.policy`), not about the one for these sizes alone.
+            (:mod:`cudnn_ops.plans.policy`), not about the one for these sizes alone.
         device: ``"current"`` for the live GPU, a name of :func:`devices`, or the path of a
             file that :func:`describe_device` wrote.
         options: all arguments of the operator's public function by name, those too that no plan
@@ -151,15 +142,6 @@ def _check_known(op: str) -> None:
         if op.startswith("varlen"):
             hint = '; packed sequences have the plans of "sdpa" with polymorphic=True'
         raise ValueError(f"op is one of {', '.join(known)}, got {op!r}{hint}")
-
-
-def describe_device(index: int = 0) -> str:
-    """The description of live GPU ``index``: JSON text, for ``explain(device=...)`` anywhere."""
-    prepare("current")
-    count = torch.cuda.device_count()
-    if not 0 <= index < count:
-        raise ValueError(f"torch sees {count} GPUs, counted from 0; there is none with {index}")
-    return _C.describe_device(index)
 
 
 def plan_key(
@@ -389,29 +371,6 @@ def _norm_plan_key(
     )
 
 
-def format_cudnn_version(version: int) -> str:
-    """``91900`` as ``"9.19.0"``."""
-    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
-
-
-def _description(device: str | Path) -> str:
-    if device == "current":
-        return "current"
-    known = resources.files("cudnn_ops") / "devices" / f"{device}.json"
-    if known.is_file():
-        return known.read_text()
-    path = Path(device)
-    if path.is_file():
-        try:
-            return path.read_text()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not the description of a GPU: {error}") from error
-    raise ValueError(
-        f'device {str(device)!r} is not "current", not one of {", ".join(devices())}, and not a '
-        "file; `python -m cudnn_ops describe-device` writes one on a machine with a GPU"
-    )
-
-
 def meta_tensors(
     q: TensorSpec, k: TensorSpec | None, v: TensorSpec | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -441,45 +400,3 @@ def _optional(
     if spec is None or isinstance(spec, bool):
         return torch.empty(shape, dtype=dtype, device="meta") if spec else None
     return _meta_tensor(spec, name)
-
-
-def prepare(device: str | Path) -> str:
-    """Makes sure that cuDNN finds a driver, real or not, and the compiler that it needs.
-
-    Returns what the device is called in C++: "current", or its description.
-    """
-    description = _description(device)
-    if description != "current":
-        _load_driver_stub()
-        offer_wheels()
-    elif not torch.cuda.is_available():
-        raise RuntimeError(
-            'device="current" asks for a GPU, and torch sees none; describe one instead, '
-            f"such as device={devices()[0]!r}"
-        )
-    return description
-
-
-@functools.cache
-def _load_driver_stub() -> None:
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        # Global, so that cuDNN's own look-up by this name finds it; it stays for good.
-        stub = Path(__file__).parent / "stub" / "libcuda.so.1"
-        ctypes.CDLL(str(stub), mode=ctypes.RTLD_GLOBAL)
-
-
-@functools.cache
-def offer_wheels() -> None:
-    """Where torch has no CUDA, cuDNN and its compiler come from their own wheels, if there."""
-    if torch.version.cuda is not None:
-        return
-    spec = importlib.util.find_spec("nvidia")
-    for root in (spec.submodule_search_locations or []) if spec else []:
-        for name in ("libnvrtc-builtins.so.*", "libnvrtc.so.*"):
-            for library in sorted(Path(root).glob(f"cu1*/lib/{name}")):
-                ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-        cudnn = Path(root) / "cudnn" / "lib" / "libcudnn.so.9"
-        if cudnn.is_file():
-            _C.set_cudnn_fallback_path(str(cudnn))

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from cudnn_ops import _C, support
 from cudnn_ops.ops.activation import needs_before
-from cudnn_ops.policy import plan_policy
+from cudnn_ops.plans.policy import plan_policy
 
 
 @dataclass(frozen=True)

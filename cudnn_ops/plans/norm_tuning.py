@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -20,8 +20,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from cudnn_ops import _C
-from cudnn_ops.policy import using_plan_policy
-from cudnn_ops.tune import TABLES, WORTHWHILE, EngineTable
+from cudnn_ops.plans.policy import using_plan_policy
+from cudnn_ops.plans.tables import EngineTable, NormTiming, load_tables
 
 #: Numbers in a row, and rows, all bfloat16: what the package's table is made from. Of less than
 #: 4 MiB a call takes our kernels unasked, for the host's time is all that counts there.
@@ -48,39 +48,6 @@ STANDARD_SIZES = (
     (32768, 512),
     (32768, 4096),
 )
-PLANS = ("inference", "training", "backward")
-
-
-@dataclass(frozen=True)
-class NormTiming:
-    """One norm of one size: how long a call takes, in milliseconds of GPU time."""
-
-    plan: str
-    """One of :data:`PLANS`: a forward alone, one that a gradient follows, or the gradient."""
-    is_layer: bool
-    columns: int
-    rows: int
-    engine: str
-    """The fastest of cuDNN's."""
-    cudnn_ms: float
-    ours_ms: float
-
-    @property
-    def is_cudnn_faster(self) -> bool:
-        return self.cudnn_ms < self.ours_ms * (1 - WORTHWHILE)
-
-    def as_choice(self) -> tuple[int, bool, int, int, bool, str]:
-        """As C++ takes it: a row by its bytes."""
-        row_bytes = self.columns * torch.bfloat16.itemsize
-        plan = PLANS.index(self.plan)
-        return plan, self.is_layer, row_bytes, self.rows, self.is_cudnn_faster, self.engine
-
-    def __str__(self) -> str:
-        name = "layer_norm" if self.is_layer else "rms_norm"
-        return (
-            f"{name:<10} {self.plan:<9} {self.rows:>8} x {self.columns:<6} "
-            f"ours {self.ours_ms:.4f} ms, cuDNN {self.cudnn_ms:.4f} ms  {self.engine}"
-        )
 
 
 class _Norm:
@@ -221,28 +188,3 @@ def write_table(path: Path, timings: Iterable[NormTiming]) -> None:
         for timing in timings
     ]
     table.write(path)
-
-
-def load_tables() -> None:
-    """Hands the package's tables to the operators."""
-    for path in sorted(TABLES.glob("norms_sm*.json")):
-        table = EngineTable.read(path)
-        timings = [NormTiming(**entry) for entry in table.entries]  # type: ignore[arg-type]
-        _C.set_norm_table(
-            table.sm,
-            table.cudnn,
-            [
-                (
-                    PLANS.index(t.plan),
-                    t.is_layer,
-                    2 * t.columns,
-                    t.rows,
-                    t.is_cudnn_faster,
-                    t.engine,
-                )
-                for t in timings
-            ],
-        )
-
-
-load_tables()

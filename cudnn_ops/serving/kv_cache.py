@@ -24,7 +24,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cudnn_ops.page_pool import OutOfPages, PagePool, token_blocks
+from cudnn_ops.serving.page_pool import OutOfPages, PagePool, token_blocks
 
 ALIGNMENT = 256
 """Bytes: where each layer's keys and values begin. Kernels read 16 at once, TMA wants 128."""

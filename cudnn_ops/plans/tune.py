@@ -1,30 +1,16 @@
-"""Measuring cuDNN's engines for given shapes: ``python -m cudnn_ops tune``, and its tables.
-
-A table is a file of the package, ``tuned/sm<architecture>.json``. It says for which plans which
-engine beats the one that cuDNN's heuristics name first, on what GPU and with which versions that
-was measured, and is consulted with that version of cuDNN only.
-"""
+"""Measuring cuDNN's engines for given shapes: ``python -m cudnn_ops tune``."""
 
 from __future__ import annotations
 
-import json
 import math
-import re
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cudnn_ops import _C, support
-from cudnn_ops.policy import using_plan_policy
-from cudnn_ops.warmup import PlanRequest
-
-TABLES = Path(__file__).parent / "tuned"
-#: An engine has to be this much faster than the heuristics' first to get into a table.
-WORTHWHILE = 0.02
-
+from cudnn_ops.plans.policy import using_plan_policy
+from cudnn_ops.plans.warmup import PlanRequest
 
 #: Batch, query heads, key heads, query length, key length, head size, causal: what the package's
 #: tables are made from. Training, prompts, decoding, cross attention, large and small heads.
@@ -133,65 +119,3 @@ def _random_like(tensor: Tensor, requires_grad: bool) -> Tensor:
     extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     memory = torch.randn(extent, dtype=tensor.dtype, device="cuda")
     return memory.as_strided(tensor.shape, tensor.stride()).requires_grad_(requires_grad)
-
-
-@dataclass
-class EngineTable:
-    """A file of tuned engines for one GPU architecture."""
-
-    sm: int
-    """90 for compute capability 9.0."""
-    gpu: str
-    driver: str
-    cudnn: int
-    """91900 for 9.19.0."""
-    torch: str
-    date: str
-    entries: list[dict[str, object]] = field(default_factory=list)
-    """Each has ``plan`` (in words, for readers), ``words`` (its key), ``engine`` and ``ms``."""
-
-    @classmethod
-    def of_this_machine(cls) -> EngineTable:
-        major, minor = torch.cuda.get_device_capability()
-        return cls(
-            sm=major * 10 + minor,
-            gpu=torch.cuda.get_device_name(),
-            driver=_driver(),
-            cudnn=_C.cudnn_version(),
-            torch=torch.__version__,
-            date=datetime.now(UTC).date().isoformat(),
-        )
-
-    @classmethod
-    def read(cls, path: Path) -> EngineTable:
-        return cls(**json.loads(path.read_text()))
-
-    def add(self, tuned: TunedPlan) -> None:
-        """Takes in a measurement, or forgets the plan where the heuristics are as good."""
-        words = list(tuned.request.words)
-        self.entries = [entry for entry in self.entries if entry["words"] != words]
-        if tuned.gain > WORTHWHILE:
-            ms = {engine: round(ms, 5) for engine, ms in tuned.engine_ms.items()}
-            self.entries.append(
-                {"plan": str(tuned.request), "words": words, "engine": tuned.fastest, "ms": ms}
-            )
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
-
-
-def _driver() -> str:
-    file = Path("/proc/driver/nvidia/version")
-    found = re.search(r"\d+\.\d+(\.\d+)?", file.read_text()) if file.exists() else None
-    return found[0] if found else "unknown"
-
-
-def load_tables() -> None:
-    """Hands the package's tables to the operators."""
-    for path in sorted(TABLES.glob("sm*.json")):
-        table = EngineTable.read(path)
-        engines = [(entry["words"], entry["engine"]) for entry in table.entries]
-        _C.set_engine_table(table.sm, table.cudnn, engines)  # type: ignore[arg-type]
-
-
-load_tables()

@@ -1,7 +1,7 @@
 """Who holds which page of a paged cache, and which pages are found by content.
 
-Pages are numbers here; :mod:`cudnn_ops.kv_cache` has the memory and the sequences. What holds at
-all times:
+Pages are numbers here; :mod:`cudnn_ops.serving.kv_cache` has the memory and the sequences. What
+holds at all times:
 
 - A page is free, or has holders (sequences), or has none and is in the tree: it is *evictable*.
 - Whoever holds a page holds, before it, the same page as its other holders do. If it is in the

@@ -1,6 +1,6 @@
 """Which requests a step computes, and how many tokens of each: admission, chunks, preemption.
 
-Host logic alone: the model is run by :mod:`cudnn_ops.model_runner`.
+Host logic alone: the model is run by :mod:`cudnn_ops.serving.model_runner`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from cudnn_ops.kv_cache import KVSequence, OutOfPages, PagedKVCache
-from cudnn_ops.sampling import SamplingParams
+from cudnn_ops.serving.kv_cache import KVSequence, OutOfPages, PagedKVCache
+from cudnn_ops.serving.sampling import SamplingParams
 
 
 @dataclass

@@ -1,0 +1,127 @@
+"""What the package knows to be fast on which GPU, and hands to the operators at import.
+
+A file ``tuned/sm<architecture>.json`` says for which plans which engine beats the one that cuDNN's
+heuristics name first; ``tuned/norms_sm<architecture>.json`` says which norms our kernels run faster
+than cuDNN. Each notes the GPU and the versions it was measured with, and is consulted with that
+version of cuDNN only. ``python -m cudnn_ops tune`` writes them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cudnn_ops import _C
+
+if TYPE_CHECKING:
+    from cudnn_ops.plans.tune import TunedPlan
+
+TABLES = Path(__file__).parent / "tuned"
+#: An engine has to be this much faster than the heuristics' first to get into a table.
+WORTHWHILE = 0.02
+#: A norm's forward alone, one that a gradient follows, and the gradient.
+NORM_PLANS = ("inference", "training", "backward")
+
+
+@dataclass
+class EngineTable:
+    """A file of tuned engines for one GPU architecture."""
+
+    sm: int
+    """90 for compute capability 9.0."""
+    gpu: str
+    driver: str
+    cudnn: int
+    """91900 for 9.19.0."""
+    torch: str
+    date: str
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    """Each has ``plan`` (in words, for readers), ``words`` (its key), ``engine`` and ``ms``."""
+
+    @classmethod
+    def of_this_machine(cls) -> EngineTable:
+        major, minor = torch.cuda.get_device_capability()
+        return cls(
+            sm=major * 10 + minor,
+            gpu=torch.cuda.get_device_name(),
+            driver=_driver(),
+            cudnn=_C.cudnn_version(),
+            torch=torch.__version__,
+            date=datetime.now(UTC).date().isoformat(),
+        )
+
+    @classmethod
+    def read(cls, path: Path) -> EngineTable:
+        return cls(**json.loads(path.read_text()))
+
+    def add(self, tuned: TunedPlan) -> None:
+        """Takes in a measurement, or forgets the plan where the heuristics are as good."""
+        words = list(tuned.request.words)
+        self.entries = [entry for entry in self.entries if entry["words"] != words]
+        if tuned.gain > WORTHWHILE:
+            ms = {engine: round(ms, 5) for engine, ms in tuned.engine_ms.items()}
+            self.entries.append(
+                {"plan": str(tuned.request), "words": words, "engine": tuned.fastest, "ms": ms}
+            )
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def _driver() -> str:
+    file = Path("/proc/driver/nvidia/version")
+    found = re.search(r"\d+\.\d+(\.\d+)?", file.read_text()) if file.exists() else None
+    return found[0] if found else "unknown"
+
+
+@dataclass(frozen=True)
+class NormTiming:
+    """One norm of one size: how long a call takes, in milliseconds of GPU time."""
+
+    plan: str
+    """One of :data:`NORM_PLANS`: a forward alone, one that a gradient follows, or the gradient."""
+    is_layer: bool
+    columns: int
+    rows: int
+    engine: str
+    """The fastest of cuDNN's."""
+    cudnn_ms: float
+    ours_ms: float
+
+    @property
+    def is_cudnn_faster(self) -> bool:
+        return self.cudnn_ms < self.ours_ms * (1 - WORTHWHILE)
+
+    def as_choice(self) -> tuple[int, bool, int, int, bool, str]:
+        """As C++ takes it: a row by its bytes."""
+        row_bytes = self.columns * torch.bfloat16.itemsize
+        plan = NORM_PLANS.index(self.plan)
+        return plan, self.is_layer, row_bytes, self.rows, self.is_cudnn_faster, self.engine
+
+    def __str__(self) -> str:
+        name = "layer_norm" if self.is_layer else "rms_norm"
+        return (
+            f"{name:<10} {self.plan:<9} {self.rows:>8} x {self.columns:<6} "
+            f"ours {self.ours_ms:.4f} ms, cuDNN {self.cudnn_ms:.4f} ms  {self.engine}"
+        )
+
+
+def load_tables() -> None:
+    """Hands the package's tables to the operators."""
+    for path in sorted(TABLES.glob("sm*.json")):
+        table = EngineTable.read(path)
+        engines = [(entry["words"], entry["engine"]) for entry in table.entries]
+        _C.set_engine_table(table.sm, table.cudnn, engines)
+    for path in sorted(TABLES.glob("norms_sm*.json")):
+        table = EngineTable.read(path)
+        choices = [NormTiming(**entry).as_choice() for entry in table.entries]
+        _C.set_norm_table(table.sm, table.cudnn, choices)
+
+
+load_tables()

@@ -1,0 +1,231 @@
+"""Serving many requests at once from a paged cache: continuous batching around any model.
+
+    cache = PagedKVCache(layers, pages, 16, heads_kv, head_size, dtype=dtype, device="cuda")
+    engine = Engine(model, cache, max_batch=64, chunk=1024)
+    for prompt in prompts:
+        engine.submit(prompt, SamplingParams(max_tokens=100, temperature=0.7, seed=1))
+    for request in engine.run():
+        print(request.output, request.stats)
+
+Each step computes the next token of every running request, and a chunk of the prompts that have
+come in; requests join and leave between steps. What a model must look like is said by
+:class:`Model`; the queue is in :mod:`cudnn_ops.serving.scheduler`, the GPU's work in
+:mod:`cudnn_ops.serving.model_runner`.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from cudnn_ops.serving.kv_cache import PagedKVCache
+from cudnn_ops.serving.model_runner import Model, ModelRunner
+from cudnn_ops.serving.sampling import SamplingParams
+from cudnn_ops.serving.scheduler import Request, Scheduler
+
+
+class GeneratedToken(NamedTuple):
+    """One token, as it comes."""
+
+    request: Request
+    token: int
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What an engine has done so far, over all requests."""
+
+    finished: int = 0
+    """Requests that are complete."""
+    steps: int = 0
+    replays: int = 0
+    """Steps that were replayed from a CUDA graph."""
+    computed_tokens: int = 0
+    """Tokens that went through the model, those computed again after a preemption among them."""
+    output_tokens: int = 0
+    prefix_hits: int = 0
+    """Tokens of admitted requests that were found computed."""
+    preemptions: int = 0
+    peak_pages: int = 0
+    """The most pages of the cache that were in use after a step's room was made."""
+    seconds: float = 0.0
+    """Spent in steps."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens over ``seconds``; 0 before the first step."""
+        return self.output_tokens / self.seconds if self.seconds else 0.0
+
+
+class Engine:
+    """Generates tokens for requests that may come at any time.
+
+    Requests are served first come, first served, as many at once as rows and pages allow. Their
+    beginnings are taken from the cache where they are known, and one that is just being computed
+    for another request is waited for. When pages run out, the youngest running request gives its
+    own back and waits; later its prompt and what it has generated are computed again, as far as
+    they are not found.
+
+    Greedy output is that of the model alone, up to the rounding of other batch shapes. What is
+    drawn follows from the request's seed alone, up to the same.
+
+    Not thread-safe, and all steps belong on one stream, as the cache says.
+
+    Args:
+        model: what computes the logits. On a GPU its parameters must stay where they are.
+        cache: for its keys and values. Others may hold sequences in it too; what they hold is
+            missing here.
+        max_batch: the most requests that run at once.
+        chunk: the most tokens of prompts that a step computes. Small ones keep the others' tokens
+            coming, large ones compute prompts faster.
+        max_length: the most tokens of a request, prompt and output, that the model takes; None
+            stands for what the cache has room for.
+
+    Raises:
+        ValueError: a number less than 1.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: PagedKVCache,
+        *,
+        max_batch: int = 32,
+        chunk: int = 512,
+        max_length: int | None = None,
+    ) -> None:
+        """Allocates the inputs of a step; captures nothing yet."""
+        room = cache.pages * cache.page_size
+        max_length = room if max_length is None else max_length
+        for name, number in (
+            ("max_batch", max_batch),
+            ("chunk", chunk),
+            ("max_length", max_length),
+        ):
+            if not isinstance(number, int) or number < 1:
+                raise ValueError(f"{name} is a whole number, at least 1, got {number!r}")
+        self.cache, self.max_batch, self.chunk = cache, max_batch, chunk
+        self.max_length = min(max_length, room)
+        self._scheduler = Scheduler(cache, max_batch, chunk)
+        self._runner = ModelRunner(model, cache, max_batch, chunk, self.max_length)
+        self._stats = EngineStats()
+
+    @property
+    def stats(self) -> EngineStats:
+        """What has been done so far."""
+        return self._stats
+
+    @property
+    def running(self) -> int:
+        """Requests that hold pages."""
+        return len(self._scheduler.running)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for rows or pages, preempted ones among them."""
+        return len(self._scheduler.waiting)
+
+    def warm_up(self) -> None:
+        """Builds the plans and captures the CUDA graphs of all batch sizes.
+
+        Otherwise the first step of each size does, which takes as long as many steps. Touches no
+        page.
+        """
+        self._runner.warm_up()
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Request:
+        """Queues a request; :meth:`step` serves it.
+
+        Args:
+            prompt: token ids, at least one.
+            params: how to go on from there; None: :class:`SamplingParams` as they are.
+
+        Returns:
+            The request, whose ``output``, ``finish_reason`` and ``stats`` change as it is served.
+
+        Raises:
+            ValueError: the prompt is empty or no token ids, or is with ``max_tokens`` longer than
+                the model or the cache can ever take.
+        """
+        params = SamplingParams() if params is None else params
+        try:
+            tokens = [operator.index(token) for token in prompt]
+        except TypeError as error:
+            raise ValueError(f"prompt is a sequence of token ids: {error}") from None
+        if not tokens:
+            raise ValueError("prompt is empty: the first token must follow from something")
+        if not 0 <= min(tokens) <= max(tokens) < 2**63:
+            raise ValueError("prompt is a sequence of token ids, from 0 to 2**63 - 1")
+        length = len(tokens) + params.max_tokens
+        if length > self.max_length:
+            raise ValueError(
+                f"prompt and max_tokens are {len(tokens)} + {params.max_tokens} tokens, and a "
+                f"request has room for {self.max_length}: shorten one of them, or make an engine "
+                f"with a larger max_length and a cache of more pages (now {self.cache.pages} of "
+                f"{self.cache.page_size} tokens)"
+            )
+        request = Request(tokens, params)
+        self._scheduler.waiting.append(request)
+        return request
+
+    def step(self) -> list[GeneratedToken]:
+        """Computes one step: the next tokens of running requests, and a chunk of prompts.
+
+        Returns:
+            The tokens that came out; none where there was nothing to do, or where a prompt is not
+            at its end yet. ``request.is_finished`` says whose last they are.
+
+        Raises:
+            OutOfPages: others than this engine hold so many pages of the cache that the oldest
+                request cannot go on. Nothing is lost: call it again once they are free.
+        """
+        began = time.perf_counter()
+        scheduler = self._scheduler
+        batch = scheduler.schedule()
+        if not batch.shares:
+            return []
+        pages = self.cache.pages - self.cache.available
+        try:
+            result = self._runner.launch(batch)
+            # While the device computes: what it will have written is known already.
+            scheduler.commit(batch)
+            tokens = result.tolist()
+        except BaseException:
+            scheduler.undo(batch)
+            raise
+        generated = []
+        now = time.perf_counter()
+        for share, token in zip(batch.shares, tokens, strict=True):
+            if share.is_last:
+                share.request.accept(token, now)
+                generated.append(GeneratedToken(share.request, token))
+        finished = [request for request, _ in generated if request.is_finished]
+        for request in finished:
+            scheduler.finish(request)
+        stats = self._stats
+        self._stats = replace(
+            stats,
+            finished=stats.finished + len(finished),
+            steps=stats.steps + 1,
+            replays=self._runner.replays,
+            computed_tokens=stats.computed_tokens + len(batch.slots),
+            output_tokens=stats.output_tokens + len(generated),
+            prefix_hits=scheduler.prefix_hits,
+            preemptions=scheduler.preemptions,
+            peak_pages=max(stats.peak_pages, pages),
+            seconds=stats.seconds + time.perf_counter() - began,
+        )
+        return generated
+
+    def run(self) -> Iterator[Request]:
+        """Steps until nothing is left, and gives each request once it is finished.
+
+        Requests may be submitted in between, and are served too.
+        """
+        while self.running or self.waiting:
+            for request, _ in self.step():
+                if request.is_finished:
+                    yield request
