@@ -1,5 +1,5 @@
 // Engines that were measured to beat the one that cuDNN's heuristics name first. The tables come
-// with the package (cudnn_ops/tuned/), one a GPU architecture, and are handed over by Python.
+// with the package (cudnn_ops/plans/tuned/), one a GPU architecture, and are handed over by Python.
 #pragma once
 
 #include "graph/plan_key.h"

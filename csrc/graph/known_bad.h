@@ -1,5 +1,5 @@
 // What cuDNN accepts and is known to compute wrongly or to crash with: rules about a plan's
-// parameters, from cudnn_ops/known_bad.json. Consulted whenever a plan is made.
+// parameters, from cudnn_ops/support/known_bad.json. Consulted whenever a plan is made.
 #pragma once
 
 #include "graph/plan_key.h"

@@ -1,5 +1,5 @@
 // A CUDA driver without a device, for building cuDNN plans on machines that have no driver.
-// It must carry the driver's name; cudnn_ops/support.py loads it only where there is none.
+// It must carry the driver's name; cudnn_ops/support/device.py loads it only where there is none.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stddef.h>

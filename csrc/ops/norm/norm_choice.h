@@ -1,6 +1,6 @@
 // Norms on a GPU are run by kernels of our own, for any number of rows, or by cuDNN's plan for
 // exactly one number: which is faster, and by which engine, was measured (python -m cudnn_ops tune
-// norms). The tables come with the package (cudnn_ops/tuned/norms_*.json), handed over by Python.
+// norms). The tables come with the package (cudnn_ops/plans/tuned), handed over by Python.
 #pragma once
 
 #include <cstddef>
