@@ -53,7 +53,9 @@ def test_a_head_size_that_is_padded(op):
 
 def test_a_gpu_that_is_too_old(tmp_path):
     """The description of an H200 that says it is a V100."""
-    description = json.loads((resources.files("cudnn_ops") / "devices/h200.json").read_text())
+    description = json.loads(
+        (resources.files("cudnn_ops.support") / "devices/h200.json").read_text()
+    )
     description |= {"deviceVer": 700, "deviceName": "an old one"}
     path = tmp_path / "old.json"
     path.write_text(json.dumps(description))

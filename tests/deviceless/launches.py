@@ -28,7 +28,7 @@ from cudnn_ops import _C
 from tests.deviceless.kernel_images import KernelFacts, image_at, images_of_library
 
 _ops = torch.ops.cudnn_ops
-DESCRIPTIONS = Path(cudnn_ops.__file__).parent / "devices"
+DESCRIPTIONS = Path(cudnn_ops.__file__).parent / "support" / "devices"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WIDTHS = (
     *(1, 2, 3, 7, 8, 16, 31, 64, 65, 100, 127, 128, 256, 500, 512, 768, 1000, 1023, 1024, 1025),
