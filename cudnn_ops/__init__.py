@@ -3,9 +3,12 @@
 Importing registers ``torch.ops.cudnn_ops.*``; the public functions are listed below.
 """
 
+from importlib import import_module as _import_module
+
 from cudnn_ops import _library as _library  # first: it registers the operators
 from cudnn_ops import support
 from cudnn_ops.ops import _torch_context_parallel as _torch_context_parallel
+from cudnn_ops.ops._when_imported import when_imported as _when_imported
 from cudnn_ops.ops.checkpointing import checkpoint_ops
 from cudnn_ops.ops.conv import conv1d, conv2d, conv3d
 from cudnn_ops.ops.decomposition import decompositions
@@ -42,6 +45,8 @@ from cudnn_ops.serving.kv_cache import CacheUsage, KVSequence, OutOfPages, Paged
 from cudnn_ops.support.known_bad import KnownBad, known_bad
 
 __version__ = "0.1.0"
+
+_when_imported("torch.utils.flop_counter", lambda _: _import_module("cudnn_ops.ops.flops"))
 
 __all__ = [
     "CacheInfo",

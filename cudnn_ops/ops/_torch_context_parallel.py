@@ -7,15 +7,12 @@ for it takes a second and most programs never need it: it is looked at when some
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from cudnn_ops import _C
+from cudnn_ops.ops._when_imported import when_imported
 
 _MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
 
@@ -41,29 +38,4 @@ def _watch(module: ModuleType) -> None:
     _C.set_context_parallel(module.F.scaled_dot_product_attention in module._replaced_functions)
 
 
-class _Finder(MetaPathFinder):
-    """Sees one module being imported, once, and leaves finding it to the others."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        run = spec.loader.exec_module
-
-        def run_and_watch(module: ModuleType) -> None:
-            run(module)
-            _watch(module)
-
-        spec.loader.exec_module = run_and_watch  # type: ignore[method-assign]
-        return spec
-
-
-if _MODULE in sys.modules:
-    _watch(sys.modules[_MODULE])
-else:
-    sys.meta_path.insert(0, _Finder())
+when_imported(_MODULE, _watch)

@@ -1,4 +1,4 @@
-"""Convolutions with their epilogue: public functions, fake and CPU kernels, FLOPs.
+"""Convolutions with their epilogue: public functions, fake and CPU kernels.
 
 The CUDA kernels, the derivative and the autocast rule are in ``csrc/ops/conv*.cpp``.
 """
@@ -6,13 +6,11 @@ The CUDA kernels, the derivative and the autocast rule are in ``csrc/ops/conv*.c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.flop_counter import register_flop_formula
 
 from cudnn_ops.ops.activation import (
     ACTIVATIONS,
@@ -322,36 +320,6 @@ def _conv_backward_cpu(
     if output_mask[3]:
         results[3].copy_(grad)
     return results
-
-
-@register_flop_formula(_ops._conv)
-def _conv_flop(
-    input: Sequence[int],
-    weight: Sequence[int],
-    *args: Any,
-    out_shape: tuple[Sequence[int], Sequence[int]],
-    **kwargs: Any,
-) -> int:
-    return _products(out_shape[0], weight)
-
-
-@register_flop_formula(_ops._conv_backward)
-def _conv_backward_flop(
-    grad_out: Sequence[int],
-    input: Sequence[int],
-    weight: Sequence[int],
-    saved: Sequence[int] | None,
-    geometry: Sequence[int],
-    activation: int,
-    output_mask: Sequence[bool],
-    **kwargs: Any,
-) -> int:
-    return (output_mask[0] + output_mask[1]) * _products(grad_out, weight)
-
-
-def _products(out: Sequence[int], weight: Sequence[int]) -> int:
-    """Of a convolution with this result, or of one of its gradients: each is two operations."""
-    return 2 * prod(out) * prod(weight[1:])
 
 
 torch.library.register_fake("cudnn_ops::_conv", _conv_fake)

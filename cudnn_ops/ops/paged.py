@@ -9,11 +9,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from cudnn_ops.ops import sdpa_cpu
 from cudnn_ops.ops.arguments import refuse_lists, refuse_one_number
-from cudnn_ops.ops.sdpa import holds_numbers, lse_dtype, visible_pairs
+from cudnn_ops.ops.sdpa import lse_dtype
 
 _ops = torch.ops.cudnn_ops
 
@@ -337,41 +336,3 @@ torch.library.impl("cudnn_ops::paged_attention", "CPU", _cpu)
 torch.library.impl("cudnn_ops::paged_attention_with_lse", "CPU", _with_lse_cpu)
 torch.library.impl("cudnn_ops::_paged_attention_out", "CPU", _out_cpu)
 torch.library.impl("cudnn_ops::paged_kv_append_", "CPU", _append_cpu)
-
-
-@register_flop_formula(
-    [_ops.paged_attention, _ops.paged_attention_with_lse, _ops._paged_attention_out], get_raw=True
-)
-def _flop(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    page_table: Tensor,
-    seq_lens_kv: Tensor,
-    *,
-    cu_seqlens_q: Tensor | None = None,
-    max_seqlen_q: int = 0,
-    window_size: tuple[int, int] = (-1, -1),
-    is_causal: bool = False,
-    bottom_right: bool = True,
-    head_major: bool = False,
-    out_val: Any = None,
-    **options: Any,
-) -> int:
-    """Every pair of a query and a key that a window leaves, as torch counts its own.
-
-    Lengths are read, or all are taken as longest.
-    """
-    heads, size = query.shape[-2:]
-    batch, width = page_table.shape
-    if holds_numbers(seq_lens_kv):
-        keys = seq_lens_kv.tolist()
-        queries = [query.shape[1]] * batch if cu_seqlens_q is None else cu_seqlens_q.diff().tolist()
-    else:
-        keys = [width * key_cache.shape[2 if head_major else 1]] * batch
-        queries = [query.shape[1] if cu_seqlens_q is None else int(max_seqlen_q)] * batch
-    pairs = sum(
-        visible_pairs(*lengths, window_size, is_causal, bottom_right)
-        for lengths in zip(queries, keys, strict=True)
-    )
-    return 2 * heads * pairs * (size + value_cache.shape[3])

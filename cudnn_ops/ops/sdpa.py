@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: public functions, fake kernels, FLOP formulas.
+"""Scaled dot-product attention: public functions, fake kernels.
 
 The CUDA kernel, the derivative and the autocast rule are in ``csrc/ops/sdpa*.cpp``, the CPU
 kernels in ``ops/sdpa_cpu.py``.
@@ -6,15 +6,11 @@ kernels in ``ops/sdpa_cpu.py``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
-from torch.fx.experimental.symbolic_shapes import guard_or_false
-from torch.utils.flop_counter import register_flop_formula
 
 from cudnn_ops.ops.arguments import refuse_lists, refuse_one_number
 
@@ -192,6 +188,15 @@ def scaled_dot_product_attention_with_lse(
         raise
 
 
+def _is_known(condition: bool | torch.SymBool) -> bool:
+    if isinstance(condition, bool):
+        return condition
+    # Whoever has symbolic sizes has imported it: it takes 0.3 s.
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
+
+
 def memory_order(like: Tensor) -> list[int]:
     """The four dimensions of a result, outermost in memory first, the last one last.
 
@@ -200,9 +205,9 @@ def memory_order(like: Tensor) -> list[int]:
 
     def lies_inside(a: int, b: int) -> bool:
         strides = like.stride()
-        if guard_or_false(strides[a] == 0):  # broadcast: says nothing of an order, outermost
+        if _is_known(strides[a] == 0):  # broadcast: says nothing of an order, outermost
             return False
-        return guard_or_false(strides[b] == 0) or guard_or_false(strides[a] < strides[b])
+        return _is_known(strides[b] == 0) or _is_known(strides[a] < strides[b])
 
     order = [0, 1, 2]
     for end in (1, 2):  # insertion sort, outermost first, stable
@@ -295,82 +300,3 @@ torch.library.register_fake("cudnn_ops::sdpa", _sdpa_fake)
 torch.library.register_fake("cudnn_ops::sdpa_with_lse", _sdpa_with_lse_fake)
 torch.library.register_fake("cudnn_ops::_sdpa_backward", _sdpa_backward_fake)
 torch.library.register_fake("cudnn_ops::_attention_rng_state", _attention_rng_state_fake)
-
-
-def holds_numbers(tensor: Tensor) -> bool:
-    """Whether its numbers can be read: FLOPs are counted without them too."""
-    return not (tensor.is_meta or is_fake(tensor))
-
-
-def visible_pairs(
-    length: int, length_kv: int, window_size: Sequence[int], is_causal: bool, bottom_right: bool
-) -> int:
-    """How many pairs of a query and a key a window leaves.
-
-    Without one it is all of them, causal or not: torch's own convention for attention, so that
-    models can be compared.
-    """
-    left, right = window_size
-    if left < 0 and right < 0:
-        return length * length_kv
-    right = 0 if is_causal else right
-    shift = length_kv - length if bottom_right else 0
-    pairs = 0
-    for i in range(length):
-        first = max(0, i + shift - left) if left >= 0 else 0
-        last = min(length_kv - 1, i + shift + right) if right >= 0 else length_kv - 1
-        pairs += max(0, last - first + 1)
-    return pairs
-
-
-def _pairs(
-    query: Sequence[int],
-    key: Sequence[int],
-    out: Sequence[int],
-    is_causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    bottom_right: bool = False,
-    **_: Any,
-) -> int:
-    """``out`` has the heads and the batch that the others broadcast to."""
-    pairs = visible_pairs(query[-2], key[-2], window_size, is_causal, bottom_right)
-    return math.prod(out[:-2]) * pairs
-
-
-@register_flop_formula([_ops.sdpa, _ops.sdpa_with_lse], get_raw=True)
-def _sdpa_flop(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    out_val: Tensor | tuple[Tensor, Tensor],
-    **options: Any,
-) -> int:
-    out = out_val if isinstance(out_val, Tensor) else out_val[0]
-    pairs = _pairs(query.shape, key.shape, out.shape, is_causal, **options)
-    return 2 * pairs * (query.shape[-1] + value.shape[-1])
-
-
-@register_flop_formula(_ops._sdpa_backward)
-def _sdpa_backward_flop(
-    grad_out: Sequence[int],
-    query: Sequence[int],
-    key: Sequence[int],
-    value: Sequence[int],
-    out: Sequence[int],
-    lse: Sequence[int],
-    attn_mask: Sequence[int] | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    window_size: Sequence[int] = (-1, -1),
-    bottom_right: bool = False,
-    *args: Any,
-    **kwargs: Any,
-) -> int:
-    pairs = _pairs(query, key, out, is_causal, window_size, bottom_right)
-    # The scores again, and the gradients of query and key; of the weights and of value.
-    return 2 * pairs * (3 * query[3] + 2 * value[3])

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from cudnn_ops.ops import sdpa_cpu
 from cudnn_ops.ops.arguments import refuse_lists, refuse_one_number
-from cudnn_ops.ops.sdpa import holds_numbers, lse_dtype, visible_pairs
+from cudnn_ops.ops.sdpa import lse_dtype
 
 _ops = torch.ops.cudnn_ops
 
@@ -188,7 +187,7 @@ _BACKWARD_OPTIONS = (
 )
 
 
-def _options(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def call_options(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments after the tensors, by name; what is left out has its default."""
     return {
         "dropout_p": 0.0,
@@ -218,7 +217,7 @@ def _backward_fake(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, ...]:
-    return _empty_gradients(q, k, v, _options(args, kwargs)["sinks"])
+    return _empty_gradients(q, k, v, call_options(args, kwargs)["sinks"])
 
 
 def _sequences(options: dict[str, Any]) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
@@ -255,7 +254,7 @@ def _with_lse_cpu(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any):
     if not _ops._varlen_is_regular.default(q, k, v):
         return _ops._varlen_as_regular.default(q, k, v, *args, **kwargs)
     _ops._varlen_check.default(q, k, v, *args, **kwargs)
-    options = _options(args, kwargs)
+    options = call_options(args, kwargs)
     if options["dropout_p"] > 0 and options["rng_state"] is None:
         options["rng_state"] = _ops._attention_rng_state.default(
             q, options["max_seqlen_q"], options["max_seqlen_k"]
@@ -289,7 +288,7 @@ def _backward_cpu(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, ...]:
-    options = _options(args, kwargs)
+    options = call_options(args, kwargs)
     grads = _empty_gradients(q, k, v, options["sinks"])
     grad_q, grad_k, grad_v, grad_sinks = (grad.zero_() for grad in grads)
     for queries, keys, call in _sequences(options):
@@ -318,46 +317,3 @@ torch.library.register_fake("cudnn_ops::_varlen_backward", _backward_fake)
 torch.library.impl("cudnn_ops::varlen_attention", "CPU", _cpu)
 torch.library.impl("cudnn_ops::varlen_attention_with_lse", "CPU", _with_lse_cpu)
 torch.library.impl("cudnn_ops::_varlen_backward", "CPU", _backward_cpu)
-
-
-def _pairs(q: Tensor, options: dict[str, Any]) -> int:
-    """Of query and key, over all sequences; lengths are read, or all are taken as longest."""
-    longest = (int(options["max_seqlen_q"]), int(options["max_seqlen_k"]))
-    if not holds_numbers(options["cu_seqlens_q"]):
-        lengths = [longest] * (options["cu_seqlens_q"].shape[0] - 1)
-    else:
-        sides = [
-            (options[f"cu_seqlens_{side}"].diff() if used is None else used).tolist()
-            for side, used in (("q", options["seqused_q"]), ("k", options["seqused_k"]))
-        ]
-        lengths = list(zip(*sides, strict=True))
-    return q.shape[1] * sum(
-        visible_pairs(
-            length,
-            length_kv,
-            options["window_size"],
-            options["causal"],
-            options["bottom_right"],
-        )
-        for length, length_kv in lengths
-    )
-
-
-@register_flop_formula([_ops.varlen_attention, _ops.varlen_attention_with_lse], get_raw=True)
-def _flop(q: Tensor, k: Tensor, v: Tensor, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    return 2 * _pairs(q, _options(args, kwargs)) * (q.shape[2] + v.shape[2])
-
-
-@register_flop_formula(_ops._varlen_backward, get_raw=True)
-def _backward_flop(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *args: Any,
-    out_val: Any = None,
-    **kwargs: Any,
-) -> int:
-    return 2 * _pairs(q, _options(args, kwargs)) * (3 * q.shape[2] + 2 * v.shape[2])

@@ -12,8 +12,6 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-import platformdirs
-
 from cudnn_ops import _C
 
 DEFAULT_STORE_LIMIT = 256 * 2**20
@@ -104,7 +102,8 @@ def set_store(folder: str | os.PathLike[str] | None, *, limit: int = DEFAULT_STO
 def _read_environment() -> None:
     folder = os.environ.get("CUDNN_OPS_CACHE_DIR")
     if folder is None:
-        folder = platformdirs.user_cache_dir("cudnn_ops", appauthor=False)
+        caches = os.environ.get("XDG_CACHE_HOME", "").strip() or "~/.cache"
+        folder = f"{caches}/cudnn_ops"
     set_store(folder or None)  # empty: no store
 
 

@@ -8,16 +8,12 @@ it is at all that surround a size.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from cudnn_ops import _C
 from cudnn_ops.plans.policy import using_plan_policy
@@ -123,6 +119,11 @@ def tune_norms(
     Raises:
         RuntimeError: there is no GPU.
     """
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    from tqdm.auto import tqdm
+
     if not torch.cuda.is_available():
         raise RuntimeError("engines are measured on a GPU, and torch sees none")
     all_sizes = [(is_layer, *size) for is_layer in (False, True) for size in sizes]
@@ -170,7 +171,7 @@ def _gpu_ms(call: Callable[[], object], rounds: int = 11, calls: int = 10) -> tu
                 end.record()
                 end.synchronize()
                 samples.append(start.elapsed_time(end) / calls)
-    cudnn, ours = (statistics.median(samples) for samples in times.values())
+    cudnn, ours = (sorted(samples)[rounds // 2] for samples in times.values())
     return cudnn, ours
 
 

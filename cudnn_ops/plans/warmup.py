@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from tqdm.auto import tqdm
 
 from cudnn_ops import _C, support
 from cudnn_ops.ops.activation import needs_before
@@ -179,6 +178,8 @@ def warmup(
         ValueError: requests that another version of cudnn_ops made; an unknown device.
         RuntimeError: no libcudnn can be loaded, the GPU is not there, or cuDNN failed.
     """
+    from tqdm.auto import tqdm  # here: importing the package must be quick
+
     todo = list(dict.fromkeys(requests))
     for request in todo:
         str(request)  # raises for what is no request of this version

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 from cudnn_ops import _C, support
 
@@ -80,6 +79,8 @@ def support_table(
         progress: whether to show a bar on the terminal.
         threads: how many plans are built at once; None stands for the number of CPUs.
     """
+    from tqdm.auto import tqdm  # here: importing the package must be quick
+
     description = support.prepare(device)
 
     def ask_about_pages(feature: str, sizes: tuple[int, int], direction: str) -> Answer:
