@@ -1,4 +1,4 @@
-"""``python -m cudnn_ops``: what cuDNN takes, the plans on disk, and measuring engines."""
+"""``python -m cudnn_ops``: what cuDNN supports, the plans on disk, and measuring engines."""
 
 from __future__ import annotations
 
@@ -7,32 +7,18 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 from cudnn_ops import support
 from cudnn_ops.plans import cache
 from cudnn_ops.plans.norm_tuning import tune_norms, write_table
 from cudnn_ops.plans.tables import EngineTable
 from cudnn_ops.plans.tune import tune_sdpa, tune_standard_shapes
+from cudnn_ops.support import command_line
 from cudnn_ops.support import table as support_table
 
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-_LAYOUTS = {"bshd": (0, 2, 1, 3), "bhsd": (0, 1, 2, 3)}
-
-
-def _parse_shape(text: str) -> tuple[int, ...]:
-    try:
-        shape = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        shape = ()
-    if len(shape) != 4 or min(shape) < 1 or max(shape) >= 2**31:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not batch,heads,length,head_size, such as 4,32,2048,128"
-        )
-    return shape
+_SDPA = command_line.arguments_of(support.OPERATORS["sdpa"])
 
 
 def _parse_count(text: str) -> int:
@@ -41,68 +27,39 @@ def _parse_count(text: str) -> int:
     return int(text)
 
 
-def _tensors(args: argparse.Namespace) -> list[torch.Tensor | None]:
-    def tensor(shape: tuple[int, ...] | None) -> torch.Tensor | None:
-        if shape is None:
-            return None
-        order = _LAYOUTS[args.layout]  # outermost in memory first; both are their own inverse
-        memory = [shape[dim] for dim in order]
-        return torch.empty(memory, dtype=_DTYPES[args.dtype], device="meta").permute(order)
-
-    return [tensor(shape) for shape in (args.q, args.k, args.v)]
-
-
 def _explain(args: argparse.Namespace) -> int:
+    operator = support.OPERATORS[args.op]
     explanation = support.explain(
         args.op,
-        *_tensors(args),
-        is_causal=args.causal,
-        with_lse=args.lse,
-        polymorphic=args.polymorphic,
+        *command_line.tensors(args, command_line.arguments_of(operator)),
         device=args.device,
-        **_features(args),
+        **command_line.options(args, operator),
     )
     print(explanation)
     return 0 if explanation.supported else 1
 
 
-def _features(args: argparse.Namespace) -> dict[str, Any]:
-    """What stands between the products of attention, as `support.explain` takes it."""
-    features = {
-        "window_size": tuple(args.window),
-        "bottom_right": args.bottom_right,
-        "softcap": args.softcap,
-        "alibi_slopes": args.alibi,
-        "sinks": args.sinks,
-        "dropout_p": args.dropout,
-        "seq_lens_q": args.padding,
-        "seq_lens_kv": args.padding,
-        "deterministic": args.deterministic,
-    }
-    if args.mask:
-        dtype = torch.bool if args.mask_dtype == "bool" else _DTYPES[args.mask_dtype]
-        features |= {"attn_mask": (args.mask, dtype), "grad_mask": args.grad_mask}
-    return features
-
-
 def _support(args: argparse.Namespace) -> int:
-    refused = []
+    from tqdm.auto import tqdm
 
-    def noted(answers: Iterable[support_table.Answer]) -> Iterator[support_table.Answer]:
+    noted = []
+
+    def taking_notes(answers: Iterable[support_table.Answer]) -> Iterator[support_table.Answer]:
         for answer in answers:
-            if not answer.supported:
-                refused.append(answer)
+            if answer.reason:
+                noted.append(answer)
             yield answer
 
-    answers = support_table.support_table(args.device, progress=sys.stderr.isatty())
-    rows = support_table.as_markdown if args.markdown else support_table.as_text
-    for row in rows(support_table.as_lines(noted(answers))):
+    table = support_table.TABLES[args.table]
+    answers = support_table.support_table(args.device, table, progress=sys.stderr.isatty())
+    lines = support_table.as_lines(taking_notes(answers), table)
+    as_markdown, as_text = support_table.as_markdown, support_table.as_text
+    for row in as_markdown(lines) if args.markdown else as_text(lines, table):
         # Each as soon as it is known: all take minutes. Above the bar where there is one.
         tqdm.write(row, file=sys.stdout)
         sys.stdout.flush()
-    for answer in refused if args.reasons else ():
-        sizes = "/".join(map(str, answer.head_sizes))
-        print(f"{answer.direction}, {answer.feature}, {sizes}: {answer.reason}")
+    for answer in noted if args.reasons else ():
+        print(f"{answer.direction}, {answer.row}, {answer.column}: {answer.reason}")
     return 0
 
 
@@ -162,7 +119,7 @@ def _tune(args: argparse.Namespace) -> int:
         tuned = tune_standard_shapes()
     else:
         tuned = tune_sdpa(
-            *_tensors(args),  # type: ignore[arg-type]
+            *command_line.tensors(args, _SDPA),  # type: ignore[arg-type]
             is_causal=args.causal,
             training=not args.inference,
         )
@@ -174,36 +131,6 @@ def _tune(args: argparse.Namespace) -> int:
         table.write(args.table)
         print(f"{len(table.entries)} plans in {args.table}")
     return 0
-
-
-def _add_tensors(parser: argparse.ArgumentParser) -> None:
-    shape_help = "batch,heads,length,head_size (default: %(default)s)"
-    parser.add_argument("-q", type=_parse_shape, default=(4, 32, 2048, 128), help=shape_help)
-    parser.add_argument("-k", type=_parse_shape, help="the key's shape (default: the query's)")
-    parser.add_argument("-v", type=_parse_shape, help="the value's shape (default: the key's)")
-    parser.add_argument("--dtype", choices=_DTYPES, default="bf16")
-    parser.add_argument(
-        "--layout", choices=_LAYOUTS, default="bshd", help="order in memory (default: bshd)"
-    )
-    parser.add_argument("--causal", action="store_true")
-
-
-def _add_features(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("features of attention")
-    window_help = "keys that a query sees on either side of its own; -1: all"
-    group.add_argument(
-        "--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), default=(-1, -1), help=window_help
-    )
-    group.add_argument("--bottom-right", action="store_true", help="align the last query and key")
-    group.add_argument("--mask", type=_parse_shape, help="the shape of attn_mask")
-    group.add_argument("--mask-dtype", choices=["bool", *_DTYPES], default="bf16")
-    group.add_argument("--grad-mask", action="store_true", help="the mask's gradient too")
-    group.add_argument("--softcap", type=float, default=0.0, metavar="CAP")
-    group.add_argument("--alibi", action="store_true", help="ALiBi slopes")
-    group.add_argument("--sinks", action="store_true", help="a learned logit a head")
-    group.add_argument("--dropout", type=float, default=0.0, metavar="P")
-    group.add_argument("--padding", action="store_true", help="lengths of each sequence")
-    group.add_argument("--deterministic", action="store_true")
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
@@ -220,25 +147,21 @@ def _parser() -> argparse.ArgumentParser:
 
     explain = commands.add_parser(
         "explain",
-        help="does cuDNN take this call on that GPU?",
+        help="does cuDNN support this call on that GPU?",
         description="Builds the cuDNN plan of a call, on any machine, and prints cuDNN's answer. "
         "Exits with 1 if cuDNN refuses.",
     )
-    explain.add_argument("op", choices=["sdpa", "sdpa_backward"])
-    _add_tensors(explain)
-    explain.add_argument("--lse", action="store_true", help="store the log-sum-exp (training)")
-    explain.add_argument(
-        "--polymorphic", action="store_true", help="the plan that serves other lengths too"
-    )
-    _add_features(explain)
-    _add_device(explain)
+    command_line.add_operators(explain, _add_device)
     explain.set_defaults(run=_explain)
 
     table = commands.add_parser(
         "support",
-        help="which features of attention does cuDNN take on that GPU?",
-        description="Builds a plan for every feature of attention at every head size, forward and "
-        'backward, on any machine; takes a minute. "forward" stands for no backward.',
+        help="what does cuDNN support on that GPU?",
+        description="Builds a plan for every cell of a table, forward and backward, on any "
+        'machine; takes minutes. "forward" stands for no backward.',
+    )
+    table.add_argument(
+        "table", choices=support_table.TABLES, nargs="?", default="attention", help="of what"
     )
     _add_device(table)
     table.add_argument("--markdown", action="store_true", help="print it as a README has it")
@@ -265,7 +188,8 @@ def _parser() -> argparse.ArgumentParser:
         "too.",
     )
     tune.add_argument("op", choices=["sdpa", "norms"])
-    _add_tensors(tune)
+    command_line.add_shapes(tune, _SDPA)
+    tune.add_argument("--causal", action="store_true")
     tune.add_argument(
         "--standard", action="store_true", help="the shapes that the package's table is made from"
     )

@@ -87,7 +87,50 @@ def test_memory_that_cudnn_cannot_address_is_copied_as_the_kernel_does():
 
 @pytest.mark.parametrize("name", support.devices())
 def test_every_description_serves(name):
-    assert explain("sdpa", SPEC, device=name).supported
+    answer = explain("sdpa", SPEC, device=name)
+    assert answer.supported
+    # In any case, and as the GPU itself calls it.
+    for other in (name.upper(), name.replace("_", " "), name.replace("_", "-").title()):
+        assert explain("sdpa", SPEC, device=other) == answer
+    assert explain("sdpa", SPEC, device=f"NVIDIA {name}") == answer
+
+
+def test_every_operator_can_be_asked_about():
+    """Each public operator that has a plan of cuDNN, and its backward."""
+    named = {op.removesuffix("_backward") for op in support.OPERATORS}
+    assert named - {"sdpa"} <= set(cudnn_ops.__all__)
+    assert {op for op in cudnn_ops.__all__ if "norm" in op or op.startswith("conv")} - named == {
+        "tune_norms"
+    }
+    assert {"sdpa", "varlen_attention", "paged_attention"} <= named
+
+
+@pytest.mark.parametrize(("device", "is_packed"), [("h200", True), ("b300", True), ("l4", False)])
+def test_packed_attention_has_its_own_plans(device, is_packed):
+    """In training the log-sum-exp is packed, where cuDNN's backward reads it so."""
+    q = ((3000, 4, 64), torch.bfloat16)
+    options = {"cu_seqlens_q": 5, "max_seqlen_q": 700, "causal": True, "device": device}
+    with cudnn_ops.record_shapes() as requests:
+        assert explain("varlen_attention", q, **options).supported
+        assert explain("varlen_attention", q, **options, with_lse=True).supported
+        assert explain("varlen_attention_backward", q, **options).supported
+    inference, *training = map(str, requests)
+    stride = 4096 if is_packed else 0
+    assert "lse_stride=0" in inference
+    assert all(f"lse_stride={stride}" in plan for plan in training)
+    assert all("[6, 4, 1024, 64]" in plan for plan in (inference, *training))
+
+
+def test_queries_and_keys_that_are_the_same_tokens_are_aligned_at_both_ends():
+    q = ((3000, 4, 64), torch.bfloat16)
+    offsets = ((6,), torch.int32)
+    plans = [
+        cudnn_ops.plan_requests(
+            "varlen_attention", q, causal=True, cu_seqlens_q=offsets, training=False, **others
+        )
+        for others in ({}, {"cu_seqlens_k": offsets}, {"cu_seqlens_k": ((6,), torch.int32)})
+    ]
+    assert ["bottom_right=1" in str(one) for (one,) in plans] == [False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -141,6 +184,33 @@ CALLS = {
         "sinks": ((8,), torch.float32),
         "kv_layout": "HND",
         "out": torch.zeros(2, 1, 8, 64, dtype=torch.bfloat16),
+    },
+    "varlen_attention": {
+        **dict.fromkeys(("q", "k", "v"), ((500, 8, 64), torch.bfloat16)),
+        "cu_seqlens_q": torch.zeros(4, dtype=torch.int32),
+        "cu_seqlens_k": ((4,), torch.int32),
+        "max_seqlen_q": 200,
+        "max_seqlen_k": 300,
+        "dropout_p": 0.0,
+        "softmax_scale": 0.5,
+        "causal": True,
+        "window_size": (64, 0),
+        "softcap": 3.0,
+        "alibi_slopes": None,
+        "sinks": True,
+        "seqused_q": torch.zeros(3, dtype=torch.int32),
+        "seqused_k": True,
+        "bottom_right": True,
+        "deterministic": None,
+        "rng_state": torch.zeros(2, dtype=torch.int64),
+    },
+    "add_layer_norm": {
+        **dict.fromkeys(("input", "residual"), ((64, 512), torch.bfloat16)),
+        "normalized_shape": (512,),
+        "weight": True,
+        "bias": True,
+        "eps": 1e-3,
+        "zero_centered": True,
     },
     "layer_norm": {
         "input": ((64, 512), torch.bfloat16),
@@ -202,10 +272,10 @@ def test_arguments_without_effect_change_no_plan():
         (
             "sdpa",
             {"causal": True},
-            r"sdpa has no argument causal; did you mean is_causal\? It takes ",
+            r"sdpa has no argument causal; did you mean is_causal\? It accepts ",
         ),
         ("sdpa_backward", {"attn_bias": None}, "did you mean attn_mask"),
-        ("sdpa", {"zzz": 1}, r"no argument zzz\. It takes attn_mask, dropout_p, .*grad_mask"),
+        ("sdpa", {"zzz": 1}, r"no argument zzz\. It accepts attn_mask, dropout_p, .*grad_mask"),
         ("paged_attention", {"k": SPEC, "page_tables": 1}, "did you mean page_table"),
         ("layer_norm", {"epsilon": 1}, "did you mean eps"),
         ("rms_norm", {"bias": True}, "rms_norm has no argument bias"),
@@ -232,8 +302,12 @@ def test_mistakes_in_what_is_taken():
     residual = ((1, 2, 3, 4), torch.bfloat16)
     with pytest.raises(ValueError, match="residual"):
         explain("conv2d", SPEC, ((8, 8, 3, 3), torch.bfloat16), residual=residual, device="h200")
-    with pytest.raises(ValueError, match='packed sequences have the plans of "sdpa"'):
+    with pytest.raises(ValueError, match="cu_seqlens_q is missing"):
         explain("varlen_attention", SPEC, device="h200")
+    with pytest.raises(ValueError, match="page_table is missing"):
+        explain("paged_attention", SPEC, SPEC, device="h200")
+    with pytest.raises(ValueError, match="explain needs k, the weight of conv2d"):
+        explain("conv2d", SPEC, device="h200")
     with pytest.raises(TypeError, match="explain needs q, the query"):
         explain("paged_attention", device="h200")
 
@@ -315,6 +389,7 @@ def test_collect_env():
     ("arguments", "message"),
     [
         (["explain", "sdpa", "-q", f"1,2,3,{2**70}"], "is not batch,heads,length,head_size"),
+        (["explain", "conv9d"], "invalid choice: 'conv9d'"),
         (["explain", "sdpa", "--device", "{binary}"], "is not the description of a GPU"),
         (["explain", "sdpa", "--device", "{folder}"], "and not a file"),
         (["tune", "norms", "--workers", "0"], "'0' is not a number from 1 on"),

@@ -13,7 +13,7 @@ from types import ModuleType
 class _Finder(MetaPathFinder):
     """Sees one module being imported, once, and leaves finding it to the others."""
 
-    def __init__(self, name: str, callback: Callable[[ModuleType], None]) -> None:
+    def __init__(self, name: str, callback: Callable[[ModuleType], object]) -> None:
         self._name, self._callback = name, callback
 
     def find_spec(
@@ -35,7 +35,7 @@ class _Finder(MetaPathFinder):
         return spec
 
 
-def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
+def when_imported(name: str, callback: Callable[[ModuleType], object]) -> None:
     """Calls ``callback`` with the module: at once if it is imported, or as soon as it is."""
     if name in sys.modules:
         callback(sys.modules[name])

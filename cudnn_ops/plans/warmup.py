@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from cudnn_ops import _C, support
-from cudnn_ops.ops.activation import needs_before
 from cudnn_ops.plans.policy import plan_policy
+from cudnn_ops.support.operators import Kind, find_operator
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class WarmupReport(NamedTuple):
 
 
 def plan_requests(
-    op: Literal["sdpa", "paged_attention", "rms_norm", "layer_norm", "conv1d", "conv2d", "conv3d"],
-    q: support.TensorSpec,
+    op: str,
+    q: support.TensorSpec | None = None,
     k: support.TensorSpec | None = None,
     v: support.TensorSpec | None = None,
     *,
@@ -63,76 +63,61 @@ def plan_requests(
     """The plans that calls with these shapes need.
 
     Args:
-        op: ``"sdpa"``, or ``"paged_attention"``: of it one plan serves other lengths and smaller
-            batches too, so ``training`` and ``plans`` do not matter. Or ``"rms_norm"`` or
-            ``"layer_norm"``, or ``"conv1d"`` to ``"conv3d"``, whose plans are all exact.
-        q: the query or the norm's input, as :func:`cudnn_ops.support.explain` takes it: a tensor,
-            ``(shape, dtype)`` or ``(shape, dtype, strides)``.
-        k: the key; None stands for one like the query. Of a convolution the weight.
+        op: an operator, one of :data:`cudnn_ops.support.OPERATORS`; its backward comes with it. The
+            plans of norms and convolutions are all exact, those of packed and paged attention all
+            polymorphic.
+        q: the query, or the input of a norm or a convolution, as
+            :func:`cudnn_ops.support.explain` accepts it: a tensor, ``(shape, dtype)`` or
+            ``(shape, dtype, strides)``.
+        k: the key, or the weight of a convolution; None stands for a key like the query.
         v: the value; None stands for one like the key.
         training: the forward that a gradient follows, and the backward; else the forward alone.
+            Packed attention's plans for training differ between GPUs: they are those of the live
+            one, or of an H200 where there is none.
         plans: those of exactly these shapes, the polymorphic ones that serve them and others, or
             both. None stands for what the policy in force may need: both under ``"auto"``.
         options: of the call, such as ``is_causal=True``; as in
             :func:`cudnn_ops.support.explain`.
 
     Raises:
-        ValueError: an unknown op; shapes that do not fit each other, or that no GPU takes.
+        ValueError: an unknown op; shapes that do not fit each other, or that no GPU supports.
+        TypeError: an argument that the operator does not accept.
+
+    Example:
+        >>> import torch, cudnn_ops
+        >>> requests = cudnn_ops.plan_requests("rms_norm", ((8192, 4096), torch.bfloat16))
+        >>> [request.op for request in requests]
+        ['norm', 'norm_backward']
     """
-    if op == "paged_attention":
-        words, _ = support.plan_key(
-            op, q, k, v, **{"with_lse": False, "polymorphic": True, **options}
-        )
-        return [PlanRequest(tuple(words))]
-    if op in ("rms_norm", "layer_norm"):
-        return _norm_requests(op, q, training, options)
-    if op in ("conv1d", "conv2d", "conv3d"):
-        return _conv_requests(op, q, k, training, options)
-    if op != "sdpa":
-        known = ("sdpa", "paged_attention", "rms_norm", "layer_norm", "conv1d", "conv2d", "conv3d")
-        raise ValueError(f"op is one of {', '.join(known)}, got {op!r}")
+    operator = find_operator(op)
+    operands = operator.take_operands((q, k, v), options)
     if plans is None:
         policy = plan_policy()
         plans = "both" if policy == "auto" else policy
     kinds = {"exact": [False], "polymorphic": [True], "both": [False, True]}
     if plans not in kinds:
         raise ValueError(f"plans is one of {', '.join(kinds)}, got {plans!r}")
-    steps = [op, f"{op}_backward"] if training else [op]
+    wanted = (
+        kinds[plans]
+        if operator.has_exact and operator.has_polymorphic
+        else [operator.has_polymorphic]
+    )
+    training = training and operator.has_backward
+    steps = [operator]
+    if training and not operator.is_backward:
+        steps.append(find_operator(f"{op}_backward"))
+    major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 9
     requests = []
-    for polymorphic in kinds[plans]:
+    for polymorphic in wanted:
+        kind = Kind(training=training, polymorphic=polymorphic, sm_major=major)
         for step in steps:
-            words, refusal = support.plan_key(
-                step, q, k, v, with_lse=training, polymorphic=polymorphic, **options
-            )
-            if refusal and not (polymorphic and plans == "both"):
-                raise ValueError(f"{step}: {refusal}")
-            if words:
-                requests.append(PlanRequest(tuple(words)))
+            for part in step.parts(kind, operands, options):
+                attempt = next(part)
+                if attempt.refusal and not (polymorphic and plans == "both"):
+                    raise ValueError(f"{step.name}: {attempt.refusal}")
+                if attempt.words:
+                    requests.append(PlanRequest(tuple(attempt.words)))
     return requests
-
-
-def _norm_requests(
-    op: str, input: support.TensorSpec, training: bool, options: dict[str, Any]
-) -> list[PlanRequest]:
-    keys = [support.norm_plan_key(op, input, with_stats=training, **options)]
-    if training:
-        options.pop("bias", None)  # its gradient comes with the rest
-        keys.append(support.norm_plan_key(f"{op}_backward", input, **options))
-    return [PlanRequest(tuple(key)) for key in keys]
-
-
-def _conv_requests(
-    op: str,
-    input: support.TensorSpec,
-    weight: support.TensorSpec | None,
-    training: bool,
-    options: dict[str, Any],
-) -> list[PlanRequest]:
-    with_before = training and needs_before(options.get("activation", "none"))
-    keys = support.conv_plan_keys(op, input, weight, with_before=with_before, **options)[:1]
-    if training:
-        keys += support.conv_plan_keys(f"{op}_backward", input, weight, **options)
-    return [PlanRequest(tuple(key)) for key in keys]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What cuDNN supports, on the GPU that is there or on one that a file describes."""
+"""What cuDNN supports, on the live GPU or on one that a file describes."""
 
 from cudnn_ops.support.device import (
     describe_device,
@@ -7,30 +7,21 @@ from cudnn_ops.support.device import (
     offer_wheels,
     prepare,
 )
-from cudnn_ops.support.explanation import (
-    CONVS,
-    NORMS,
-    Explanation,
-    TensorSpec,
-    conv_plan_keys,
-    explain,
-    meta_tensors,
-    norm_plan_key,
-    plan_key,
-)
+from cudnn_ops.support.explanation import Explanation, explain, plan_key
+from cudnn_ops.support.operators import CONVS, NORMS, OPERATORS
+from cudnn_ops.support.specs import TensorSpec, meta_tensors
 
 __all__ = [
     "CONVS",
     "NORMS",
+    "OPERATORS",
     "Explanation",
     "TensorSpec",
-    "conv_plan_keys",
     "describe_device",
     "devices",
     "explain",
     "format_cudnn_version",
     "meta_tensors",
-    "norm_plan_key",
     "offer_wheels",
     "plan_key",
     "prepare",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import re
 from pathlib import Path
 
 import torch
@@ -37,9 +38,9 @@ def format_cudnn_version(version: int) -> str:
 def _description(device: str | Path) -> str:
     if device == "current":
         return "current"
-    known = _FOLDER / f"{device}.json"
-    if known.is_file():
-        return known.read_text()
+    name = re.sub(r"[ _-]+", "_", str(device).strip().lower()).removeprefix("nvidia_")
+    if name in devices():
+        return (_FOLDER / f"{name}.json").read_text()
     path = Path(device)
     if path.is_file():
         try:
@@ -91,3 +92,11 @@ def offer_wheels() -> None:
         cudnn = Path(root) / "cudnn" / "lib" / "libcudnn.so.9"
         if cudnn.is_file():
             _C.set_cudnn_fallback_path(str(cudnn))
+
+
+def sm_major(description: str) -> int:
+    """The major compute capability of a device as :func:`prepare` calls it."""
+    if description == "current":
+        return torch.cuda.get_device_capability()[0]
+    found = re.search(r'"deviceVer"\s*:\s*(\d+)', description)
+    return int(found[1]) // 100 if found else 0  # what is no description, C++ refuses

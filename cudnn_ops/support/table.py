@@ -1,24 +1,64 @@
-"""What cuDNN takes, feature by feature: each answer is a plan that was built, or a refusal."""
+"""Support tables: each cell is a plan that was built, or a refusal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, product
 from os import cpu_count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from cudnn_ops import _C, support
+from cudnn_ops.support.device import prepare, sm_major
+from cudnn_ops.support.explanation import first_supported
+from cudnn_ops.support.operators import Kind, find_operator
+from cudnn_ops.support.specs import TensorSpec
+
+DIRECTIONS = ("forward", "backward")
+
+
+class Question(NamedTuple):
+    """One call: the operator's forward or backward, its tensors and its options."""
+
+    op: str
+    operands: tuple[TensorSpec, ...]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows and columns by their names, and the question of each cell."""
+
+    rows: dict[str, Any]
+    columns: dict[str, Any]
+    ask: Callable[[Any, Any], Question]
+    """Of a row and a column, about the forward."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """cuDNN's answer for one cell and direction."""
+
+    row: str
+    column: str
+    direction: str
+    """``"forward"`` or ``"backward"``."""
+    supported: bool
+    reason: str
+    """cuDNN's own where it is not supported, or the known-bad table's. Of a convolution that is
+    supported: what runs outside of cuDNN's graph, and why."""
+
 
 _LENGTH, _LENGTH_KV = 192, 320
 _MASK = ((2, 1, _LENGTH, _LENGTH_KV), torch.bfloat16)
+_PACKED = {"cu_seqlens_q": 2, "max_seqlen_q": _LENGTH, "causal": True}
+_PAGED = {"page_table": (2, 32)}
 
-#: Options of a call by the feature's name; "polymorphic" asks for the plan of other lengths, which
-#: is that of packed sequences too.
+#: Options of a call by the feature's name, and which operator it is: one with ``cu_seqlens_q`` and
+#: no pages is packed, one with pages has so many queries a sequence.
 FEATURES: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"is_causal": True},
@@ -35,140 +75,189 @@ FEATURES: dict[str, dict[str, Any]] = {
     "dropout": {"dropout_p": 0.1, "is_causal": True},
     "deterministic": {"deterministic": True, "is_causal": True},
     "padding": {"seq_lens_q": True, "seq_lens_kv": True, "is_causal": True},
-    "packed": {"polymorphic": True, "is_causal": True},
-    "packed, deterministic": {"polymorphic": True, "is_causal": True, "deterministic": True},
-    "paged, one query": {"queries": 1},
-    "paged, one query, window": {"queries": 1, "window_size": (64, 0)},
-    "paged, few queries": {"queries": 4, "is_causal": True},
-    "paged, packed": {"queries": 100, "cu_seqlens_q": True, "is_causal": True},
+    "packed": _PACKED,
+    "packed, deterministic": {**_PACKED, "deterministic": True},
+    "paged, one query": {**_PAGED, "queries": 1},
+    "paged, one query, window": {**_PAGED, "queries": 1, "window_size": (64, 0)},
+    "paged, few queries": {**_PAGED, "queries": 4, "is_causal": True},
+    "paged, packed": {**_PAGED, "queries": 100, "cu_seqlens_q": True, "is_causal": True},
 }
 #: Of the query and key, and of the value.
-HEAD_SIZES: tuple[tuple[int, int], ...] = (
-    (64, 64),
-    (128, 128),
-    (192, 128),
-    (192, 192),
-    (256, 256),
-    (512, 512),
-)
-DIRECTIONS = ("sdpa", "sdpa_backward")
+HEAD_SIZES: dict[str, tuple[int, int]] = {
+    "64": (64, 64),
+    "128": (128, 128),
+    "192/128": (192, 128),
+    "192": (192, 192),
+    "256": (256, 256),
+    "512": (512, 512),
+}
 
 
-@dataclass(frozen=True)
-class Answer:
-    """cuDNN's answer for one feature, head size and direction."""
+def _attention(feature: dict[str, Any], sizes: tuple[int, int]) -> Question:
+    size, value_size = sizes
+    if "queries" in feature:
+        return _paged_attention(feature, sizes)
+    if "cu_seqlens_q" in feature:
+        shapes = [(2 * _LENGTH, 4, one) for one in (size, size, value_size)]
+        return Question("varlen_attention", _bf16(*shapes), feature)
+    memory = [(_LENGTH, size), (_LENGTH_KV, size), (_LENGTH_KV, value_size)]
+    tensors = (
+        torch.empty(2, length, 4, one, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+        for length, one in memory
+    )
+    return Question("sdpa", tuple(tensors), feature)
 
-    feature: str
-    head_sizes: tuple[int, int]
-    direction: str
-    """``"sdpa"`` or ``"sdpa_backward"``."""
-    supported: bool
-    reason: str
-    """cuDNN's own where it is not supported, or the known-bad table's."""
+
+def _paged_attention(feature: dict[str, Any], sizes: tuple[int, int]) -> Question:
+    """A batch of two, over pages of 16 tokens."""
+    options = dict(feature)
+    queries = options.pop("queries")
+    # Over fewer key heads a rule of known_bad.json refuses a single query on a B200.
+    shape: tuple[int, ...] = (2, queries, 8, sizes[0])
+    if "cu_seqlens_q" in options:
+        shape = (2 * queries, 8, sizes[0])
+        options["max_seqlen_q"] = queries
+    pages = ((100, 16, 8, size) for size in sizes)
+    return Question("paged_attention", _bf16(shape, *pages), options)
+
+
+def _bf16(*shapes: tuple[int, ...]) -> tuple[TensorSpec, ...]:
+    return tuple((shape, torch.bfloat16) for shape in shapes)
+
+
+_NORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "rms_norm": ("rms_norm", {}),
+    "rms_norm, no weight": ("rms_norm", {"weight": None}),
+    "rms_norm, zero-centered": ("rms_norm", {"zero_centered": True}),
+    "rms_norm, float32 weight": ("rms_norm", {"weight": torch.float32}),
+    "layer_norm": ("layer_norm", {"bias": True}),
+    "layer_norm, no bias": ("layer_norm", {}),
+    "layer_norm, zero-centered": ("layer_norm", {"bias": True, "zero_centered": True}),
+    "layer_norm, float32 weight": (
+        "layer_norm",
+        {"weight": torch.float32, "bias": torch.float32},
+    ),
+}
+_ROW_SIZES = {str(size): size for size in (100, 4096, 32768)}
+
+
+def _norm(row: tuple[str, dict[str, Any]], size: int) -> Question:
+    op, options = row
+    return Question(op, _bf16((4096, size)), options)
+
+
+_CONVS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "conv1d": ("conv1d", (8, 64, 1000), (128, 64, 3), {"padding": 1}),
+    "conv2d": ("conv2d", (8, 64, 28, 28), (128, 64, 3, 3), {"padding": 1}),
+    "conv2d, 1 x 1": ("conv2d", (8, 64, 28, 28), (128, 64, 1, 1), {}),
+    "conv2d, stride 2": ("conv2d", (8, 64, 28, 28), (128, 64, 3, 3), {"stride": 2}),
+    "conv2d, dilation 2": ("conv2d", (8, 64, 28, 28), (128, 64, 3, 3), {"dilation": 2}),
+    "conv2d, 4 groups": ("conv2d", (8, 64, 28, 28), (128, 16, 3, 3), {"groups": 4}),
+    "conv2d, depthwise": ("conv2d", (8, 64, 28, 28), (64, 1, 3, 3), {"groups": 64}),
+    "conv2d, 3 channels": ("conv2d", (8, 3, 28, 28), (64, 3, 7, 7), {"stride": 2}),
+    "conv3d": ("conv3d", (2, 64, 8, 28, 28), (128, 64, 3, 3, 3), {"padding": 1}),
+}
+_CONV_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def _conv(
+    row: tuple[str, tuple[int, ...], tuple[int, ...], dict[str, Any]], dtype: torch.dtype
+) -> Question:
+    op, input, weight, options = row
+    return Question(op, ((input, dtype), (weight, dtype)), options)
+
+
+TABLES = {
+    "attention": Table(FEATURES, HEAD_SIZES, _attention),
+    "norms": Table(_NORMS, _ROW_SIZES, _norm),
+    "convolutions": Table(_CONVS, _CONV_DTYPES, _conv),
+}
+
+
+def _answer(table: Table, row: str, column: str, direction: str, description: str) -> Answer:
+    op, operands, options = table.ask(table.rows[row], table.columns[column])
+    options = dict(options)
+    operator = find_operator(op)
+    if direction == "forward":
+        options.pop("grad_mask", None)
+    elif not operator.has_backward:
+        return Answer(row, column, direction, False, "it is for inference")
+    else:
+        operator = find_operator(f"{op}_backward")
+    kind = Kind(training=operator.has_backward, sm_major=sm_major(description))
+    answers = [
+        first_supported(attempts, description)
+        for attempts in operator.parts(kind, operands, options)
+    ]
+    reasons = dict.fromkeys(reason for _, reason, _, _ in answers if reason)
+    return Answer(row, column, direction, all(answer[0] for answer in answers), "; ".join(reasons))
 
 
 def support_table(
-    device: str | Path = "current", *, progress: bool = False, threads: int | None = None
+    device: str | Path = "current",
+    table: Table = TABLES["attention"],
+    *,
+    progress: bool = False,
+    threads: int | None = None,
 ) -> Iterator[Answer]:
-    """Asks for every feature of attention at every head size, forward and backward.
+    """Asks about every cell, forward and backward.
 
-    The answers come as they are known, feature by feature in the order of :data:`FEATURES`.
+    The answers come as they are known, row by row.
 
     Args:
-        device: as :func:`cudnn_ops.support.explain` takes it.
+        device: as :func:`cudnn_ops.support.explain` accepts it.
+        table: one of :data:`TABLES`.
         progress: whether to show a bar on the terminal.
         threads: how many plans are built at once; None stands for the number of CPUs.
+
+    Raises:
+        ValueError: an unknown device.
     """
     from tqdm.auto import tqdm  # here: importing the package must be quick
 
-    description = support.prepare(device)
+    description = prepare(device)
 
-    def ask_about_pages(feature: str, sizes: tuple[int, int], direction: str) -> Answer:
-        """Of a batch of two, over pages of 16 tokens."""
-        if direction != "sdpa":
-            return Answer(feature, sizes, direction, False, "it is for inference")
-        options = dict(FEATURES[feature])
-        queries = options.pop("queries")
-        # Over fewer key heads a rule of known_bad.json refuses a single query on a B200.
-        shape: tuple[int, ...] = (2, queries, 8, sizes[0])
-        if "cu_seqlens_q" in options:
-            shape = (2 * queries, 8, sizes[0])
-            options["max_seqlen_q"] = queries
-        tensors = (shape, *((100, 16, 8, size) for size in sizes))
-        words, _ = support.plan_key(
-            "paged_attention",
-            *((tensor, torch.bfloat16) for tensor in tensors),
-            page_table=(2, 32),
-            with_lse=False,
-            polymorphic=True,
-            **options,
-        )
-        supported, reason, *_ = _C.make_plan(words, description)
-        return Answer(feature, sizes, direction, supported, reason)
+    cells = list(product(table.rows, table.columns, DIRECTIONS))
 
-    def ask(feature: str, sizes: tuple[int, int], direction: str) -> Answer:
-        options = {"polymorphic": False, **FEATURES[feature]}
-        if "queries" in options:
-            return ask_about_pages(feature, sizes, direction)
-        if direction == "sdpa":
-            options.pop("grad_mask", None)
-        words, refusal = support.plan_key(
-            direction,
-            _spec(_LENGTH, sizes[0]),
-            _spec(_LENGTH_KV, sizes[0]),
-            _spec(_LENGTH_KV, sizes[1]),
-            with_lse=True,
-            **options,
-        )
-        if refusal:
-            return Answer(feature, sizes, direction, False, refusal)
-        supported, reason, *_ = _C.make_plan(words, description)
-        return Answer(feature, sizes, direction, supported, reason)
+    def answer(cell: tuple[str, str, str]) -> Answer:
+        return _answer(table, *cell, description)
 
     def answers() -> Iterator[Answer]:
-        questions = [(f, s, d) for f in FEATURES for s in HEAD_SIZES for d in DIRECTIONS]
         with (
             ThreadPoolExecutor(threads or cpu_count() or 1) as pool,
-            tqdm(
-                total=len(questions), desc="cuDNN plans", disable=not progress, leave=False
-            ) as bar,
+            tqdm(total=len(cells), desc="cuDNN plans", disable=not progress, leave=False) as bar,
         ):
-            for answer in pool.map(lambda question: ask(*question), questions):
+            for one in pool.map(answer, cells):
                 bar.update()
-                yield answer
+                yield one
 
     return answers()
 
 
-def _spec(length: int, size: int) -> torch.Tensor:
-    memory = torch.empty(2, length, 4, size, dtype=torch.bfloat16, device="meta")
-    return memory.transpose(1, 2)
-
-
-def as_lines(answers: Iterable[Answer]) -> Iterator[list[str]]:
-    """A line a feature, a column a head size, header first: "yes", "forward" alone, or "no"."""
-    yield ["", *(str(d) if d == dv else f"{d}/{dv}" for d, dv in HEAD_SIZES)]
+def as_lines(answers: Iterable[Answer], table: Table = TABLES["attention"]) -> Iterator[list[str]]:
+    """A line a row, header first; a cell is "yes", "forward" for no backward, or "no"."""
+    yield ["", *table.columns]
     answers = iter(answers)
-    while of_feature := list(islice(answers, len(HEAD_SIZES) * len(DIRECTIONS))):
-        found = {(a.head_sizes, a.direction): a.supported for a in of_feature}
+    while of_row := list(islice(answers, len(table.columns) * len(DIRECTIONS))):
+        found = {(answer.column, answer.direction): answer.supported for answer in of_row}
         cells = []
-        for sizes in HEAD_SIZES:
-            forward, backward = (found[sizes, direction] for direction in DIRECTIONS)
+        for column in table.columns:
+            forward, backward = (found[column, direction] for direction in DIRECTIONS)
             cells.append("yes" if forward and backward else "forward" if forward else "no")
-        yield [of_feature[0].feature, *cells]
+        yield [of_row[0].row, *cells]
 
 
 def as_markdown(lines: Iterable[list[str]]) -> Iterator[str]:
-    """A table for a README, row by row."""
+    """A table in Markdown, row by row."""
     for number, line in enumerate(lines):
         yield f"| {' | '.join(line)} |"
         if number == 0:
             yield f"| --- |{' :---: |' * (len(line) - 1)}"
 
 
-def as_text(lines: Iterable[list[str]]) -> Iterator[str]:
+def as_text(lines: Iterable[list[str]], table: Table = TABLES["attention"]) -> Iterator[str]:
     """A table for a terminal, row by row."""
-    widths = [max(map(len, FEATURES)), *(len("forward") for _ in HEAD_SIZES)]
-    for line in lines:
-        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        yield "  ".join(cells).rstrip()
+    width = max(map(len, table.rows))
+    cell_width = max(map(len, ["forward", *table.columns]))
+    for name, *cells in lines:
+        yield "  ".join([name.ljust(width), *(cell.ljust(cell_width) for cell in cells)]).rstrip()

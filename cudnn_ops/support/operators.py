@@ -1,0 +1,415 @@
+"""The operators that can be asked about: one table, for every question about their plans.
+
+:func:`~cudnn_ops.support.explain`, ``plan_requests``, ``python -m cudnn_ops`` and the support
+tables all start here. An entry says which arguments a question accepts, which of them a plan
+depends on, and which plans a call would build.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cudnn_ops.ops.activation import ACTIVATIONS, needs_before
+from cudnn_ops.ops.conv import as_list, conv1d, conv2d, conv3d
+from cudnn_ops.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from cudnn_ops.ops.paged import KVLayout, is_head_major, paged_attention
+from cudnn_ops.ops.sdpa import scaled_dot_product_attention
+from cudnn_ops.ops.varlen import varlen_attention
+from cudnn_ops.support.specs import (
+    TensorSpec,
+    meta_tensor,
+    offsets_tensor,
+    optional_tensor,
+)
+
+_ops = torch.ops.cudnn_ops
+
+
+class Kind(NamedTuple):
+    """Which of the plans of a call is meant."""
+
+    backward: bool = False
+    training: bool = False
+    """Of a forward: whether it stores what its backward needs."""
+    polymorphic: bool = False
+    sm_major: int = 9
+    """The GPU's compute capability, major; packed attention keeps its log-sum-exp by it."""
+
+
+class Attempt(NamedTuple):
+    """One way to run a part of a call: by a plan of cuDNN, by torch's own kernel, or not at all."""
+
+    words: Sequence[int] = ()
+    """The plan's key."""
+    by_torch: str = ""
+    """Why torch's own kernel runs instead."""
+    refusal: str = ""
+    """Why there is no plan."""
+    fused: str = ""
+    """What the graph computes, where it may be less than the whole call."""
+    not_more: str = ""
+    """Why more is not tried."""
+
+
+#: For each part of a call (a convolution's backward has two) the attempts in order: the first that
+#: is supported runs.
+Parts = list[Iterator[Attempt]]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator: its arguments, and its plans."""
+
+    name: str
+    function: Callable[..., Any]
+    """The public function: its arguments are a question's."""
+    operands: tuple[str, ...]
+    """Those of its arguments that a question calls q, k and v."""
+    plans: Callable[..., Parts]
+    """Given a :class:`Kind`, the operands and the options that have an effect."""
+    required: int = 1
+    """How many operands a question must give; a later one that is None is like the one before."""
+    without_effect: tuple[str, ...] = ()
+    """Arguments that one plan serves whatever they are."""
+    questions: tuple[str, ...] = ()
+    """What can be asked beside its arguments."""
+    training: str = "with_lse"
+    """The name under which a question asks for the forward that a backward follows."""
+    has_backward: bool = True
+    is_backward: bool = False
+    has_exact: bool = True
+    """Whether there are plans of exactly the shapes given, beside polymorphic ones."""
+    has_polymorphic: bool = False
+
+    @property
+    def accepted(self) -> list[str]:
+        """Names of the options of a question, in the order of the function's arguments."""
+        names = [*inspect.signature(self.function).parameters, *self.questions]
+        if not self.is_backward:
+            names.append(self.training)
+        return [name for name in names if name not in self.operands]
+
+    def take_operands(self, given: Sequence[Any], options: dict[str, Any]) -> list[Any]:
+        """The operands, where some may stand among the options under their own names.
+
+        Raises:
+            TypeError: one is given twice, or the first one not at all.
+            ValueError: another one is missing.
+        """
+        result = list(given)
+        for index, name in enumerate(self.operands):
+            if name not in options:
+                continue
+            if result[index] is not None:
+                raise TypeError(f"explain got {name} twice: it is {'qkv'[index]} of {self.name}")
+            result[index] = options.pop(name)
+        for index, name in enumerate(self.operands[: self.required]):
+            if result[index] is None:
+                error = TypeError if index == 0 else ValueError
+                raise error(f"explain needs {'qkv'[index]}, the {name} of {self.name}")
+        return result[: len(self.operands)]
+
+    def with_effect(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The options that a plan depends on.
+
+        Raises:
+            TypeError: one that the operator does not accept; the message has those that it does.
+        """
+        accepted = self.accepted
+        for name in options:
+            if name not in accepted:
+                near = difflib.get_close_matches(name, accepted, 1)
+                hint = f"; did you mean {near[0]}?" if near else "."
+                raise TypeError(
+                    f"{self.name} has no argument {name}{hint} It accepts {', '.join(accepted)}"
+                )
+        return {name: value for name, value in options.items() if name not in self.without_effect}
+
+    def parts(self, kind: Kind, operands: Sequence[Any], options: dict[str, Any]) -> Parts:
+        """The attempts of each part of a call; nothing is built yet."""
+        options = self.with_effect(options)
+        kind = kind._replace(
+            backward=self.is_backward, training=bool(options.pop(self.training, kind.training))
+        )
+        tensors: list[Tensor] = []
+        for spec, name in zip(operands, "qkv", strict=False):
+            tensors.append(tensors[-1] if spec is None else meta_tensor(spec, name))
+        return self.plans(kind, *tensors, **options)
+
+
+def _one(words: Sequence[int], refusal: str = "") -> Parts:
+    return [iter([Attempt(words, refusal=refusal)])]
+
+
+def _attention(
+    kind: Kind,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: TensorSpec | None = None,
+    **options: Any,
+) -> Parts:
+    heads = query.shape[-3] if query.dim() > 2 else 1
+    batch = math.prod(query.shape[:-3])
+    for name, size, dtype in (
+        ("alibi_slopes", heads, torch.float32),
+        ("sinks", heads, torch.float32),
+        ("seq_lens_q", batch, torch.int32),
+        ("seq_lens_kv", batch, torch.int32),
+    ):
+        options[name] = optional_tensor(options.get(name), name, (size,), dtype)
+    words, refusal = _ops._sdpa_plan_key(
+        query,
+        key,
+        value,
+        None if attn_mask is None else meta_tensor(attn_mask, "attn_mask"),
+        **options,
+        with_lse=kind.training,
+        backward=kind.backward,
+        polymorphic=kind.polymorphic,
+    )
+    return _one(words, refusal)
+
+
+def _packed(
+    kind: Kind,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: TensorSpec | int | None = None,
+    cu_seqlens_k: TensorSpec | int | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    **options: Any,
+) -> Parts:
+    offsets = offsets_tensor(cu_seqlens_q, "cu_seqlens_q")
+    is_same = cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q
+    offsets_kv = offsets if is_same else offsets_tensor(cu_seqlens_k, "cu_seqlens_k")
+    sequences = offsets.shape[0] - 1
+    for name, size, dtype in (
+        ("alibi_slopes", q.shape[1], torch.float32),
+        ("sinks", q.shape[1], torch.float32),
+        ("seqused_q", sequences, torch.int32),
+        ("seqused_k", sequences, torch.int32),
+    ):
+        options[name] = optional_tensor(options.get(name), name, (size,), dtype)
+    most = q.shape[0] if max_seqlen_q is None else max_seqlen_q
+    most_kv = (most if is_same else k.shape[0]) if max_seqlen_k is None else max_seqlen_k
+    words = _ops._varlen_plan_key(
+        *(q, k, v, offsets, offsets_kv, most, most_kv),
+        **options,
+        with_lse=kind.training,
+        backward=kind.backward,
+        sm_major=kind.sm_major,
+    )
+    return _one(words)
+
+
+def _paged(
+    kind: Kind,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    page_table: TensorSpec | Sequence[int] | None = None,
+    cu_seqlens_q: TensorSpec | bool | None = None,
+    sinks: TensorSpec | bool | None = None,
+    kv_layout: KVLayout = "NHD",
+    **options: Any,
+) -> Parts:
+    if page_table is None:
+        raise ValueError("paged_attention: page_table is missing, or its shape (batch, pages)")
+    if not isinstance(page_table, Tensor) and all(isinstance(size, int) for size in page_table):
+        page_table = (page_table, torch.int32)  # type: ignore[assignment]
+    table = meta_tensor(page_table, "page_table")  # type: ignore[arg-type]
+    batch = table.shape[0]
+    words = _ops._paged_plan_key(
+        query,
+        key_cache,
+        value_cache,
+        table,
+        torch.empty(batch, dtype=torch.int32, device="meta"),
+        cu_seqlens_q=optional_tensor(cu_seqlens_q, "cu_seqlens_q", (batch + 1,), torch.int32),
+        sinks=optional_tensor(sinks, "sinks", query.shape[-2:-1], torch.float32),
+        head_major=is_head_major(kv_layout),
+        with_lse=kind.training,
+        **options,
+    )
+    return _one(words)
+
+
+def _norm(is_layer: bool) -> Callable[..., Parts]:
+    def plans(
+        kind: Kind,
+        x: Tensor,
+        *,
+        normalized_shape: Sequence[int] | None = None,
+        weight: TensorSpec | torch.dtype | bool | None = True,
+        bias: TensorSpec | torch.dtype | bool | None = None,
+        zero_centered: bool = False,
+    ) -> Parts:
+        shape = x.shape[-1:] if normalized_shape is None else normalized_shape
+        words = _ops._norm_plan_key(
+            x,
+            shape,
+            weight=optional_tensor(weight, "weight", shape, x.dtype),
+            bias=optional_tensor(bias, "bias", shape, x.dtype),
+            is_layer=is_layer,
+            zero_centered=zero_centered,
+            with_stats=kind.training,
+            backward=kind.backward,
+        )
+        return _one(words)
+
+    return plans
+
+
+#: What runs in one graph, by csrc's ConvFusion.
+_FUSIONS = (
+    "all",
+    "the convolution, bias and residual",
+    "the convolution and its bias",
+    "the convolution",
+)
+
+
+def _conv(dims: int) -> Callable[..., Parts]:
+    def plans(
+        kind: Kind,
+        x: Tensor,
+        w: Tensor,
+        *,
+        stride: int | Sequence[int] = 1,
+        padding: int | Sequence[int] | str = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+        activation: str = "none",
+        bias: TensorSpec | bool | None = None,
+        residual: TensorSpec | bool | None = None,
+    ) -> Parts:
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation is one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        pads = padding if isinstance(padding, str) else as_list(padding)
+        geometry = _ops._conv_geometry(dims, w, as_list(stride), pads, as_list(dilation), groups)
+        added = optional_tensor(bias, "bias", w.shape[:1], x.dtype)
+        size = _ops._conv_size(x, w, None, None, geometry)
+        total = optional_tensor(residual, "residual", size, x.dtype)
+        _ops._conv_size(x, w, added, total, geometry)  # raises where they do not fit
+        if kind.backward:
+            return [_conv_gradient(x, w, geometry, is_of_weight) for is_of_weight in (False, True)]
+        call = (x, w, added, total, geometry, ACTIVATIONS.index(activation))
+        return [_conv_forward(call, kind.training and needs_before(activation))]
+
+    return plans
+
+
+def _conv_gradient(
+    x: Tensor, w: Tensor, geometry: Sequence[int], is_of_weight: bool
+) -> Iterator[Attempt]:
+    # The step is csrc's ConvStep: 0 is the forward, 1 the input's gradient, 2 the weight's.
+    by_torch = _ops._conv_torch_reason(x, w, geometry, 1 + is_of_weight)
+    if by_torch:
+        yield Attempt(by_torch=by_torch)
+    else:
+        yield Attempt(_ops._conv_backward_plan_key(x, w, geometry, is_of_weight))
+
+
+def _conv_forward(call: tuple[Any, ...], with_before: bool) -> Iterator[Attempt]:
+    """With less and less of the epilogue in the graph, as a call tries it."""
+    x, w, _, _, geometry, _ = call
+    if by_torch := _ops._conv_torch_reason(x, w, geometry, 0):
+        yield Attempt(by_torch=by_torch)
+        return
+    bare = len(_FUSIONS) - 1
+    for fusion in range(len(_FUSIONS)):
+        reason = _ops._conv_bare_reason(*call, fusion)
+        last = bare if reason else fusion
+        words = _ops._conv_plan_key(*call, last, with_before)
+        yield Attempt(words, fused=_FUSIONS[last], not_more=reason)
+        if last == bare:
+            return
+
+
+def _families() -> Iterator[Operator]:
+    yield Operator(
+        "sdpa",
+        scaled_dot_product_attention,
+        ("query", "key", "value"),
+        _attention,
+        without_effect=("scale", "enable_gqa", "rng_state"),
+        questions=("grad_mask",),
+        has_polymorphic=True,
+    )
+    yield Operator(
+        "varlen_attention",
+        varlen_attention,
+        ("q", "k", "v"),
+        _packed,
+        without_effect=("softmax_scale", "rng_state"),
+        has_exact=False,
+        has_polymorphic=True,
+    )
+    yield Operator(
+        "paged_attention",
+        paged_attention,
+        ("query", "key_cache", "value_cache"),
+        _paged,
+        required=2,
+        without_effect=("scale", "seq_lens_kv", "out"),
+        has_backward=False,
+        has_exact=False,
+        has_polymorphic=True,
+    )
+    for function in (rms_norm, layer_norm, add_rms_norm, add_layer_norm):
+        yield Operator(
+            function.__name__,
+            function,
+            ("input",),
+            _norm(is_layer=function in (layer_norm, add_layer_norm)),
+            without_effect=("eps", "residual"),
+            training="with_stats",
+        )
+    for dims, convolution in enumerate((conv1d, conv2d, conv3d), 1):
+        yield Operator(
+            convolution.__name__,
+            convolution,
+            ("input", "weight"),
+            _conv(dims),
+            required=2,
+            training="with_before",
+        )
+
+
+def _table() -> Iterator[Operator]:
+    for operator in _families():
+        yield operator
+        if operator.has_backward:
+            yield replace(operator, name=f"{operator.name}_backward", is_backward=True)
+
+
+#: Every operator that can be asked about, by its name; a backward is one of its own.
+OPERATORS: dict[str, Operator] = {operator.name: operator for operator in _table()}
+
+NORMS = tuple(op for op in OPERATORS if "norm" in op)
+CONVS = tuple(op for op in OPERATORS if op.startswith("conv"))
+
+
+def find_operator(op: str) -> Operator:
+    """The entry of the table.
+
+    Raises:
+        ValueError: there is none; the message has all names.
+    """
+    if op not in OPERATORS:
+        raise ValueError(f"op is one of {', '.join(OPERATORS)}, got {op!r}")
+    return OPERATORS[op]

@@ -1,0 +1,45 @@
+"""``python -m cudnn_ops explain`` for every operator, with that operator's own options."""
+
+from __future__ import annotations
+
+import pytest
+
+from cudnn_ops.__main__ import main
+from cudnn_ops.support import OPERATORS
+
+#: For each operator options of its own.
+OPTIONS = {
+    "sdpa": "--causal --layout bhsd -q 2,4,100,64",
+    "varlen_attention": "-q 500,8,64 --sequences 3 --max-length 200 --causal --sinks --top-left",
+    "paged_attention": "--window 64 0 --kv-layout HND --page-table 8,32 -q 8,1,32,128",
+    "rms_norm": "--input 64,512 --zero-centered --weight-dtype fp32",
+    "layer_norm": "--input 64,512 --bias --dtype fp32",
+    "conv1d": "--input 4,64,100 --weight 32,64,3 --padding 1",
+    "conv2d": "--input 4,64,9,9 --weight 32,16,3,3 --groups 4 --stride 2 1 --activation relu",
+    "conv3d": "--input 2,16,5,9,9 --weight 32,16,3,3,3 --residual",
+}
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_explain(op, capsys):
+    options = OPTIONS[op.removeprefix("add_").removesuffix("_backward")]
+    if op in ("sdpa", "varlen_attention", "layer_norm", "conv2d"):
+        options += " --training"
+    assert main(["explain", op, "--device", "H200", *options.split()]) == 0
+    assert capsys.readouterr().out.startswith(f"{op} on NVIDIA H200, cuDNN 9.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("sdpa -q 1,2,3", "is not batch,heads,length,head_size"),
+        ("varlen_attention -q 1,2,3,4", "is not tokens,heads,head_size"),
+        ("conv1d --input 1,2,3,4", "is not N,C,W"),
+        ("rms_norm --bias", "unrecognized arguments: --bias"),
+        ("sdpa_backward --training", "unrecognized arguments: --training"),
+    ],
+)
+def test_another_operator_s_shapes_and_options_are_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        main(["explain", *arguments.split()])
+    assert message in capsys.readouterr().err
