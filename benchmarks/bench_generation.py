@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.harness import Rows, main
 from cudnn_ops.generation import Engine, SamplingParams
-from cudnn_ops.serving.kv_cache import PagedKVCache
+from cudnn_ops.serving import PagedKVCache
 from examples.llama import Llama, LlamaConfig, Operators
 
 CONFIG = LlamaConfig(layers=32, width=4096, heads=32, kv_heads=8, sequence=2048, vocabulary=128_256)

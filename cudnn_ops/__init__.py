@@ -41,7 +41,7 @@ from cudnn_ops.plans.policy import plan_policy, set_autotune, set_plan_policy, u
 from cudnn_ops.plans.tables import NormTiming
 from cudnn_ops.plans.tune import TunedPlan, tune_sdpa
 from cudnn_ops.plans.warmup import PlanRequest, WarmupReport, plan_requests, record_shapes, warmup
-from cudnn_ops.serving.kv_cache import CacheUsage, KVSequence, OutOfPages, PagedKVCache
+from cudnn_ops.serving import CacheUsage, KVSequence, OutOfPages, PagedKVCache
 from cudnn_ops.support.known_bad import KnownBad, known_bad
 
 __version__ = "0.1.0"

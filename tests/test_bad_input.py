@@ -96,7 +96,8 @@ _BOTH_PACKED = [cudnn_ops.varlen_attention, cudnn_ops.varlen_attention_with_lse]
 )
 def test_lists_for_tensors(name, function, device):
     good = torch.ones(GOOD, dtype=torch.bfloat16, device=device)
-    with pytest.raises(TypeError, match=rf"^{name} must be a tensor .*, got a list: torch.tensor"):
+    match = rf"^cudnn_ops.{function.__name__}: {name} must be a tensor .*, got a list: torch.tensor"
+    with pytest.raises(TypeError, match=match):
         function(good, good, good, **{name: [3, 4]})
     with pytest.raises(RuntimeError, match="enable_gqa"):  # the others keep torch's words
         function(good, good, good, enable_gqa="yes", bottom_right=True)
@@ -106,7 +107,7 @@ def test_lists_for_tensors(name, function, device):
 @pytest.mark.parametrize("function", _BOTH_PACKED, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"])
 def test_lists_for_tensors_of_packed_sequences(name, function, device):
-    match = rf"^{name} must be a tensor .*, got a list: torch.tensor"
+    match = rf"^cudnn_ops.{function.__name__}: {name} must be a tensor .*, got a list: torch.tensor"
     with pytest.raises(TypeError, match=match):
         function(**packed(device, **{name: [0, 4, 9]}))
     if name.startswith("cu"):

@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cudnn_ops
 from cudnn_ops import CacheUsage, KVSequence, OutOfPages, PagedKVCache
-from cudnn_ops.serving import kv_cache
+from cudnn_ops.serving import memory
 from tests.cases import kv_cache as cases
 from tests.cases.kv_cache import check, grow, make_cache, prefill
 from tests.conftest import DEVICES
 
 LAYOUTS = ["NHD", "HND"]
-OPERATOR = kv_cache._append
+OPERATOR = memory._append
 
 ABC = list(range(100, 112))  # three pages of four tokens
 
@@ -27,7 +27,7 @@ ABC = list(range(100, 112))  # three pages of four tokens
 @pytest.fixture(autouse=True)
 def plain_append(monkeypatch):
     """These tests are of the host's part: keys and values are written by plain indexing."""
-    monkeypatch.setattr(kv_cache, "_append", cases.append)
+    monkeypatch.setattr(memory, "_append", cases.append)
 
 
 def free_and_evictable(cache: PagedKVCache) -> tuple[int, int]:
@@ -524,18 +524,18 @@ NUMBERS = ["layers", "pages", "page_size", "heads_kv", "head_size", "value_size"
 @pytest.mark.parametrize("number", [0, -3, 1.5, "4"])
 def test_sizes_that_are_no_sizes(name, number):
     sizes = dict.fromkeys(NUMBERS, 2) | {name: number}
-    with pytest.raises(ValueError, match=f"{name} is a whole number, at least 1, got {number!r}"):
+    with pytest.raises(ValueError, match=f"{name} must be a whole number, at least 1, got {number!r}"):
         PagedKVCache(**sizes, dtype=torch.float32, device="cpu")
 
 
 @pytest.mark.parametrize("size", [3, 12, 48])
 def test_page_sizes_that_attention_does_not_take(size):
-    with pytest.raises(ValueError, match=f"page_size is a power of 2, got {size}"):
+    with pytest.raises(ValueError, match=f"page_size must be a power of 2, got {size}"):
         make_cache(2, size)
 
 
 def test_unknown_layouts():
-    with pytest.raises(ValueError, match='kv_layout is "NHD" or "HND", got \'BSHD\''):
+    with pytest.raises(ValueError, match='kv_layout must be "NHD" or "HND", got \'BSHD\''):
         make_cache(2, kv_layout="BSHD")
 
 
@@ -638,7 +638,7 @@ def test_seq_lens():
 
 def test_append_hands_over_the_layer_and_the_layout(monkeypatch):
     calls = []
-    monkeypatch.setattr(kv_cache, "_append", lambda *args: calls.append(args))
+    monkeypatch.setattr(memory, "_append", lambda *args: calls.append(args))
     key, value, slots = torch.ones(3, 1, 8), torch.ones(3, 1, 4), torch.tensor([0, -1, 5])
     for layout in LAYOUTS:
         cache = make_cache(4, kv_layout=layout)
@@ -652,7 +652,7 @@ def test_append_hands_over_the_layer_and_the_layout(monkeypatch):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_append_with_the_operator(device, layout, monkeypatch):
-    monkeypatch.setattr(kv_cache, "_append", OPERATOR)
+    monkeypatch.setattr(memory, "_append", OPERATOR)
     cache = make_cache(4, kv_layout=layout, device=device)
     plain = make_cache(4, kv_layout=layout, device=device)
     key, value = torch.randn(5, 1, 8, device=device), torch.randn(5, 1, 4, device=device)
@@ -667,7 +667,7 @@ def test_append_with_the_operator(device, layout, monkeypatch):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_random_steps_with_the_operator(device, layout, monkeypatch):
-    monkeypatch.setattr(kv_cache, "_append", OPERATOR)
+    monkeypatch.setattr(memory, "_append", OPERATOR)
     walk = cases.Walk(make_cache(24, kv_layout=layout, device=device), 5)
     for _ in range(300):
         walk.step()

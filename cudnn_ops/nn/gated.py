@@ -9,23 +9,17 @@ from torch import Tensor, nn
 
 from cudnn_ops.ops.gated import geglu, swiglu
 
+_GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu": swiglu,
+    "gelu": geglu,
+    "gelu_tanh": lambda gate, up: geglu(gate, up, approximate="tanh"),
+}
+#: The names of the three projections of a SwiGLU.
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
-class SwiGLU(nn.Module):
-    """A gated MLP, ``down(act(gate(x)) * up(x))``, with the product in one kernel.
 
-    Its keys are those of Llama's MLP: ``gate_proj``, ``up_proj`` and ``down_proj``.
-
-    Args:
-        in_features: of the input and the output.
-        hidden_features: between them.
-        bias: whether the three projections have one.
-        activation: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
-        device: of the parameters.
-        dtype: of the parameters.
-
-    Raises:
-        ValueError: another activation.
-    """
+class _GatedMLP(nn.Module):
+    """Linear layers around a gated activation."""
 
     def __init__(
         self,
@@ -37,72 +31,107 @@ class SwiGLU(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Makes the three projections."""
+        """Makes the projections."""
         super().__init__()
-        self.activation = _checked(activation)
+        if activation not in _GATED:
+            raise ValueError(
+                f"{type(self).__name__}: activation is one of {', '.join(_GATED)}, got "
+                f"{activation!r}"
+            )
+        self.activation = activation
+        for name, sizes in self._projections(in_features, hidden_features).items():
+            setattr(self, name, nn.Linear(*sizes, bias=bias, device=device, dtype=dtype))
 
-        def linear(rows: int, columns: int) -> nn.Linear:
-            return nn.Linear(rows, columns, bias=bias, device=device, dtype=dtype)
+    @staticmethod
+    def _projections(in_features: int, hidden_features: int) -> dict[str, tuple[int, int]]:
+        """Names of the linear layers, and their numbers of input and output features."""
+        raise NotImplementedError
 
-        self.gate_proj = linear(in_features, hidden_features)
-        self.up_proj = linear(in_features, hidden_features)
-        self.down_proj = linear(hidden_features, in_features)
+    def _gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        return _GATED[self.activation](gate, up)
+
+
+class SwiGLU(_GatedMLP):
+    """A gated MLP, ``down(act(gate(x)) * up(x))``, with the product in one kernel.
+
+    Its keys are those of Llama's MLP: ``gate_proj``, ``up_proj`` and ``down_proj``.
+
+    Args:
+        in_features: size of the input and the output.
+        hidden_features: size between them.
+        bias: whether the projections have one.
+        activation: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
+        device: the parameters' device.
+        dtype: the parameters' dtype.
+
+    Raises:
+        ValueError: another activation.
+
+    Example:
+        >>> import torch
+        >>> from cudnn_ops.nn import SwiGLU
+        >>> mlp = SwiGLU(64, 192)
+        >>> mlp(torch.randn(2, 5, 64)).shape
+        torch.Size([2, 5, 64])
+    """
+
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+
+    @staticmethod
+    def _projections(in_features: int, hidden_features: int) -> dict[str, tuple[int, int]]:
+        sizes = (in_features, hidden_features)
+        return dict(zip(PROJECTIONS, (sizes, sizes, sizes[::-1]), strict=True))
 
     @classmethod
     def of(cls, mlp: nn.Module, activation: str) -> SwiGLU:
-        """One with the projections of another module, the modules themselves."""
+        """Makes one with the projections of another module, the modules themselves."""
         gated = cls(1, 1, activation=activation, device="meta")
         for name in PROJECTIONS:
             setattr(gated, name, getattr(mlp, name))
-        gated.train(mlp.training)
-        return gated
+        return gated.train(mlp.training)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to the same."""
-        product = _GATED[self.activation](self.gate_proj(x), self.up_proj(x))
-        return self.down_proj(product)
+        return self.down_proj(self._gate(self.gate_proj(x), self.up_proj(x)))
 
 
-class PackedSwiGLU(nn.Module):
+class PackedSwiGLU(_GatedMLP):
     """A gated MLP whose gate and up are the halves of one projection, read where they are.
 
     Its keys are those of Phi-3's MLP, ``gate_up_proj`` and ``down_proj``, unless it is made
     :meth:`of` another module.
 
     Args:
-        in_features: of the input and the output.
-        hidden_features: between them.
-        bias: whether the two projections have one.
+        in_features: size of the input and the output.
+        hidden_features: size between them.
+        bias: whether the projections have one.
         activation: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: the parameters' device.
+        dtype: the parameters' dtype.
 
     Raises:
         ValueError: another activation.
+
+    Example:
+        >>> import torch
+        >>> from cudnn_ops.nn import PackedSwiGLU
+        >>> mlp = PackedSwiGLU(64, 192, activation="gelu_tanh")
+        >>> mlp(torch.randn(2, 5, 64)).shape
+        torch.Size([2, 5, 64])
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        hidden_features: int,
-        bias: bool = False,
-        *,
-        activation: str = "silu",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Makes the two projections."""
-        super().__init__()
-        self.activation = _checked(activation)
-        self.names = ("gate_up_proj", "down_proj")
+    names = ("gate_up_proj", "down_proj")
+
+    @staticmethod
+    def _projections(in_features: int, hidden_features: int) -> dict[str, tuple[int, int]]:
         sizes = ((in_features, 2 * hidden_features), (hidden_features, in_features))
-        for name, (rows, columns) in zip(self.names, sizes, strict=True):
-            linear = nn.Linear(rows, columns, bias=bias, device=device, dtype=dtype)
-            setattr(self, name, linear)
+        return dict(zip(PackedSwiGLU.names, sizes, strict=True))
 
     @classmethod
     def of(cls, mlp: nn.Module, activation: str, names: tuple[str, str]) -> PackedSwiGLU:
-        """One with the projections of another module, the modules themselves, by their names."""
+        """Makes one with the projections of another module, the modules themselves, by name."""
         gated = cls(1, 1, activation=activation, device="meta")
         for name in gated.names:
             delattr(gated, name)
@@ -115,20 +144,4 @@ class PackedSwiGLU(nn.Module):
         """[..., in_features] to the same."""
         packed, down = (getattr(self, name) for name in self.names)
         gate, up = packed(x).chunk(2, dim=-1)
-        return down(_GATED[self.activation](gate, up))
-
-
-def _checked(name: str) -> str:
-    """The name, if there is such a gated activation."""
-    if name not in _GATED:
-        raise ValueError(f"activation is one of {', '.join(_GATED)}, got {name!r}")
-    return name
-
-
-#: The names of the three modules in a SwiGLU.
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-_GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "silu": swiglu,
-    "gelu": geglu,
-    "gelu_tanh": lambda gate, up: geglu(gate, up, approximate="tanh"),
-}
+        return down(self._gate(gate, up))

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cudnn_ops.ops.activation import ACTIVATIONS, Activation, activate, needs_before
+from cudnn_ops.ops.arguments import bind
 from cudnn_ops.ops.sdpa import lse_dtype, memory_order
 
 _ops = torch.ops.cudnn_ops
@@ -201,83 +202,58 @@ def _in_order_of(out: Tensor, like: Tensor) -> Tensor:
     return out.permute(order).contiguous().permute(inverse)
 
 
-def _sdpa_with_lse(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    bottom_right: bool = False,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    seq_lens_q: Tensor | None = None,
-    seq_lens_kv: Tensor | None = None,
-    deterministic: bool | None = None,
-    rng_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    _refuse_dropout(dropout_p)
-    call = _Regular.of(query, key, value, attn_mask, enable_gqa)
-    query, key, value, attn_mask, _ = call
+def _sdpa_with_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    given = bind(_ops.sdpa_with_lse.default, args, kwargs)
+    _refuse_dropout(given.dropout_p)
+    call = _Regular.of(given.query, given.key, given.value, given.attn_mask, given.enable_gqa)
+    query, key = call.query, call.key
 
     def of_each(lengths: Tensor | None, size: int) -> Tensor | int:
         return size if lengths is None else lengths.long().view(-1, 1, 1, 1)
 
     rows = torch.arange(query.shape[2], device=query.device).unsqueeze(-1)
     columns = torch.arange(key.shape[2], device=query.device)
-    lengths = of_each(seq_lens_q, query.shape[2])
-    lengths_kv = of_each(seq_lens_kv, key.shape[2])
-    distance = columns - rows - (lengths_kv - lengths if bottom_right else 0)
-    visible = _sees(distance, is_causal, window_size)
-    if seq_lens_q is not None:
+    lengths = of_each(given.seq_lens_q, query.shape[2])
+    lengths_kv = of_each(given.seq_lens_kv, key.shape[2])
+    distance = columns - rows - (lengths_kv - lengths if given.bottom_right else 0)
+    visible = _sees(distance, given.is_causal, given.window_size)
+    if given.seq_lens_q is not None:
         visible = visible & (rows < lengths)
-    if seq_lens_kv is not None:
+    if given.seq_lens_kv is not None:
         visible = visible & (columns < lengths_kv)
     out, lse = _attend(
         query,
         key,
-        value,
+        call.value,
         distance,
         visible,
-        attn_mask=attn_mask,
-        scale=scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
+        attn_mask=call.attn_mask,
+        scale=given.scale,
+        softcap=given.softcap,
+        alibi_slopes=given.alibi_slopes,
+        sinks=given.sinks,
     )
-    if sinks is not None and seq_lens_q is not None:  # padding has nothing, not even the sink
+    if given.sinks is not None and given.seq_lens_q is not None:
+        # Padding has nothing, not even the sink.
         lse = lse.masked_fill((rows >= lengths).squeeze(-1), -torch.inf)
     return call.result(_in_order_of(out.to(query.dtype), query)), call.result(lse)
 
 
-def _sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    **options: Any,
-) -> Tensor:
-    plain = {"window_size": [-1, -1], "bottom_right": False, "softcap": 0.0, "deterministic": None}
-    if attn_mask is None and dropout_p == 0 and options.items() <= plain.items():
-        # Its own operator, for the runtimes that have a kernel for it. With a mask it is not sure
-        # that they give zeros where a query sees no key.
-        call = _Regular.of(query, key, value, None, enable_gqa)
-        out = F.scaled_dot_product_attention(
-            *call[:3], is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-        return call.result(_in_order_of(out, call.query))
-    options |= {"scale": scale, "enable_gqa": enable_gqa}
-    return _sdpa_with_lse(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
+def _sdpa(*args: Any, **kwargs: Any) -> Tensor:
+    given = vars(bind(_ops.sdpa.default, args, kwargs))
+    # What torch's own function has too. With a mask it is not sure that every runtime gives zeros
+    # where a query sees no key.
+    shared = ("query", "key", "value", "is_causal", "scale", "enable_gqa")
+    query, key, value, is_causal, scale, enable_gqa = (given[name] for name in shared)
+    defaults = vars(bind(_ops.sdpa.default, (), {}))
+    if any(given[name] != defaults[name] for name in given.keys() - set(shared)):
+        return _sdpa_with_lse(**given)[0]
+    # Its own operator, for the runtimes that have a kernel for it.
+    call = _Regular.of(query, key, value, None, enable_gqa)
+    out = F.scaled_dot_product_attention(
+        *call[:3], is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    return call.result(_in_order_of(out, call.query))
 
 
 def _places(offsets: Tensor, tokens: int, used: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -316,80 +292,46 @@ def _packed(
     return out[0].transpose(0, 1).to(query.dtype).contiguous(), lse[0]
 
 
-def _varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    *,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    bottom_right: bool = True,
-    deterministic: bool | None = None,
-    rng_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    _refuse_dropout(dropout_p)
+def _varlen(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    call = bind(_ops.varlen_attention_with_lse.default, args, kwargs)
+    _refuse_dropout(call.dropout_p)
     return _packed(
-        q,
-        k,
-        v,
-        _places(cu_seqlens_q, q.shape[0], seqused_q),
-        _places(cu_seqlens_k, k.shape[0], seqused_k),
-        is_causal=causal,
-        window_size=window_size,
-        bottom_right=bottom_right,
-        scale=softmax_scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
+        call.q,
+        call.k,
+        call.v,
+        _places(call.cu_seqlens_q, call.q.shape[0], call.seqused_q),
+        _places(call.cu_seqlens_k, call.k.shape[0], call.seqused_k),
+        is_causal=call.causal,
+        window_size=call.window_size,
+        bottom_right=call.bottom_right,
+        scale=call.softmax_scale,
+        softcap=call.softcap,
+        alibi_slopes=call.alibi_slopes,
+        sinks=call.sinks,
     )
 
 
-def _paged(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    page_table: Tensor,
-    seq_lens_kv: Tensor,
-    *,
-    cu_seqlens_q: Tensor | None = None,
-    max_seqlen_q: int = 0,
-    scale: float | None = None,
-    is_causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    bottom_right: bool = True,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    head_major: bool = False,
-) -> tuple[Tensor, Tensor]:
-    batch, width = page_table.shape
-    page_size = key_cache.shape[2 if head_major else 1]
-    lengths = seq_lens_kv.long()
+def _paged(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    call = bind(_ops.paged_attention_with_lse.default, args, kwargs)
+    query = call.query
+    batch, width = call.page_table.shape
+    page_size = call.key_cache.shape[2 if call.head_major else 1]
+    lengths = call.seq_lens_kv.long()
     place = torch.arange(width * page_size, device=query.device)
     there = place < lengths.unsqueeze(-1)  # [B, slots]
     # What lies beyond a length is not followed, whatever it is; nor read, for it may be no number.
     first = torch.arange(width, device=query.device) * page_size
-    pages = page_table.long().masked_fill(first >= lengths.unsqueeze(-1), 0)
+    pages = call.page_table.long().masked_fill(first >= lengths.unsqueeze(-1), 0)
 
     def gathered(cache: Tensor) -> Tensor:
         """[B, slots, heads, head size]."""
-        by_token = cache.transpose(1, 2) if head_major else cache
+        by_token = cache.transpose(1, 2) if call.head_major else cache
         return by_token[pages].flatten(1, 2).masked_fill(~there[:, :, None, None], 0.0)
 
-    key, value = gathered(key_cache), gathered(value_cache)
-    shared: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "softcap": softcap}
-    shared |= {"window_size": window_size, "bottom_right": bottom_right, "sinks": sinks}
-    if cu_seqlens_q is None:
+    key, value = gathered(call.key_cache), gathered(call.value_cache)
+    names = ("is_causal", "scale", "softcap", "window_size", "bottom_right", "sinks")
+    shared: dict[str, Any] = {name: getattr(call, name) for name in names}
+    if call.cu_seqlens_q is None:
         out, lse = _sdpa_with_lse(
             query.transpose(1, 2),
             key.transpose(1, 2),
@@ -405,7 +347,7 @@ def _paged(
         query,
         key.flatten(0, 1),
         value.flatten(0, 1),
-        _places(cu_seqlens_q, query.shape[0], None),
+        _places(call.cu_seqlens_q, query.shape[0], None),
         tuple(part.flatten() for part in of_keys),  # type: ignore[arg-type]
         **shared,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils.flop_counter import register_flop_formula
 
-from cudnn_ops.ops.varlen import call_options
+from cudnn_ops.ops.arguments import bind
 
 _ops = torch.ops.cudnn_ops
 
@@ -48,136 +49,80 @@ def visible_pairs(
     return pairs
 
 
-def _pairs(
-    query: Sequence[int],
-    key: Sequence[int],
-    out: Sequence[int],
-    is_causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    bottom_right: bool = False,
-    **_: Any,
-) -> int:
-    """``out`` has the heads and the batch that the others broadcast to."""
-    pairs = visible_pairs(query[-2], key[-2], window_size, is_causal, bottom_right)
-    return math.prod(out[:-2]) * pairs
+def _call_pairs(call: SimpleNamespace, batch_and_heads: Sequence[int]) -> int:
+    pairs = visible_pairs(
+        call.query.shape[-2],
+        call.key.shape[-2],
+        call.window_size,
+        call.is_causal,
+        call.bottom_right,
+    )
+    return math.prod(batch_and_heads) * pairs
 
 
 @register_flop_formula([_ops.sdpa, _ops.sdpa_with_lse], get_raw=True)
-def _sdpa_flop(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    out_val: Tensor | tuple[Tensor, Tensor],
-    **options: Any,
-) -> int:
+def _sdpa_flop(*args: Any, out_val: Tensor | tuple[Tensor, Tensor], **kwargs: Any) -> int:
+    call = bind(_ops.sdpa.default, args, kwargs)
+    # The result has the heads and the batch that the others broadcast to.
     out = out_val if isinstance(out_val, Tensor) else out_val[0]
-    pairs = _pairs(query.shape, key.shape, out.shape, is_causal, **options)
-    return 2 * pairs * (query.shape[-1] + value.shape[-1])
+    return 2 * _call_pairs(call, out.shape[:-2]) * (call.query.shape[-1] + call.value.shape[-1])
 
 
-@register_flop_formula(_ops._sdpa_backward)
-def _sdpa_backward_flop(
-    grad_out: Sequence[int],
-    query: Sequence[int],
-    key: Sequence[int],
-    value: Sequence[int],
-    out: Sequence[int],
-    lse: Sequence[int],
-    attn_mask: Sequence[int] | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    window_size: Sequence[int] = (-1, -1),
-    bottom_right: bool = False,
-    *args: Any,
-    **kwargs: Any,
-) -> int:
-    pairs = _pairs(query, key, out, is_causal, window_size, bottom_right)
+@register_flop_formula(_ops._sdpa_backward, get_raw=True)
+def _sdpa_backward_flop(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    call = bind(_ops._sdpa_backward.default, args, kwargs)
     # The scores again, and the gradients of query and key; of the weights and of value.
-    return 2 * pairs * (3 * query[3] + 2 * value[3])
+    sizes = 3 * call.query.shape[3] + 2 * call.value.shape[3]
+    return 2 * _call_pairs(call, call.out.shape[:-2]) * sizes
 
 
-def _packed_pairs(q: Tensor, options: dict[str, Any]) -> int:
-    """Pairs of a query and a key, over all sequences."""
-    longest = (int(options["max_seqlen_q"]), int(options["max_seqlen_k"]))
-    if not holds_numbers(options["cu_seqlens_q"]):
-        lengths = [longest] * (options["cu_seqlens_q"].shape[0] - 1)
-    else:
+def _packed_pairs(call: SimpleNamespace) -> int:
+    """Pairs of a query and a key, over all sequences and heads."""
+    offsets, used = (call.cu_seqlens_q, call.cu_seqlens_k), (call.seqused_q, call.seqused_k)
+    if holds_numbers(offsets[0]):
         sides = [
-            (options[f"cu_seqlens_{side}"].diff() if used is None else used).tolist()
-            for side, used in (("q", options["seqused_q"]), ("k", options["seqused_k"]))
+            (starts.diff() if some is None else some).tolist()
+            for starts, some in zip(offsets, used, strict=True)
         ]
-        lengths = list(zip(*sides, strict=True))
-    return q.shape[1] * sum(
-        visible_pairs(
-            length,
-            length_kv,
-            options["window_size"],
-            options["causal"],
-            options["bottom_right"],
-        )
-        for length, length_kv in lengths
+        lengths: list[tuple[int, int]] = list(zip(*sides, strict=True))
+    else:
+        lengths = [(int(call.max_seqlen_q), int(call.max_seqlen_k))] * (offsets[0].shape[0] - 1)
+    return call.q.shape[1] * sum(
+        visible_pairs(*both, call.window_size, call.causal, call.bottom_right) for both in lengths
     )
 
 
 @register_flop_formula([_ops.varlen_attention, _ops.varlen_attention_with_lse], get_raw=True)
-def _varlen_flop(
-    q: Tensor, k: Tensor, v: Tensor, *args: Any, out_val: Any = None, **kwargs: Any
-) -> int:
-    return 2 * _packed_pairs(q, call_options(args, kwargs)) * (q.shape[2] + v.shape[2])
+def _varlen_flop(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    call = bind(_ops.varlen_attention.default, args, kwargs)
+    return 2 * _packed_pairs(call) * (call.q.shape[2] + call.v.shape[2])
 
 
 @register_flop_formula(_ops._varlen_backward, get_raw=True)
-def _varlen_backward_flop(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *args: Any,
-    out_val: Any = None,
-    **kwargs: Any,
-) -> int:
-    return 2 * _packed_pairs(q, call_options(args, kwargs)) * (3 * q.shape[2] + 2 * v.shape[2])
+def _varlen_backward_flop(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    call = bind(_ops._varlen_backward.default, args, kwargs)
+    return 2 * _packed_pairs(call) * (3 * call.q.shape[2] + 2 * call.v.shape[2])
 
 
 @register_flop_formula(
     [_ops.paged_attention, _ops.paged_attention_with_lse, _ops._paged_attention_out], get_raw=True
 )
-def _paged_flop(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    page_table: Tensor,
-    seq_lens_kv: Tensor,
-    *,
-    cu_seqlens_q: Tensor | None = None,
-    max_seqlen_q: int = 0,
-    window_size: tuple[int, int] = (-1, -1),
-    is_causal: bool = False,
-    bottom_right: bool = True,
-    head_major: bool = False,
-    out_val: Any = None,
-    **options: Any,
-) -> int:
-    heads, size = query.shape[-2:]
-    batch, width = page_table.shape
-    if holds_numbers(seq_lens_kv):
-        keys = seq_lens_kv.tolist()
-        queries = [query.shape[1]] * batch if cu_seqlens_q is None else cu_seqlens_q.diff().tolist()
+def _paged_flop(*args: Any, out_val: Any = None, out: Any = None, **kwargs: Any) -> int:
+    call = bind(_ops.paged_attention.default, args, kwargs)
+    heads, size = call.query.shape[-2:]
+    batch, width = call.page_table.shape
+    offsets, lengths = call.cu_seqlens_q, call.seq_lens_kv
+    if holds_numbers(lengths):
+        keys = lengths.tolist()
+        queries = [call.query.shape[1]] * batch if offsets is None else offsets.diff().tolist()
     else:
-        keys = [width * key_cache.shape[2 if head_major else 1]] * batch
-        queries = [query.shape[1] if cu_seqlens_q is None else int(max_seqlen_q)] * batch
+        keys = [width * call.key_cache.shape[2 if call.head_major else 1]] * batch
+        queries = [call.query.shape[1] if offsets is None else int(call.max_seqlen_q)] * batch
     pairs = sum(
-        visible_pairs(*lengths, window_size, is_causal, bottom_right)
-        for lengths in zip(queries, keys, strict=True)
+        visible_pairs(*both, call.window_size, call.is_causal, call.bottom_right)
+        for both in zip(queries, keys, strict=True)
     )
-    return 2 * heads * pairs * (size + value_cache.shape[3])
+    return 2 * heads * pairs * (size + call.value_cache.shape[3])
 
 
 @register_flop_formula(_ops._conv)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cudnn_ops.ops.wrong_types import refuse_wrong_types
+from cudnn_ops.ops.arguments import refuse_wrong_types
 
 _ops = torch.ops.cudnn_ops
 

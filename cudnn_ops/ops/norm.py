@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cudnn_ops.ops.wrong_types import refuse_wrong_types
+from cudnn_ops.ops.arguments import refuse_wrong_types
 
 _ops = torch.ops.cudnn_ops
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cudnn_ops.ops import sdpa_cpu
-from cudnn_ops.ops.arguments import refuse_lists, refuse_one_number
+from cudnn_ops.ops.arguments import bind, refuse_lists, refuse_one_number
 from cudnn_ops.ops.sdpa import lse_dtype
 
 _ops = torch.ops.cudnn_ops
@@ -109,26 +109,16 @@ def paged_attention(
         "sinks": sinks,
         "head_major": is_head_major(kv_layout),
     }
-    refuse_one_number(window_size)
+    refuse_one_number("paged_attention", window_size)
     tensors = (query, key_cache, value_cache, page_table, seq_lens_kv)
     try:
         if out is None:
             return _ops.paged_attention.default(*tensors, **options)
         _ops._paged_attention_out.default(*tensors, **options, out=out)
-    except RuntimeError:  # of the schema
-        _refuse_lists(page_table, seq_lens_kv, options)
+    except RuntimeError:  # the schema's
+        refuse_lists("paged_attention", locals())
         raise
     return out
-
-
-def _refuse_lists(page_table: Tensor, seq_lens_kv: Tensor, options: dict[str, Any]) -> None:
-    refuse_lists({"seq_lens_kv": seq_lens_kv, **options})
-    if not isinstance(page_table, Tensor):
-        raise TypeError(
-            "page_table must be a tensor on the device of the query, got a "
-            f"{type(page_table).__name__}: torch.tensor(..., dtype=torch.int32, "
-            "device=query.device)"
-        )
 
 
 def paged_attention_with_lse(
@@ -148,7 +138,7 @@ def paged_attention_with_lse(
         where the queries are packed; float32 (float64 for float64 inputs), natural logarithm, that
         of the sink or ``-inf`` where there is nothing to attend to.
     """
-    refuse_one_number(options.get("window_size"))
+    refuse_one_number("paged_attention_with_lse", options.get("window_size"))
     try:
         return _ops.paged_attention_with_lse.default(
             query,
@@ -159,8 +149,8 @@ def paged_attention_with_lse(
             head_major=is_head_major(kv_layout),
             **options,
         )
-    except RuntimeError:  # of the schema
-        _refuse_lists(page_table, seq_lens_kv, options)
+    except RuntimeError:  # the schema's
+        refuse_lists("paged_attention_with_lse", locals() | options)
         raise
 
 
@@ -238,62 +228,33 @@ def _gather(cache: Tensor, page_table: Tensor, seq_lens: Tensor, head_major: boo
     return slots.masked_fill(~there[:, :, None, None], 0.0).transpose(1, 2)
 
 
-def _with_lse_cpu(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    page_table: Tensor,
-    seq_lens_kv: Tensor,
-    *,
-    cu_seqlens_q: Tensor | None = None,
-    max_seqlen_q: int = 0,
-    scale: float | None = None,
-    is_causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    bottom_right: bool = True,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    head_major: bool = False,
-) -> tuple[Tensor, Tensor]:
-    _ops._paged_check.default(
-        query,
-        key_cache,
-        value_cache,
-        page_table,
-        seq_lens_kv,
-        cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=max_seqlen_q,
-        scale=scale,
-        is_causal=is_causal,
-        window_size=window_size,
-        bottom_right=bottom_right,
-        softcap=softcap,
-        sinks=sinks,
-        head_major=head_major,
-    )
-    out, lse = _new_out(query, value_cache), _new_lse(query)
+def _with_lse_cpu(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    _ops._paged_check.default(*args, **kwargs)
+    call = bind(_ops.paged_attention_with_lse.default, args, kwargs)
+    query, offsets = call.query, call.cu_seqlens_q
+    out, lse = _new_out(query, call.value_cache), _new_lse(query)
     if out.numel() == 0:
         return out, lse
     lengths, present = None, None
     rows = query
-    if cu_seqlens_q is not None:  # as many for each sequence, those that it has not left out
-        lengths = cu_seqlens_q.diff().int()
+    if offsets is not None:  # as many for each sequence, those that it has not left out
+        lengths = offsets.diff().int()
         place = torch.arange(int(lengths.max()))
         present = place < lengths.unsqueeze(1)
-        rows = query[(cu_seqlens_q[:-1].unsqueeze(1) + place).masked_fill(~present, 0)]
+        rows = query[(offsets[:-1].unsqueeze(1) + place).masked_fill(~present, 0)]
     found, found_lse = sdpa_cpu.forward(
         rows.transpose(1, 2),
-        _gather(key_cache, page_table, seq_lens_kv, head_major),
-        _gather(value_cache, page_table, seq_lens_kv, head_major),
-        is_causal=is_causal,
-        scale=scale,
+        _gather(call.key_cache, call.page_table, call.seq_lens_kv, call.head_major),
+        _gather(call.value_cache, call.page_table, call.seq_lens_kv, call.head_major),
+        is_causal=call.is_causal,
+        scale=call.scale,
         enable_gqa=True,
-        window_size=window_size,
-        bottom_right=bottom_right,
-        softcap=softcap,
-        sinks=sinks,
+        window_size=call.window_size,
+        bottom_right=call.bottom_right,
+        softcap=call.softcap,
+        sinks=call.sinks,
         seq_lens_q=lengths,
-        seq_lens_kv=seq_lens_kv,
+        seq_lens_kv=call.seq_lens_kv,
     )
     found = found.transpose(1, 2)
     if present is None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_ops.ops.arguments import refuse_lists, refuse_one_number
+from cudnn_ops.ops.arguments import bind, refuse_lists, refuse_one_number
 
 _ops = torch.ops.cudnn_ops
 
@@ -111,7 +111,7 @@ def scaled_dot_product_attention(
         return _ops.sdpa.default(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    refuse_one_number(window_size)
+    refuse_one_number("scaled_dot_product_attention", window_size)
     try:
         return _ops.sdpa.default(
             query,
@@ -132,16 +132,8 @@ def scaled_dot_product_attention(
             deterministic=deterministic,
             rng_state=rng_state,
         )
-    except RuntimeError:  # of the schema
-        refuse_lists(
-            {
-                "alibi_slopes": alibi_slopes,
-                "sinks": sinks,
-                "seq_lens_q": seq_lens_q,
-                "seq_lens_kv": seq_lens_kv,
-                "rng_state": rng_state,
-            }
-        )
+    except RuntimeError:  # the schema's
+        refuse_lists("scaled_dot_product_attention", locals())
         raise
 
 
@@ -170,7 +162,7 @@ def scaled_dot_product_attention_with_lse(
         inputs), contiguous, natural logarithm, ``-inf`` where there is nothing to attend to and
         no sink, and in padding. Dropout does not change it.
     """
-    refuse_one_number(options.get("window_size"))
+    refuse_one_number("scaled_dot_product_attention_with_lse", options.get("window_size"))
     try:
         return _ops.sdpa_with_lse.default(
             query,
@@ -183,8 +175,8 @@ def scaled_dot_product_attention_with_lse(
             enable_gqa=enable_gqa,
             **options,
         )
-    except RuntimeError:  # of the schema
-        refuse_lists(options)
+    except RuntimeError:  # the schema's
+        refuse_lists("scaled_dot_product_attention_with_lse", options)
         raise
 
 
@@ -267,29 +259,10 @@ def _sdpa_fake(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: 
     return _sdpa_with_lse_fake(query, key, value, *args, **kwargs)[0]
 
 
-def _sdpa_backward_fake(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    window_size: Sequence[int] = (-1, -1),
-    bottom_right: bool = False,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    seq_lens_q: Tensor | None = None,
-    seq_lens_kv: Tensor | None = None,
-    deterministic: bool | None = None,
-    rng_state: Tensor | None = None,
-    grad_mask: bool = False,
-) -> tuple[Tensor, ...]:
-    return empty_gradients(query, key, value, attn_mask if grad_mask else None, sinks)
+def _sdpa_backward_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    call = bind(_ops._sdpa_backward.default, args, kwargs)
+    mask = call.attn_mask if call.grad_mask else None
+    return empty_gradients(call.query, call.key, call.value, mask, call.sinks)
 
 
 def _attention_rng_state_fake(query: Tensor, length: int, length_kv: int) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cudnn_ops.ops import sdpa
+from cudnn_ops.ops.arguments import bind
 
 _ops = torch.ops.cudnn_ops
 
@@ -167,48 +168,15 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | Non
     return weights.div_(total), of_sink, lse
 
 
-def backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    bottom_right: bool = False,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    seq_lens_q: Tensor | None = None,
-    seq_lens_kv: Tensor | None = None,
-    deterministic: bool | None = None,
-    rng_state: Tensor | None = None,
-    grad_mask: bool = False,
-) -> tuple[Tensor, ...]:
+def backward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """Equations 1 to 5 of Dao et al., "FlashAttention", appendix B.2, without the tiles."""
-    call = _Call(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        True,
-        window_size,
-        bottom_right,
-        softcap,
-        alibi_slopes,
-        sinks,
-        seq_lens_q,
-        seq_lens_kv,
-        deterministic,
-        rng_state,
+    given = vars(bind(_ops._sdpa_backward.default, args, kwargs))
+    grad_out, out, lse, grad_mask = (
+        given.pop(name) for name in ("grad_out", "out", "lse", "grad_mask")
     )
+    call = _Call(**given, enable_gqa=True)
+    query, key, value = call.query, call.key, call.value
+    attn_mask, sinks = call.attn_mask, call.sinks
     grads = sdpa.empty_gradients(query, key, value, attn_mask if grad_mask else None, sinks)
     grad_query, grad_key, grad_value, grad_of_mask, grad_of_sinks = grads
     if call.is_empty:
@@ -222,12 +190,12 @@ def backward(
     grad_rows = call.by_key_head(grad_out)
     delta = (grad_out.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
     kept = call.kept()
-    given = probabilities if kept is None else probabilities * kept
-    grad_value.copy_(call.by_key_head(given).transpose(-1, -2) @ grad_rows)
-    grad_given = call.by_query_head(grad_rows @ value.to(dtype).transpose(-1, -2))
+    weights = probabilities if kept is None else probabilities * kept
+    grad_value.copy_(call.by_key_head(weights).transpose(-1, -2) @ grad_rows)
+    grad_weights = call.by_query_head(grad_rows @ value.to(dtype).transpose(-1, -2))
     if kept is not None:
-        grad_given = grad_given * kept
-    grad_scores = probabilities * (grad_given - delta)
+        grad_weights = grad_weights * kept
+    grad_scores = probabilities * (grad_weights - delta)
     if attn_mask is not None and grad_mask:
         grad_of_mask.copy_(grad_scores.sum_to_size(_four(attn_mask)).view(attn_mask.shape))
     if of_sink is not None:

@@ -6,14 +6,15 @@ The CUDA kernel, the derivative and the autocast rule are in ``csrc/ops/varlen*.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cudnn_ops.ops import sdpa_cpu
-from cudnn_ops.ops.arguments import refuse_lists, refuse_one_number
+from cudnn_ops.ops.arguments import bind, refuse_lists, refuse_one_number
 from cudnn_ops.ops.sdpa import lse_dtype
 
 _ops = torch.ops.cudnn_ops
@@ -90,7 +91,7 @@ def varlen_attention(
             a list for a tensor.
         NotImplementedError: cuDNN has no kernel for this on this GPU; the message has its reason.
     """
-    refuse_one_number(window_size)
+    refuse_one_number("varlen_attention", window_size)
     try:
         return _ops.varlen_attention.default(
             q,
@@ -113,18 +114,8 @@ def varlen_attention(
             deterministic=deterministic,
             rng_state=rng_state,
         )
-    except RuntimeError:  # of the schema
-        refuse_lists(
-            {
-                "cu_seqlens_q": cu_seqlens_q,
-                "cu_seqlens_k": cu_seqlens_k,
-                "alibi_slopes": alibi_slopes,
-                "sinks": sinks,
-                "seqused_q": seqused_q,
-                "seqused_k": seqused_k,
-                "rng_state": rng_state,
-            }
-        )
+    except RuntimeError:  # the schema's
+        refuse_lists("varlen_attention", locals())
         raise
 
 
@@ -136,11 +127,12 @@ def varlen_attention_with_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor
         natural logarithm, as FlashAttention has it; where there is nothing to attend to
         that of the sink, or ``-inf``.
     """
-    refuse_one_number(kwargs.get("window_size"))
+    refuse_one_number("varlen_attention_with_lse", kwargs.get("window_size"))
     try:
         return _ops.varlen_attention_with_lse.default(*args, **kwargs)
-    except RuntimeError:  # of the schema
-        refuse_lists(dict(zip(_BACKWARD_OPTIONS, args[3:], strict=False)) | kwargs)
+    except RuntimeError:  # the schema's
+        given = bind(_ops.varlen_attention_with_lse.default, args, kwargs)
+        refuse_lists("varlen_attention_with_lse", vars(given))
         raise
 
 
@@ -167,82 +159,35 @@ def _empty_gradients(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), grad_sinks
 
 
-_BACKWARD_OPTIONS = (
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "max_seqlen_q",
-    "max_seqlen_k",
-    "dropout_p",
-    "softmax_scale",
-    "causal",
-    "window_size",
-    "softcap",
-    "alibi_slopes",
-    "sinks",
-    "seqused_q",
-    "seqused_k",
-    "bottom_right",
-    "deterministic",
-    "rng_state",
-)
+def _backward_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    call = bind(_ops._varlen_backward.default, args, kwargs)
+    return _empty_gradients(call.q, call.k, call.v, call.sinks)
 
 
-def call_options(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments after the tensors, by name; what is left out has its default."""
-    return {
-        "dropout_p": 0.0,
-        "softmax_scale": None,
-        "causal": False,
-        "window_size": (-1, -1),
-        "softcap": 0.0,
-        "alibi_slopes": None,
-        "sinks": None,
-        "seqused_q": None,
-        "seqused_k": None,
-        "bottom_right": True,
-        "deterministic": None,
-        "rng_state": None,
-        **dict(zip(_BACKWARD_OPTIONS, args, strict=False)),
-        **kwargs,
-    }
-
-
-def _backward_fake(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[Tensor, ...]:
-    return _empty_gradients(q, k, v, call_options(args, kwargs)["sinks"])
-
-
-def _sequences(options: dict[str, Any]) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
+def _sequences(call: SimpleNamespace) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
     """Each sequence's tokens among the queries and keys, and its own call's options."""
-    shared = {
-        "dropout_p": options["dropout_p"],
-        "is_causal": options["causal"],
-        "scale": options["softmax_scale"],
-        "window_size": options["window_size"],
-        "bottom_right": options["bottom_right"],
-        "softcap": options["softcap"],
-        "alibi_slopes": options["alibi_slopes"],
-        "sinks": options["sinks"],
-    }
-    starts_q, starts_k = (options[f"cu_seqlens_{side}"].tolist() for side in "qk")
+    starts_q, starts_k = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
+
+    def tokens(index: int, starts: list[int], used: Tensor | None) -> slice:
+        end = starts[index + 1] if used is None else starts[index] + int(used[index])
+        return slice(starts[index], end)
+
     for index in range(len(starts_q) - 1):
-        slices = []
-        for side, starts in (("q", starts_q), ("k", starts_k)):
-            used = options[f"seqused_{side}"]
-            end = starts[index + 1] if used is None else starts[index] + int(used[index])
-            slices.append(slice(starts[index], end))
-        state = options["rng_state"]
-        # Other numbers for each sequence.
-        shared["rng_state"] = None if state is None else state + torch.tensor([0, index])
-        yield slices[0], slices[1], dict(shared)
+        state = call.rng_state
+        options = {
+            "dropout_p": call.dropout_p,
+            "is_causal": call.causal,
+            "scale": call.softmax_scale,
+            "window_size": call.window_size,
+            "bottom_right": call.bottom_right,
+            "softcap": call.softcap,
+            "alibi_slopes": call.alibi_slopes,
+            "sinks": call.sinks,
+            # Other numbers for each sequence.
+            "rng_state": None if state is None else state + torch.tensor([0, index]),
+        }
+        queries = tokens(index, starts_q, call.seqused_q)
+        yield queries, tokens(index, starts_k, call.seqused_k), options
 
 
 def _batched(packed: Tensor, tokens: slice) -> Tensor:
@@ -254,21 +199,19 @@ def _with_lse_cpu(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any):
     if not _ops._varlen_is_regular.default(q, k, v):
         return _ops._varlen_as_regular.default(q, k, v, *args, **kwargs)
     _ops._varlen_check.default(q, k, v, *args, **kwargs)
-    options = call_options(args, kwargs)
-    if options["dropout_p"] > 0 and options["rng_state"] is None:
-        options["rng_state"] = _ops._attention_rng_state.default(
-            q, options["max_seqlen_q"], options["max_seqlen_k"]
-        )
+    call = bind(_ops.varlen_attention_with_lse.default, (q, k, v, *args), kwargs)
+    if call.dropout_p > 0 and call.rng_state is None:
+        call.rng_state = _ops._attention_rng_state.default(q, call.max_seqlen_q, call.max_seqlen_k)
     out, lse = _empty(q, v)
     out.zero_()
     lse.fill_(-math.inf)
-    if options["sinks"] is not None:
-        lse.copy_(options["sinks"].unsqueeze(-1))
-    for queries, keys, call in _sequences(options):
+    if call.sinks is not None:
+        lse.copy_(call.sinks.unsqueeze(-1))
+    for queries, keys, options in _sequences(call):
         if queries.start == queries.stop:
             continue
         one = (_batched(q, queries), _batched(k, keys), _batched(v, keys))
-        out_one, lse_one = sdpa_cpu.forward(*one, enable_gqa=True, **call)
+        out_one, lse_one = sdpa_cpu.forward(*one, enable_gqa=True, **options)
         out[queries] = out_one[0].transpose(0, 1)
         lse[:, queries] = lse_one[0]
     return out, lse
@@ -278,35 +221,26 @@ def _cpu(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return _with_lse_cpu(q, k, v, *args, **kwargs)[0]
 
 
-def _backward_cpu(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[Tensor, ...]:
-    options = call_options(args, kwargs)
-    grads = _empty_gradients(q, k, v, options["sinks"])
+def _backward_cpu(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    call = bind(_ops._varlen_backward.default, args, kwargs)
+    grads = _empty_gradients(call.q, call.k, call.v, call.sinks)
     grad_q, grad_k, grad_v, grad_sinks = (grad.zero_() for grad in grads)
-    for queries, keys, call in _sequences(options):
+    for queries, keys, options in _sequences(call):
         if queries.start == queries.stop or keys.start == keys.stop:
             continue
         of_one = sdpa_cpu.backward(
-            _batched(grad_out, queries),
-            _batched(q, queries),
-            _batched(k, keys),
-            _batched(v, keys),
-            _batched(out, queries),
-            lse[:, queries].unsqueeze(0),
-            **call,
+            _batched(call.grad_out, queries),
+            _batched(call.q, queries),
+            _batched(call.k, keys),
+            _batched(call.v, keys),
+            _batched(call.out, queries),
+            call.lse[:, queries].unsqueeze(0),
+            **options,
         )
         grad_q[queries] = of_one[0][0].transpose(0, 1)
         grad_k[keys] = of_one[1][0].transpose(0, 1)
         grad_v[keys] = of_one[2][0].transpose(0, 1)
-        if options["sinks"] is not None:
+        if call.sinks is not None:
             grad_sinks += of_one[4]
     return grads
 

@@ -18,16 +18,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from cudnn_ops.serving.memory import PagedMemory, whole
 from cudnn_ops.serving.page_pool import OutOfPages, PagePool, token_blocks
-
-ALIGNMENT = 256
-"""Bytes: where each layer's keys and values begin. Kernels read 16 at once, TMA wants 128."""
+from cudnn_ops.serving.sequence import KVSequence
 
 
 @dataclass(frozen=True)
@@ -56,37 +54,7 @@ class CacheUsage:
     """Tokens that :meth:`PagedKVCache.allocate` was given."""
 
 
-class KVSequence:
-    """A sequence in a :class:`PagedKVCache`, which makes it and takes it; equal to itself only."""
-
-    __slots__ = ("_committed", "_length", "_pages", "_pool")
-
-    def __init__(self, pool: PagePool, pages: array[int], length: int, committed: int) -> None:
-        """For :class:`PagedKVCache` alone."""
-        # Says whose it is. The cache itself would be a cycle: its memory, most of a GPU's, would
-        # stay until the garbage collector runs.
-        self._pool: PagePool | None = pool
-        self._pages = pages  # exactly those that the length needs
-        self._length = length
-        self._committed = committed  # how many of the first pages are in the tree, one path of it
-
-    @property
-    def length(self) -> int:
-        """Tokens that have a slot; 0 once it is freed."""
-        return self._length
-
-    @property
-    def pages(self) -> tuple[int, ...]:
-        """The pages that hold them, in order."""
-        return tuple(self._pages)
-
-    def __repr__(self) -> str:
-        """Its length and pages."""
-        freed = "" if self._pool else ", freed"
-        return f"KVSequence(length={self._length}, pages={self._pages.tolist()}{freed})"
-
-
-class PagedKVCache:
+class PagedKVCache(PagedMemory):
     """Keys and values of all layers in one allocation, and the book of who holds which page.
 
     The memory begins as zeros and is not cleared when a page changes hands. Attention reads whole
@@ -130,45 +98,21 @@ class PagedKVCache:
         prefix_sharing: bool = True,
     ) -> None:
         """Allocates the memory."""
-        self.layers = _whole("layers", layers, 1)
-        self.pages = _whole("pages", pages, 1)
-        self.page_size = _whole("page_size", page_size, 1)
-        if page_size & (page_size - 1):
-            raise ValueError(f"page_size is a power of 2, got {page_size}")
-        self.heads_kv = _whole("heads_kv", heads_kv, 1)
-        self.head_size = _whole("head_size", head_size, 1)
-        self.value_size = head_size if value_size is None else _whole("value_size", value_size, 1)
-        if kv_layout not in ("NHD", "HND"):
-            raise ValueError(f'kv_layout is "NHD" or "HND", got {kv_layout!r}')
-        self.kv_layout = kv_layout
+        super().__init__(
+            *(layers, pages, page_size, heads_kv, head_size),
+            value_size=value_size,
+            dtype=dtype,
+            device=device,
+            kv_layout=kv_layout,
+        )
         self.prefix_sharing = prefix_sharing
-        # Tensors that are born in inference mode cannot be written to outside of it.
-        with torch.inference_mode(False):
-            self._keys, self._values = self._allocate_memory(dtype, torch.device(device))
-            self._key_caches, self._value_caches = self._keys.unbind(), self._values.unbind()
         self._sequences: set[KVSequence] = set()
         self.reset()
-
-    def _allocate_memory(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """[layers, pages, ...] of keys and of values."""
-        rows = (self.page_size, self.heads_kv)
-        if self.kv_layout == "HND":
-            rows = (self.heads_kv, self.page_size)
-        shapes = [(self.pages, *rows, size) for size in (self.head_size, self.value_size)]
-        unit = max(1, ALIGNMENT // dtype.itemsize)
-        strides = [-(-prod(shape) // unit) * unit for shape in shapes]
-        memory = torch.zeros(self.layers * sum(strides), dtype=dtype, device=device)
-        parts = memory.split([self.layers * stride for stride in strides])
-        keys, values = (
-            part.view(self.layers, stride)[:, : prod(shape)].unflatten(1, shape)
-            for part, stride, shape in zip(parts, strides, shapes, strict=True)
-        )
-        return keys, values
 
     def reset(self) -> None:
         """Frees every sequence, forgets all content, sets the counters to zero."""
         for sequence in self._sequences:
-            _void(sequence)
+            sequence._void()
         self._sequences.clear()
         self._pool = PagePool(self.pages)
         self._prefix_hits = self._prefix_lookups = 0
@@ -177,22 +121,6 @@ class PagedKVCache:
     def available(self) -> int:
         """Pages that sequences can still get: those that are free or evictable."""
         return self._pool.available
-
-    def key_cache(self, layer: int) -> Tensor:
-        """One layer's keys: [pages, page_size, heads_kv, head_size], for HND the middle swapped.
-
-        Raises:
-            ValueError: there is no such layer.
-        """
-        return self._key_caches[self._layer(layer)]
-
-    def value_cache(self, layer: int) -> Tensor:
-        """One layer's values, as :meth:`key_cache`, with ``value_size``.
-
-        Raises:
-            ValueError: there is no such layer.
-        """
-        return self._value_caches[self._layer(layer)]
 
     def allocate(self, token_ids: Sequence[int] = ()) -> KVSequence:
         """A new sequence, which begins with the pages that are known to hold ``token_ids``.
@@ -232,7 +160,7 @@ class PagedKVCache:
             ValueError: ``length`` is more than the sequence has; it is not one of this cache.
         """
         self._check(sequence)
-        length = sequence._length if length is None else _whole("length", length, 0)
+        length = sequence._length if length is None else whole("length", length, 0)
         if length > sequence._length:
             raise ValueError(f"length is at most the sequence's {sequence._length}, got {length}")
         pages = sequence._pages[: -(-length // self.page_size)]
@@ -302,8 +230,7 @@ class PagedKVCache:
             pool.forget(page)
         # In this order: what one copy has read is evictable, and may be what another writes.
         for source, target in copies:
-            self._keys[:, target].copy_(self._keys[:, source])
-            self._values[:, target].copy_(self._values[:, source])
+            self._copy_page(source, target)
         return slots
 
     def _plan(self, requests: list[tuple[KVSequence, int]]) -> tuple[dict[int, int], bool]:
@@ -322,7 +249,7 @@ class PagedKVCache:
             if type(sequence) is not KVSequence or sequence._pool is not pool:
                 self._check(sequence)
             if type(count) is not int or count < 0:
-                _whole("count", count, 0)
+                whole("count", count, 0)
             offset = sequence._length % size
             if offset and count:
                 page = sequence._pages[-1]
@@ -347,7 +274,7 @@ class PagedKVCache:
                 cache.
         """
         self._check(sequence)
-        if _whole("length", length, 0) > sequence._length:
+        if whole("length", length, 0) > sequence._length:
             raise ValueError(f"length is at most the sequence's {sequence._length}, got {length}")
         kept = -(-length // self.page_size)
         self._pool.let_go(sequence._pages[kept:])
@@ -364,7 +291,7 @@ class PagedKVCache:
         self._check(sequence)
         self._pool.let_go(sequence._pages)
         self._sequences.remove(sequence)
-        _void(sequence)
+        sequence._void()
 
     def commit(self, sequence: KVSequence, token_ids: Sequence[int]) -> int:
         """Says what a sequence's first tokens are, so that :meth:`allocate` finds their full pages.
@@ -409,7 +336,7 @@ class PagedKVCache:
             ValueError: not ``0 <= start <= stop <= length``; it is not one of this cache.
         """
         self._check(sequence)
-        if not 0 <= _whole("start", start, 0) <= _whole("stop", stop, 0) <= sequence._length:
+        if not 0 <= whole("start", start, 0) <= whole("stop", stop, 0) <= sequence._length:
             raise ValueError(
                 f"start and stop are 0 to the sequence's {sequence._length}, in this order, got "
                 f"{start} and {stop}"
@@ -437,7 +364,7 @@ class PagedKVCache:
         widest = max(map(len, rows), default=0)
         if width is None:
             width = max(widest, 1)
-        elif _whole("width", width, 0) < widest:
+        elif whole("width", width, 0) < widest:
             raise ValueError(f"width is at least {widest}, the pages of a sequence, got {width}")
         if not rows or not width:
             return torch.zeros((len(rows), width), dtype=torch.int32)
@@ -474,22 +401,6 @@ class PagedKVCache:
         # Unlike torch.tensor, takes the numbers as they lie; but not none of them.
         return torch.frombuffer(lengths or array("i", [0]), dtype=torch.int32)[: len(lengths)]
 
-    def append(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-        """Writes one layer's keys and values of new tokens into their slots.
-
-        Args:
-            layer: 0 to ``layers - 1``.
-            key: [tokens, heads_kv, head_size].
-            value: [tokens, heads_kv, value_size].
-            slot_mapping: int64 [tokens] on the device, as :meth:`extend_all` gives it; a token
-                whose slot is -1 is left out.
-
-        Raises:
-            ValueError: there is no such layer; shapes, dtypes or devices that do not fit.
-        """
-        caches = self.key_cache(layer), self.value_cache(layer)
-        _append(*caches, key, value, slot_mapping, self.kv_layout == "HND")
-
     def usage(self) -> CacheUsage:
         """What the pages are used for now. Takes a look at every sequence, not at every page."""
         size, pool = self.page_size, self._pool
@@ -521,11 +432,6 @@ class PagedKVCache:
         self._sequences.add(sequence)
         return sequence
 
-    def _layer(self, layer: int) -> int:
-        if not 0 <= layer < self.layers:
-            raise ValueError(f"layer is 0 to {self.layers - 1}, got {layer}")
-        return layer
-
     def _rows(self, sequences: Sequence[KVSequence]) -> list[array[int]]:
         pool = self._pool
         for sequence in sequences:
@@ -541,26 +447,3 @@ class PagedKVCache:
             raise ValueError("sequence has been freed")
         if sequence._pool is not pool:
             raise ValueError(f"sequence is one of another cache: {sequence!r}")
-
-
-def _append(
-    key_cache: Tensor,
-    value_cache: Tensor,
-    key: Tensor,
-    value: Tensor,
-    slot_mapping: Tensor,
-    head_major: bool,
-) -> None:
-    torch.ops.cudnn_ops.paged_kv_append_(
-        key_cache, value_cache, key, value, slot_mapping, head_major
-    )
-
-
-def _void(sequence: KVSequence) -> None:
-    sequence._pool, sequence._pages, sequence._length, sequence._committed = None, array("i"), 0, 0
-
-
-def _whole(name: str, number: int, least: int) -> int:
-    if not isinstance(number, int) or number < least:
-        raise ValueError(f"{name} is a whole number, at least {least}, got {number!r}")
-    return number

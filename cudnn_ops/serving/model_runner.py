@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from cudnn_ops.ops.paged import paged_attention
-from cudnn_ops.serving.kv_cache import ALIGNMENT, KVSequence, PagedKVCache
+from cudnn_ops.serving.kv_cache import PagedKVCache
+from cudnn_ops.serving.memory import ALIGNMENT
 from cudnn_ops.serving.sampling import sample
 from cudnn_ops.serving.scheduler import Batch
+from cudnn_ops.serving.sequence import KVSequence
 
 
 class Attend(Protocol):

@@ -11,8 +11,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from cudnn_ops.serving.kv_cache import KVSequence, OutOfPages, PagedKVCache
+from cudnn_ops.serving.kv_cache import PagedKVCache
+from cudnn_ops.serving.page_pool import OutOfPages
 from cudnn_ops.serving.sampling import SamplingParams
+from cudnn_ops.serving.sequence import KVSequence
 
 
 @dataclass

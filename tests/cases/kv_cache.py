@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_ops.serving.kv_cache import KVSequence, OutOfPages, PagedKVCache
+from cudnn_ops.serving import KVSequence, OutOfPages, PagedKVCache
 
 HEAD_SIZE, VALUE_SIZE = 8, 4
 

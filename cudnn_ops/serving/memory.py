@@ -1,0 +1,127 @@
+"""The memory of a paged cache: the pages of all layers in one allocation."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 256
+"""Bytes: where each layer's keys and values begin. Kernels read 16 at once, TMA wants 128."""
+
+
+class PagedMemory:
+    """Keys and values of all layers, page by page. Who holds which page is not known here."""
+
+    def __init__(
+        self,
+        layers: int,
+        pages: int,
+        page_size: int,
+        heads_kv: int,
+        head_size: int,
+        *,
+        value_size: int | None,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        kv_layout: Literal["NHD", "HND"],
+    ) -> None:
+        """Allocates the memory."""
+        self.layers = whole("layers", layers, 1)
+        self.pages = whole("pages", pages, 1)
+        self.page_size = whole("page_size", page_size, 1)
+        if page_size & (page_size - 1):
+            raise ValueError(f"page_size must be a power of 2, got {page_size}")
+        self.heads_kv = whole("heads_kv", heads_kv, 1)
+        self.head_size = whole("head_size", head_size, 1)
+        self.value_size = head_size if value_size is None else whole("value_size", value_size, 1)
+        if kv_layout not in ("NHD", "HND"):
+            raise ValueError(f'kv_layout must be "NHD" or "HND", got {kv_layout!r}')
+        self.kv_layout = kv_layout
+        # Tensors that are born in inference mode cannot be written to outside of it.
+        with torch.inference_mode(False):
+            self._keys, self._values = self._allocate_memory(dtype, torch.device(device))
+            self._key_caches, self._value_caches = self._keys.unbind(), self._values.unbind()
+
+    def _allocate_memory(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """[layers, pages, ...] of keys and of values."""
+        rows = (self.page_size, self.heads_kv)
+        if self.kv_layout == "HND":
+            rows = (self.heads_kv, self.page_size)
+        shapes = [(self.pages, *rows, size) for size in (self.head_size, self.value_size)]
+        unit = max(1, ALIGNMENT // dtype.itemsize)
+        strides = [-(-prod(shape) // unit) * unit for shape in shapes]
+        memory = torch.zeros(self.layers * sum(strides), dtype=dtype, device=device)
+        parts = memory.split([self.layers * stride for stride in strides])
+        keys, values = (
+            part.view(self.layers, stride)[:, : prod(shape)].unflatten(1, shape)
+            for part, stride, shape in zip(parts, strides, shapes, strict=True)
+        )
+        return keys, values
+
+    def _copy_page(self, source: int, target: int) -> None:
+        self._keys[:, target].copy_(self._keys[:, source])
+        self._values[:, target].copy_(self._values[:, source])
+
+    def key_cache(self, layer: int) -> Tensor:
+        """One layer's keys: [pages, page_size, heads_kv, head_size], for HND the middle swapped.
+
+        Raises:
+            ValueError: there is no such layer.
+        """
+        return self._key_caches[self._layer(layer)]
+
+    def value_cache(self, layer: int) -> Tensor:
+        """One layer's values, as :meth:`key_cache`, with ``value_size``.
+
+        Raises:
+            ValueError: there is no such layer.
+        """
+        return self._value_caches[self._layer(layer)]
+
+    def append(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        """Writes one layer's keys and values of new tokens into their slots.
+
+        Args:
+            layer: 0 to ``layers - 1``.
+            key: [tokens, heads_kv, head_size].
+            value: [tokens, heads_kv, value_size].
+            slot_mapping: int64 [tokens] on the device, as :meth:`extend_all` gives it; a token
+                whose slot is -1 is left out.
+
+        Raises:
+            ValueError: there is no such layer; shapes, dtypes or devices that do not fit.
+        """
+        caches = self.key_cache(layer), self.value_cache(layer)
+        _append(*caches, key, value, slot_mapping, self.kv_layout == "HND")
+
+    def _layer(self, layer: int) -> int:
+        if not 0 <= layer < self.layers:
+            raise ValueError(f"layer is 0 to {self.layers - 1}, got {layer}")
+        return layer
+
+
+def _append(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slot_mapping: Tensor,
+    head_major: bool,
+) -> None:
+    torch.ops.cudnn_ops.paged_kv_append_(
+        key_cache, value_cache, key, value, slot_mapping, head_major
+    )
+
+
+def whole(name: str, number: int, least: int) -> int:
+    """The number, if it is a whole one and large enough.
+
+    Raises:
+        ValueError: it is not; the message has ``name``.
+    """
+    if not isinstance(number, int) or number < least:
+        raise ValueError(f"{name} must be a whole number, at least {least}, got {number!r}")
+    return number
