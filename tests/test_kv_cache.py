@@ -524,7 +524,9 @@ NUMBERS = ["layers", "pages", "page_size", "heads_kv", "head_size", "value_size"
 @pytest.mark.parametrize("number", [0, -3, 1.5, "4"])
 def test_sizes_that_are_no_sizes(name, number):
     sizes = dict.fromkeys(NUMBERS, 2) | {name: number}
-    with pytest.raises(ValueError, match=f"{name} must be a whole number, at least 1, got {number!r}"):
+    with pytest.raises(
+        ValueError, match=f"{name} must be a whole number, at least 1, got {number!r}"
+    ):
         PagedKVCache(**sizes, dtype=torch.float32, device="cpu")
 
 

@@ -84,6 +84,13 @@ class ConvAct1d(_ConvAct, nn.Conv1d):
 
     Raises:
         ValueError: another activation.
+
+    Example:
+        >>> import torch
+        >>> from cudnn_ops.nn import ConvAct1d
+        >>> conv = ConvAct1d(8, 16, 3, padding=1, activation="relu")
+        >>> conv(torch.randn(2, 8, 100)).shape
+        torch.Size([2, 16, 100])
     """
 
     _convolve = staticmethod(conv1d)
@@ -97,6 +104,13 @@ class ConvAct2d(_ConvAct, nn.Conv2d):
 
     Raises:
         ValueError: another activation.
+
+    Example:
+        >>> import torch
+        >>> from cudnn_ops.nn import ConvAct2d
+        >>> conv = ConvAct2d(8, 16, 3, padding=1, activation="relu")
+        >>> conv(torch.randn(2, 8, 8, 8)).shape
+        torch.Size([2, 16, 8, 8])
     """
 
     _convolve = staticmethod(conv2d)
@@ -110,6 +124,13 @@ class ConvAct3d(_ConvAct, nn.Conv3d):
 
     Raises:
         ValueError: another activation.
+
+    Example:
+        >>> import torch
+        >>> from cudnn_ops.nn import ConvAct3d
+        >>> conv = ConvAct3d(8, 16, 3, padding=1, activation="relu")
+        >>> conv(torch.randn(2, 8, 4, 8, 8)).shape
+        torch.Size([2, 16, 4, 8, 8])
     """
 
     _convolve = staticmethod(conv3d)

@@ -98,6 +98,15 @@ def fuse_conv_bn_act_(
     Raises:
         ValueError: a batch norm is in training mode.
         torch.fx.proxy.TraceError: ``forward`` depends on values and cannot be traced.
+
+    Example:
+        >>> import torch
+        >>> from cudnn_ops.nn import fuse_conv_bn_act_
+        >>> layers = torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU()
+        >>> model = torch.nn.Sequential(*layers).eval()
+        >>> fused = fuse_conv_bn_act_(model)
+        >>> fused.get_submodule("0").activation
+        'relu'
     """
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.training:

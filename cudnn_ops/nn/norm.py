@@ -12,6 +12,12 @@ class RMSNorm(nn.RMSNorm):
 
     Args:
         zero_centered: the factor is ``1 + weight``, as in Gemma; weights then begin as zeros.
+
+    Example:
+        >>> import torch
+        >>> from cudnn_ops.nn import RMSNorm
+        >>> RMSNorm(64, eps=1e-6, zero_centered=True)(torch.randn(2, 64)).shape
+        torch.Size([2, 64])
     """
 
     def __init__(self, *args: object, zero_centered: bool = False, **kwargs: object) -> None:
@@ -37,6 +43,12 @@ class UnitRMSNorm(nn.Module):
 
     Args:
         eps: added to the mean of the squares.
+
+    Example:
+        >>> import torch
+        >>> from cudnn_ops.nn import UnitRMSNorm
+        >>> UnitRMSNorm(1e-6)(torch.randn(2, 64)).shape
+        torch.Size([2, 64])
     """
 
     def __init__(self, eps: float) -> None:
@@ -54,7 +66,14 @@ class UnitRMSNorm(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    """``torch.nn.LayerNorm`` on :func:`cudnn_ops.layer_norm`; the same arguments and keys."""
+    """``torch.nn.LayerNorm`` on :func:`cudnn_ops.layer_norm`; the same arguments and keys.
+
+    Example:
+        >>> import torch
+        >>> from cudnn_ops.nn import LayerNorm
+        >>> LayerNorm(64)(torch.randn(2, 64)).shape
+        torch.Size([2, 64])
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., normalized_shape] to the same."""

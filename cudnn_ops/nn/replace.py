@@ -66,6 +66,14 @@ def replace_modules_(model: nn.Module, *, dry_run: bool = False) -> list[Replace
 
     Returns:
         What was, or would be, swapped.
+
+    Example:
+        >>> import torch
+        >>> from cudnn_ops.nn import replace_modules_
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.RMSNorm(64))
+        >>> done = replace_modules_(model)
+        >>> type(model[1])
+        <class 'cudnn_ops.nn.norm.RMSNorm'>
     """
     looked_at = list(_look(model))
     found = [each for each in looked_at if isinstance(each, Replacement)]

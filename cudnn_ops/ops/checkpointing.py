@@ -26,6 +26,11 @@ def checkpoint_ops() -> list[torch._ops.OpOverload]:
 
     Returns:
         A new list, to which a model's other operators may be added.
+
+    Example:
+        >>> import torch, cudnn_ops
+        >>> torch.ops.cudnn_ops.sdpa.default in cudnn_ops.checkpoint_ops()
+        True
     """
     return [
         _ops.sdpa.default,

@@ -65,6 +65,13 @@ def conv2d(
         TypeError: a dtype that is not taken.
         NotImplementedError: cuDNN has no kernel for the convolution on this GPU; the message has
             its reason.
+
+    Example:
+        >>> import torch, cudnn_ops
+        >>> x = torch.randn(2, 16, 8, 8).to(memory_format=torch.channels_last)
+        >>> weight, bias = torch.randn(32, 16, 3, 3), torch.randn(32)
+        >>> cudnn_ops.conv2d(x, weight, bias, padding=1, activation="relu").shape
+        torch.Size([2, 32, 8, 8])
     """
     ops = _ops.conv2d, _ops._conv2d
     return _convolve(
@@ -105,6 +112,12 @@ def conv1d(
 
     Raises:
         ValueError: as :func:`conv2d`, and so are TypeError and NotImplementedError.
+
+    Example:
+        >>> import torch, cudnn_ops
+        >>> x, weight = torch.randn(2, 16, 100), torch.randn(32, 16, 3)
+        >>> cudnn_ops.conv1d(x, weight, stride=2, padding=1).shape
+        torch.Size([2, 32, 50])
     """
     ops = _ops.conv1d, _ops._conv1d
     return _convolve(
@@ -142,6 +155,12 @@ def conv3d(
 
     Raises:
         ValueError: as :func:`conv2d`, and so are TypeError and NotImplementedError.
+
+    Example:
+        >>> import torch, cudnn_ops
+        >>> x, weight = torch.randn(1, 8, 4, 8, 8), torch.randn(16, 8, 3, 3, 3)
+        >>> cudnn_ops.conv3d(x, weight, padding="same", activation="silu").shape
+        torch.Size([1, 16, 4, 8, 8])
     """
     ops = _ops.conv3d, _ops._conv3d
     return _convolve(

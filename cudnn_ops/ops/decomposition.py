@@ -39,6 +39,14 @@ def decompositions() -> _Decompositions:
         A new dictionary from an overload to a function of the same arguments, as
         ``ExportedProgram.run_decompositions`` and ``make_fx`` take it. The function of attention
         with dropout raises NotImplementedError.
+
+    Example:
+        >>> import torch, cudnn_ops
+        >>> norm = lambda x: cudnn_ops.rms_norm(x, (64,))
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> graph = make_fx(norm, cudnn_ops.decompositions())(torch.randn(4, 64)).graph
+        >>> any("cudnn_ops" in str(node.target) for node in graph.nodes)
+        False
     """
     table: _Decompositions = {
         _ops.sdpa.default: _sdpa,

@@ -33,6 +33,12 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     Raises:
         ValueError: shapes or devices that differ.
         TypeError: a dtype that is not taken, or two of them.
+
+    Example:
+        >>> import torch, cudnn_ops
+        >>> gate, up = torch.randn(4, 256).chunk(2, dim=-1)  # halves of one projection
+        >>> cudnn_ops.swiglu(gate, up).shape
+        torch.Size([4, 128])
     """
     try:
         return _ops.swiglu.default(gate, up)
@@ -57,6 +63,14 @@ def geglu(gate: Tensor, up: Tensor, *, approximate: Literal["none", "tanh"] = "n
 
     Raises:
         ValueError: as :func:`swiglu`, and so is TypeError; another ``approximate``.
+
+    Example:
+        >>> import torch, cudnn_ops
+        >>> gate, up = torch.randn(4, 128), torch.randn(4, 128)
+        >>> out = cudnn_ops.geglu(gate, up, approximate="tanh")
+        >>> expected = torch.nn.functional.gelu(gate, approximate="tanh") * up
+        >>> torch.allclose(out, expected, atol=1e-6)
+        True
     """
     try:
         return _ops.geglu.default(gate, up, approximate=approximate)

@@ -33,6 +33,15 @@ def merge_attention_states(
 
     Raises:
         ValueError: shapes that do not fit.
+
+    Example:
+        >>> import torch, cudnn_ops
+        >>> q, kv = torch.randn(1, 8, 4, 64), torch.randn(1, 8, 20, 64)
+        >>> attend = cudnn_ops.scaled_dot_product_attention_with_lse
+        >>> parts = attend(q, kv[:, :, :12], kv[:, :, :12]), attend(q, kv[:, :, 12:], kv[:, :, 12:])
+        >>> out, _ = cudnn_ops.merge_attention_states(*parts[0], *parts[1])
+        >>> torch.allclose(out, attend(q, kv, kv)[0], atol=1e-5)
+        True
     """
     if out_a.dim() not in (3, 4) or out_a.shape != out_b.shape or lse_a.shape != lse_b.shape:
         raise ValueError(

@@ -47,6 +47,13 @@ def rms_norm(
         TypeError: a dtype that is not supported; an argument of another type.
         NotImplementedError: the GPU is older than the A100; or, under the plan policy ``"exact"``,
             cuDNN has no kernel for this: the message has its reason.
+
+    Example:
+        >>> import torch, cudnn_ops
+        >>> x, weight = torch.randn(4, 64), torch.ones(64)
+        >>> out = cudnn_ops.rms_norm(x, (64,), weight, eps=1e-6)
+        >>> torch.allclose(out.square().mean(-1), torch.ones(4), atol=1e-4)
+        True
     """
     try:
         if zero_centered:
@@ -91,6 +98,13 @@ def layer_norm(
 
     Raises:
         ValueError: as :func:`rms_norm`, and so are TypeError and NotImplementedError.
+
+    Example:
+        >>> import torch, cudnn_ops
+        >>> x = torch.randn(4, 64)
+        >>> out = cudnn_ops.layer_norm(x, (64,), torch.ones(64), torch.zeros(64))
+        >>> torch.allclose(out, torch.nn.functional.layer_norm(x, (64,)), atol=1e-5)
+        True
     """
     try:
         if zero_centered:
@@ -126,6 +140,13 @@ def add_rms_norm(
 
     Returns:
         The norm and the sum.
+
+    Example:
+        >>> import torch, cudnn_ops
+        >>> x, residual = torch.randn(4, 64), torch.randn(4, 64)
+        >>> out, residual_next = cudnn_ops.add_rms_norm(x, residual, (64,), torch.ones(64))
+        >>> torch.equal(residual_next, x + residual)
+        True
     """
     try:
         return _ops.add_rms_norm.default(
@@ -167,6 +188,13 @@ def add_layer_norm(
 
     Returns:
         The norm and the sum.
+
+    Example:
+        >>> import torch, cudnn_ops
+        >>> x, residual = torch.randn(4, 64), torch.randn(4, 64)
+        >>> out, residual_next = cudnn_ops.add_layer_norm(x, residual, (64,))
+        >>> torch.equal(residual_next, x + residual)
+        True
     """
     try:
         return _ops.add_layer_norm.default(

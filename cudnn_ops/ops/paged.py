@@ -97,6 +97,15 @@ def paged_attention(
         TypeError: a dtype that cuDNN does not take, or two different ones; one number for a window,
             a list for a tensor.
         NotImplementedError: cuDNN has no kernel for this on this GPU; the message has its reason.
+
+    Example:
+        >>> import torch, cudnn_ops
+        >>> query = torch.randn(2, 1, 8, 64)  # decoding: one query a sequence
+        >>> cache = torch.randn(10, 16, 2, 64)  # pages of 16 tokens, two key heads
+        >>> pages = torch.tensor([[3, 0], [7, 5]], dtype=torch.int32)
+        >>> lengths = torch.tensor([9, 30], dtype=torch.int32)
+        >>> cudnn_ops.paged_attention(query, cache, cache, pages, lengths).shape
+        torch.Size([2, 1, 8, 64])
     """
     options: dict[str, Any] = {
         "cu_seqlens_q": cu_seqlens_q,
@@ -137,6 +146,15 @@ def paged_attention_with_lse(
         The output, and the log-sum-exp of the scores: [batch, heads, length], or [heads, tokens]
         where the queries are packed; float32 (float64 for float64 inputs), natural logarithm, that
         of the sink or ``-inf`` where there is nothing to attend to.
+
+    Example:
+        >>> import torch, cudnn_ops
+        >>> query, cache = torch.randn(1, 1, 8, 64), torch.randn(10, 16, 2, 64)
+        >>> pages = torch.tensor([[3]], dtype=torch.int32)
+        >>> lengths = torch.tensor([9], dtype=torch.int32)
+        >>> _, lse = cudnn_ops.paged_attention_with_lse(query, cache, cache, pages, lengths)
+        >>> lse.shape
+        torch.Size([1, 8, 1])
     """
     refuse_one_number("paged_attention_with_lse", options.get("window_size"))
     try:
@@ -175,6 +193,15 @@ def paged_kv_append_(
             not have raise ValueError on a CPU, and on a GPU with ``CUDNN_OPS_CHECK=1``, for which
             it waits; without that they are left alone there.
         kv_layout: the order of a page.
+
+    Example:
+        >>> import torch, cudnn_ops
+        >>> keys, values = torch.zeros(10, 16, 2, 64), torch.zeros(10, 16, 2, 64)
+        >>> new = torch.ones(2, 2, 64)
+        >>> slots = torch.tensor([3 * 16, 3 * 16 + 1])  # the first two tokens of page 3
+        >>> cudnn_ops.paged_kv_append_(keys, values, new, new, slots)
+        >>> bool((keys[3, :2] == 1).all())
+        True
     """
     _ops.paged_kv_append_.default(
         key_cache, value_cache, key, value, slot_mapping, is_head_major(kv_layout)

@@ -35,6 +35,13 @@ def rotary_embedding(input: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ValueError: shapes or devices that do not fit.
         TypeError: dtypes that do not.
         NotImplementedError: ``cos`` or ``sin`` requires a gradient.
+
+    Example:
+        >>> import torch, cudnn_ops
+        >>> q = torch.randn(1, 8, 10, 64)
+        >>> angles = torch.outer(torch.arange(10.0), 10000 ** (-torch.arange(32) / 32)).repeat(1, 2)
+        >>> cudnn_ops.rotary_embedding(q, angles.cos()[None], angles.sin()[None]).shape
+        torch.Size([1, 8, 10, 64])
     """
     try:
         return _ops.rotary_embedding.default(input, cos, sin)

@@ -102,6 +102,14 @@ def scaled_dot_product_attention(
             a list for a tensor.
         NotImplementedError: cuDNN has no kernel for this on this GPU, or is known to compute it
             wrongly; the message has the reason.
+
+    Example:
+        >>> import torch, cudnn_ops
+        >>> q = torch.randn(2, 8, 10, 64)  # batch, heads, length, head size
+        >>> kv = torch.randn(2, 2, 10, 64)  # each key head serves four query heads
+        >>> out = cudnn_ops.scaled_dot_product_attention(q, kv, kv, is_causal=True, enable_gqa=True)
+        >>> out.shape
+        torch.Size([2, 8, 10, 64])
     """
     if (
         window_size == (-1, -1)
@@ -161,6 +169,13 @@ def scaled_dot_product_attention_with_lse(
         The output, and the log-sum-exp: [batch, heads, length], float32 (float64 for float64
         inputs), contiguous, natural logarithm, ``-inf`` where there is nothing to attend to and
         no sink, and in padding. Dropout does not change it.
+
+    Example:
+        >>> import torch, cudnn_ops
+        >>> q = torch.randn(2, 8, 10, 64)
+        >>> out, lse = cudnn_ops.scaled_dot_product_attention_with_lse(q, q, q, window_size=(4, 0))
+        >>> lse.shape, lse.dtype
+        (torch.Size([2, 8, 10]), torch.float32)
     """
     refuse_one_number("scaled_dot_product_attention_with_lse", options.get("window_size"))
     try:

@@ -90,6 +90,13 @@ def varlen_attention(
         TypeError: a dtype that cuDNN does not take, or two different ones; one number for a window,
             a list for a tensor.
         NotImplementedError: cuDNN has no kernel for this on this GPU; the message has its reason.
+
+    Example:
+        >>> import torch, cudnn_ops
+        >>> q = torch.randn(7, 8, 64)  # sequences of 3 and 4 tokens
+        >>> starts = torch.tensor([0, 3, 7], dtype=torch.int32)
+        >>> cudnn_ops.varlen_attention(q, q, q, starts, starts, 4, 4, causal=True).shape
+        torch.Size([7, 8, 64])
     """
     refuse_one_number("varlen_attention", window_size)
     try:
@@ -126,6 +133,14 @@ def varlen_attention_with_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor
         The output, and the log-sum-exp: [heads, tokens], float32 (float64 for float64 inputs),
         natural logarithm, as FlashAttention has it; where there is nothing to attend to
         that of the sink, or ``-inf``.
+
+    Example:
+        >>> import torch, cudnn_ops
+        >>> q = torch.randn(7, 8, 64)
+        >>> starts = torch.tensor([0, 3, 7], dtype=torch.int32)
+        >>> out, lse = cudnn_ops.varlen_attention_with_lse(q, q, q, starts, starts, 4, 4)
+        >>> lse.shape
+        torch.Size([8, 7])
     """
     refuse_one_number("varlen_attention_with_lse", kwargs.get("window_size"))
     try:

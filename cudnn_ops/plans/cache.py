@@ -50,7 +50,13 @@ class StoreInfo(NamedTuple):
 
 
 def cache_info() -> CacheInfo:
-    """Returns the counters of the plan cache, which all threads and operators share."""
+    """Returns the counters of the plan cache, which all threads and operators share.
+
+    Example:
+        >>> import cudnn_ops
+        >>> cudnn_ops.cache_info().limit
+        512
+    """
     return CacheInfo(*_C.cache_info())
 
 
@@ -58,6 +64,12 @@ def cache_clear() -> None:
     """Drops every plan, sets the counters to zero and forgets which shapes were seen.
 
     Calls in flight are not disturbed. The store on disk keeps what it has: :func:`store_clear`.
+
+    Example:
+        >>> import cudnn_ops
+        >>> cudnn_ops.cache_clear()
+        >>> cudnn_ops.cache_info().size
+        0
     """
     _C.cache_clear()
 
@@ -70,17 +82,36 @@ def set_cache_limit(limit: int) -> None:
 
     Raises:
         ValueError: ``limit`` is less than 1.
+
+    Example:
+        >>> import cudnn_ops
+        >>> cudnn_ops.set_cache_limit(512)
     """
     _C.set_cache_limit(limit)
 
 
 def store_info() -> StoreInfo:
-    """Returns where the store on disk is and what it holds."""
+    """Returns where the store on disk is and what it holds.
+
+    Example:
+        >>> import cudnn_ops
+        >>> info = cudnn_ops.store_info()
+        >>> info.limit
+        268435456
+    """
     return StoreInfo(*_C.store_info())
 
 
 def store_clear() -> int:
-    """Deletes every plan in the store; returns how many there were."""
+    """Deletes every plan in the store; returns how many there were.
+
+    Example:
+        >>> import cudnn_ops, tempfile
+        >>> cudnn_ops.set_store(tempfile.mkdtemp())
+        >>> cudnn_ops.store_clear()
+        0
+        >>> cudnn_ops.set_store(None)
+    """
     return _C.store_clear()
 
 
@@ -93,6 +124,12 @@ def set_store(folder: str | os.PathLike[str] | None, *, limit: int = DEFAULT_STO
 
     Raises:
         ValueError: ``limit`` is negative.
+
+    Example:
+        >>> import cudnn_ops
+        >>> cudnn_ops.set_store(None)  # keep no plans on disk
+        >>> cudnn_ops.store_info().folder
+        ''
     """
     if limit < 0:
         raise ValueError(f"the store's limit is a number of bytes, got {limit}")

@@ -21,7 +21,13 @@ _POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
 def plan_policy() -> Policy:
-    """The policy in force."""
+    """The policy in force.
+
+    Example:
+        >>> import cudnn_ops
+        >>> cudnn_ops.plan_policy()
+        'auto'
+    """
     return _POLICIES[_C.policy()]
 
 
@@ -39,6 +45,11 @@ def set_plan_policy(policy: Policy, *, promote_after: int | None = None) -> None
 
     Raises:
         ValueError: another policy; a negative count.
+
+    Example:
+        >>> import cudnn_ops
+        >>> cudnn_ops.set_plan_policy("exact")
+        >>> cudnn_ops.set_plan_policy("auto", promote_after=256)
     """
     if policy not in _POLICIES:
         raise ValueError(f"the plan policy is one of {', '.join(_POLICIES)}, got {policy!r}")
@@ -51,7 +62,14 @@ def set_plan_policy(policy: Policy, *, promote_after: int | None = None) -> None
 
 @contextmanager
 def using_plan_policy(policy: Policy, *, promote_after: int | None = None) -> Iterator[None]:
-    """Inside it ``policy`` is in force, in all threads: autograd's run the backward."""
+    """Inside it ``policy`` is in force, in all threads: autograd's run the backward.
+
+    Example:
+        >>> import cudnn_ops
+        >>> with cudnn_ops.using_plan_policy("polymorphic"):
+        ...     cudnn_ops.plan_policy()
+        'polymorphic'
+    """
     before, promoted_before = plan_policy(), _C.promote_after()
     set_plan_policy(policy, promote_after=promote_after)
     try:
@@ -67,6 +85,10 @@ def set_autotune(on: bool) -> None:
     its inputs and on scratch memory, which takes seconds and waits for the GPU; the winner goes to
     the store. Off at first, unless the environment has ``CUDNN_OPS_AUTOTUNE=1``. It changes no plan
     that the cache holds.
+
+    Example:
+        >>> import cudnn_ops
+        >>> cudnn_ops.set_autotune(False)
     """
     _C.set_autotune(int(on))
 

@@ -133,6 +133,14 @@ def record_shapes() -> Iterator[list[PlanRequest]]:
         # in the next process, before the first step
         shapes = [PlanRequest(tuple(words)) for words in json.loads(...)]
         cudnn_ops.warmup(shapes)
+
+    Example:
+        >>> import torch, cudnn_ops
+        >>> from cudnn_ops.support import explain
+        >>> with cudnn_ops.record_shapes() as shapes:
+        ...     answer = explain("rms_norm", ((64, 512), torch.bfloat16), device="h200")
+        >>> len(shapes)
+        1
     """
     requests: list[PlanRequest] = []
     recording = _C.start_recording()
@@ -162,6 +170,14 @@ def warmup(
     Raises:
         ValueError: requests that another version of cudnn_ops made; an unknown device.
         RuntimeError: no libcudnn can be loaded, the GPU is not there, or cuDNN failed.
+
+    Example:
+        >>> import torch, cudnn_ops
+        >>> input = ((64, 512), torch.bfloat16)
+        >>> requests = cudnn_ops.plan_requests("rms_norm", input, training=False)
+        >>> report = cudnn_ops.warmup(requests, device="h200", progress=False)
+        >>> report.refused
+        {}
     """
     from tqdm.auto import tqdm  # here: importing the package must be quick
 

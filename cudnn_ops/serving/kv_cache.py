@@ -81,6 +81,20 @@ class PagedKVCache(PagedMemory):
 
     Raises:
         ValueError: a number less than 1, or an unknown layout.
+
+    Example:
+        >>> import torch
+        >>> from cudnn_ops import PagedKVCache
+        >>> cache = PagedKVCache(2, 8, 4, 1, 16, dtype=torch.float32, device="cpu")
+        >>> prompt = [5, 6, 7, 8, 9]
+        >>> sequence = cache.allocate(prompt)
+        >>> slots = cache.extend(sequence, len(prompt))
+        >>> len(sequence.pages), cache.available
+        (2, 6)
+        >>> cache.commit(sequence, prompt)  # its full page can be found by content now
+        0
+        >>> cache.allocate([5, 6, 7, 8, 10]).length
+        4
     """
 
     def __init__(

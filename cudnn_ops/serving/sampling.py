@@ -15,6 +15,11 @@ class SamplingParams:
 
     Raises:
         ValueError: a number out of its range.
+
+    Example:
+        >>> from cudnn_ops.generation import SamplingParams
+        >>> SamplingParams(max_tokens=20, temperature=0.7, top_p=0.9, seed=1).temperature
+        0.7
     """
 
     max_tokens: int = 64

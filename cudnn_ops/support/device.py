@@ -17,7 +17,13 @@ _STUB = Path(__file__).parent.parent / "stub" / "libcuda.so.1"
 
 
 def devices() -> list[str]:
-    """Names of the GPUs whose descriptions come with the package."""
+    """Names of the GPUs whose descriptions come with the package.
+
+    Example:
+        >>> from cudnn_ops import support
+        >>> "h200" in support.devices()
+        True
+    """
     return sorted(file.stem for file in _FOLDER.glob("*.json"))
 
 

@@ -43,7 +43,13 @@ class KnownBad:
 
 @cache
 def known_bad() -> tuple[KnownBad, ...]:
-    """The rules that come with the package."""
+    """The rules that come with the package.
+
+    Example:
+        >>> import cudnn_ops
+        >>> all(rule.reason and rule.source for rule in cudnn_ops.known_bad())
+        True
+    """
 
     def rule(fields: dict[str, Any]) -> KnownBad:
         named: dict[str, Any] = {
