@@ -287,11 +287,11 @@ def test_a_step_that_failed_can_be_made_again():
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "sentence"),
     [
-        ([], 4, "prompt is empty"),
-        (["a"], 4, "prompt is a sequence of token ids"),
-        ([1.5], 4, "prompt is a sequence of token ids"),
-        ([3, -1], 4, "prompt is a sequence of token ids"),
-        ([1 << 63], 4, "prompt is a sequence of token ids"),
+        ([], 4, "prompt must have at least one token"),
+        (["a"], 4, "prompt must be a sequence of token ids"),
+        ([1.5], 4, "prompt must be a sequence of token ids"),
+        ([3, -1], 4, "prompt must be a sequence of token ids"),
+        ([1 << 63], 4, "prompt must be a sequence of token ids"),
         ([1] * 37, 4, r"37 \+ 4 tokens, and a request has room for 40"),
         ([1], 40, r"1 \+ 40 tokens"),
     ],
@@ -313,7 +313,7 @@ def test_the_model_has_an_end_too():
 
 @pytest.mark.parametrize("option", [{"max_batch": 0}, {"chunk": -1}, {"max_length": 1.5}], ids=str)
 def test_engine_options_out_of_range(option):
-    with pytest.raises(ValueError, match=f"^{next(iter(option))} is a whole number"):
+    with pytest.raises(ValueError, match=f"^{next(iter(option))} must be a whole number"):
         make_engine_of(**option)
 
 

@@ -546,22 +546,25 @@ MISTAKES = {
     "broken count": (lambda c, s: c.extend(s, 1.0), "count .* at least 0, got 1.0"),
     "negative count in a batch": (lambda c, s: c.extend_all([(s, -1)]), "count .* got -1"),
     "twice in a batch": (lambda c, s: c.extend_all([(s, 1), (s, 1)]), "name a sequence twice"),
-    "truncate beyond": (lambda c, s: c.truncate(s, 8), "length is at most .* 7, got 8"),
+    "truncate beyond": (lambda c, s: c.truncate(s, 8), "length must be at most .* 7, got 8"),
     "truncate below": (lambda c, s: c.truncate(s, -1), "length .* at least 0, got -1"),
-    "fork beyond": (lambda c, s: c.fork(s, 8), "length is at most .* 7, got 8"),
+    "fork beyond": (lambda c, s: c.fork(s, 8), "length must be at most .* 7, got 8"),
     "fork below": (lambda c, s: c.fork(s, -1), "length .* at least 0, got -1"),
-    "commit beyond": (lambda c, s: c.commit(s, ABC[:8]), "token_ids are at most .* 7, got 8"),
-    "commit words": (lambda c, s: c.commit(s, ["a"] * 7), "token_ids are whole numbers"),
-    "commit fractions": (lambda c, s: c.commit(s, [0.5] * 7), "token_ids are whole numbers"),
-    "allocate words": (lambda c, s: c.allocate(list("abcdef")), "token_ids are whole numbers"),
-    "allocate huge": (lambda c, s: c.allocate([2**63] * 6), "token_ids are whole numbers"),
-    "slots beyond": (lambda c, s: c.slots(s, 0, 8), "start and stop are 0 to .* 7, .* 0 and 8"),
+    "commit beyond": (lambda c, s: c.commit(s, ABC[:8]), "token_ids must be at most .* 7, got 8"),
+    "commit words": (lambda c, s: c.commit(s, ["a"] * 7), "token_ids must be 64-bit integers"),
+    "commit fractions": (lambda c, s: c.commit(s, [0.5] * 7), "token_ids must be 64-bit integers"),
+    "allocate words": (
+        lambda c, s: c.allocate(list("abcdef")),
+        "token_ids must be 64-bit integers",
+    ),
+    "allocate huge": (lambda c, s: c.allocate([2**63] * 6), "token_ids must be 64-bit integers"),
+    "slots beyond": (lambda c, s: c.slots(s, 0, 8), "start and stop must be 0 to .* 7, .* 0 and 8"),
     "slots backwards": (lambda c, s: c.slots(s, 3, 2), "in this order, got 3 and 2"),
     "slots below": (lambda c, s: c.slots(s, -1, 2), "start .* at least 0, got -1"),
-    "narrow table": (lambda c, s: c.page_table([s], 1), "width is at least 2, .* got 1"),
+    "narrow table": (lambda c, s: c.page_table([s], 1), "width must be at least 2, .* got 1"),
     "negative width": (lambda c, s: c.page_table([], -1), "width .* at least 0, got -1"),
-    "no such layer": (lambda c, s: c.key_cache(2), "layer is 0 to 1, got 2"),
-    "layer from the end": (lambda c, s: c.value_cache(-1), "layer is 0 to 1, got -1"),
+    "no such layer": (lambda c, s: c.key_cache(2), "layer must be 0 to 1, got 2"),
+    "layer from the end": (lambda c, s: c.value_cache(-1), "layer must be 0 to 1, got -1"),
     "append to no layer": (lambda c, s: c.append(2, *[torch.ones(0)] * 3), "layer .* got 2"),
 }
 
@@ -595,9 +598,9 @@ def test_sequences_that_are_not_there(use):
     cache.free(freed)
     with pytest.raises(ValueError, match="sequence has been freed"):
         use(cache, freed)
-    with pytest.raises(ValueError, match=r"sequence is one of another cache: KVSequence\("):
+    with pytest.raises(ValueError, match=r"sequence belongs to another cache: KVSequence\("):
         use(cache, other.allocate())
-    with pytest.raises(ValueError, match="sequence is one that this cache allocated, got 3"):
+    with pytest.raises(ValueError, match="sequence must be one that this cache allocated, got 3"):
         use(cache, 3)
     assert free_and_evictable(cache) == (4, 0)
     cache.reset()

@@ -8,8 +8,8 @@
         print(request.output, request.stats)
 
 Each step computes the next token of every running request, and a chunk of the prompts that have
-come in; requests join and leave between steps. What a model must look like is said by
-:class:`Model`; the queue is in :mod:`cudnn_ops.serving.scheduler`, the GPU's work in
+arrived; requests join and leave between steps. :class:`Model` describes what a model must provide.
+The queue is in :mod:`cudnn_ops.serving.scheduler`, the GPU's work in
 :mod:`cudnn_ops.serving.model_runner`.
 """
 
@@ -28,7 +28,7 @@ from cudnn_ops.serving.scheduler import Request, Scheduler
 
 
 class GeneratedToken(NamedTuple):
-    """One token, as it comes."""
+    """One generated token and its request."""
 
     request: Request
     token: int
@@ -36,7 +36,7 @@ class GeneratedToken(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What an engine has done so far, over all requests."""
+    """Counters of an engine, over all requests so far."""
 
     finished: int = 0
     """Requests that are complete."""
@@ -44,15 +44,15 @@ class EngineStats:
     replays: int = 0
     """Steps that were replayed from a CUDA graph."""
     computed_tokens: int = 0
-    """Tokens that went through the model, those computed again after a preemption among them."""
+    """Tokens that went through the model, including those computed again after a preemption."""
     output_tokens: int = 0
     prefix_hits: int = 0
-    """Tokens of admitted requests that were found computed."""
+    """Tokens of admitted requests that prefix caching found in the cache."""
     preemptions: int = 0
     peak_pages: int = 0
-    """The most pages of the cache that were in use after a step's room was made."""
+    """The largest number of pages in use in any step."""
     seconds: float = 0.0
-    """Spent in steps."""
+    """Time spent in steps, in seconds."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -61,28 +61,28 @@ class EngineStats:
 
 
 class Engine:
-    """Generates tokens for requests that may come at any time.
+    """Generates tokens for requests that may arrive at any time: continuous batching.
 
-    Requests are served first come, first served, as many at once as rows and pages allow. Their
-    beginnings are taken from the cache where they are known, and one that is just being computed
-    for another request is waited for. When pages run out, the youngest running request gives its
-    own back and waits; later its prompt and what it has generated are computed again, as far as
-    they are not found.
+    Requests are served in the order of their arrival, as many at once as ``max_batch`` and the free
+    pages allow. Prefix caching reuses the keys and values of known prompts; a request whose prefix
+    is being computed for another request waits for it. When pages run out, the youngest running
+    request is preempted: it gives its pages back, waits, and is later computed again as far as
+    prefix caching does not find it.
 
-    Greedy output is that of the model alone, up to the rounding of other batch shapes. What is
-    drawn follows from the request's seed alone, up to the same.
+    Greedy output equals that of the model alone, up to rounding in other batch shapes. Sampled
+    output depends on the request's seed alone, up to the same rounding.
 
-    Not thread-safe, and all steps belong on one stream, as the cache says.
+    Not thread-safe. All steps must run on one stream (:class:`~cudnn_ops.PagedKVCache`).
 
     Args:
-        model: what computes the logits. On a GPU its parameters must stay where they are.
-        cache: for its keys and values. Others may hold sequences in it too; what they hold is
-            missing here.
-        max_batch: the most requests that run at once.
-        chunk: the most tokens of prompts that a step computes. Small ones keep the others' tokens
-            coming, large ones compute prompts faster.
-        max_length: the most tokens of a request, prompt and output, that the model takes; None
-            stands for what the cache has room for.
+        model: computes the logits. On a GPU its parameters must keep their addresses.
+        cache: holds its keys and values. It may be shared; pages that others hold are not available
+            to this engine.
+        max_batch: the largest number of requests that run at once.
+        chunk: the largest number of prompt tokens in a step. Small chunks keep the latency of
+            running requests low, large ones process prompts faster.
+        max_length: the longest request, prompt and output in tokens, that the model supports; None
+            stands for what fits into the cache.
 
     Raises:
         ValueError: a number less than 1.
@@ -106,7 +106,7 @@ class Engine:
             ("max_length", max_length),
         ):
             if not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name} is a whole number, at least 1, got {number!r}")
+                raise ValueError(f"{name} must be a whole number, at least 1, got {number!r}")
         self.cache, self.max_batch, self.chunk = cache, max_batch, chunk
         self.max_length = min(max_length, room)
         self._scheduler = Scheduler(cache, max_batch, chunk)
@@ -115,7 +115,7 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        """What has been done so far."""
+        """The counters so far."""
         return self._stats
 
     @property
@@ -125,13 +125,13 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for rows or pages, preempted ones among them."""
+        """Requests that wait for a place in the batch or for pages, including preempted ones."""
         return len(self._scheduler.waiting)
 
     def warm_up(self) -> None:
         """Builds the plans and captures the CUDA graphs of all batch sizes.
 
-        Otherwise the first step of each size does, which takes as long as many steps. Touches no
+        Otherwise the first step of each size does, and takes as long as many steps. Touches no
         page.
         """
         self._runner.warm_up()
@@ -141,29 +141,29 @@ class Engine:
 
         Args:
             prompt: token ids, at least one.
-            params: how to go on from there; None: :class:`SamplingParams` as they are.
+            params: how to choose the next tokens; None stands for the defaults.
 
         Returns:
-            The request, whose ``output``, ``finish_reason`` and ``stats`` change as it is served.
+            The request; serving updates its ``output``, ``finish_reason`` and ``stats``.
 
         Raises:
-            ValueError: the prompt is empty or no token ids, or is with ``max_tokens`` longer than
-                the model or the cache can ever take.
+            ValueError: the prompt is empty or holds no token ids; prompt and ``max_tokens``
+                together exceed ``max_length``.
         """
         params = SamplingParams() if params is None else params
         try:
             tokens = [operator.index(token) for token in prompt]
         except TypeError as error:
-            raise ValueError(f"prompt is a sequence of token ids: {error}") from None
+            raise ValueError(f"prompt must be a sequence of token ids: {error}") from None
         if not tokens:
-            raise ValueError("prompt is empty: the first token must follow from something")
+            raise ValueError("prompt must have at least one token, got none")
         if not 0 <= min(tokens) <= max(tokens) < 2**63:
-            raise ValueError("prompt is a sequence of token ids, from 0 to 2**63 - 1")
+            raise ValueError("prompt must be a sequence of token ids, from 0 to 2**63 - 1")
         length = len(tokens) + params.max_tokens
         if length > self.max_length:
             raise ValueError(
                 f"prompt and max_tokens are {len(tokens)} + {params.max_tokens} tokens, and a "
-                f"request has room for {self.max_length}: shorten one of them, or make an engine "
+                f"request has room for {self.max_length}: shorten one of them, or create an engine "
                 f"with a larger max_length and a cache of more pages (now {self.cache.pages} of "
                 f"{self.cache.page_size} tokens)"
             )
@@ -175,12 +175,12 @@ class Engine:
         """Computes one step: the next tokens of running requests, and a chunk of prompts.
 
         Returns:
-            The tokens that came out; none where there was nothing to do, or where a prompt is not
-            at its end yet. ``request.is_finished`` says whose last they are.
+            The generated tokens; empty if there was nothing to do, or if no prompt is complete yet.
+            ``request.is_finished`` says whether a token is its request's last.
 
         Raises:
-            OutOfPages: others than this engine hold so many pages of the cache that the oldest
-                request cannot go on. Nothing is lost: call it again once they are free.
+            OutOfPages: other users of the cache hold so many pages that the oldest request cannot
+                proceed. Nothing is lost: call it again once pages are free.
         """
         began = time.perf_counter()
         scheduler = self._scheduler
@@ -221,9 +221,9 @@ class Engine:
         return generated
 
     def run(self) -> Iterator[Request]:
-        """Steps until nothing is left, and gives each request once it is finished.
+        """Steps until no request is left, and yields each request when it is finished.
 
-        Requests may be submitted in between, and are served too.
+        Requests that are submitted in between are served too.
         """
         while self.running or self.waiting:
             for request, _ in self.step():

@@ -1,16 +1,17 @@
-"""The keys and values of a transformer's past tokens, in pages that sequences share.
+"""A paged cache of keys and values, with prefix caching.
 
-A page has room for ``page_size`` tokens of every layer. A sequence is a list of pages, so that it
-grows without being moved, and sequences that begin alike hold the same pages. A slot is where one
-token lies: ``page * page_size + offset``.
+A page has room for ``page_size`` tokens of every layer. A sequence is a list of pages, so it grows
+without being copied, and sequences with a common prefix share its pages. A slot is the place of one
+token: ``page * page_size + offset``.
 
-Pages whose tokens are known (:meth:`PagedKVCache.commit`) are found again by content, in a radix
-tree over whole pages: :meth:`PagedKVCache.allocate` begins a prompt with what was computed before.
-They outlive their sequences, and are given away least recently used first once nothing is free.
+Prefix caching: pages whose tokens are known (:meth:`PagedKVCache.commit`) are found again by their
+content, in a radix tree over whole pages, so that :meth:`PagedKVCache.allocate` reuses what was
+computed before. Such pages outlive their sequences; the least recently used ones are evicted when
+no page is free.
 
-Nothing here is thread-safe: one thread, or the caller's lock. Nothing waits for the GPU. What is
-computed with the pages must be queued on one stream, in the order of the calls made here, for a
-page that was let go of may be another sequence's a call later.
+Nothing here is thread-safe: use one thread, or a lock. Nothing waits for the GPU. Kernels that use
+the pages must be queued on one stream, in the order of the calls made here, for a page that was
+freed may belong to another sequence a call later.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from cudnn_ops.serving.sequence import KVSequence
 
 @dataclass(frozen=True)
 class CacheUsage:
-    """What the pages of a cache are used for. ``pages`` is ``free + evictable + in_use``."""
+    """How the pages of a cache are used. ``pages`` is ``free + evictable + in_use``."""
 
     pages: int
     """Pages in all."""
     free: int
-    """Pages that nothing is in."""
+    """Empty pages."""
     evictable: int
-    """Pages that no sequence holds, kept because their content is known."""
+    """Pages that no sequence holds, kept for prefix caching."""
     in_use: int
     """Pages that sequences hold, each counted once."""
     shared: int
@@ -45,38 +46,38 @@ class CacheUsage:
     sequences: int
     """Sequences that have not been freed."""
     tokens: int
-    """Slots that hold a token of a sequence, each counted once however many share it."""
+    """Slots that hold a token of a sequence; shared slots count once."""
     fill: float
-    """``tokens`` over the slots of the pages in use; 0 where none is in use."""
+    """``tokens`` divided by the slots of the pages in use; 0 if none is in use."""
     prefix_hits: int
-    """Tokens that :meth:`PagedKVCache.allocate` found computed."""
+    """Tokens that :meth:`PagedKVCache.allocate` found in the cache."""
     prefix_lookups: int
-    """Tokens that :meth:`PagedKVCache.allocate` was given."""
+    """Tokens that :meth:`PagedKVCache.allocate` looked up."""
 
 
 class PagedKVCache(PagedMemory):
-    """Keys and values of all layers in one allocation, and the book of who holds which page.
+    """Keys and values of all layers in one allocation, with prefix caching.
 
-    The memory begins as zeros and is not cleared when a page changes hands. Attention reads whole
-    pages and multiplies the values of slots past a sequence's end by a weight of zero; zeros once
-    make sure that nothing is there that zero does not cancel, as NaN in fresh memory would not.
+    The memory is zeroed once, and not when a page is reused. Attention reads whole pages and
+    multiplies the values of slots past a sequence's end by a weight of zero, so these slots must
+    hold finite numbers: uninitialized memory might hold NaN.
 
-    What is shared by content was computed by one model with one set of weights: another adapter
-    needs another cache, new weights need :meth:`reset`.
+    All prefixes must come from one model with one set of weights: use one cache for each adapter,
+    and call :meth:`reset` when the weights change.
 
     Args:
-        layers: layers of the transformer that have keys and values.
-        pages: pages in all. The memory is ``layers * pages * page_size * heads_kv * (head_size +
+        layers: number of layers with attention.
+        pages: number of pages. The memory is ``layers * pages * page_size * heads_kv * (head_size +
             value_size)`` elements.
-        page_size: tokens of a page, a power of 2.
-        heads_kv: key and value heads of a layer.
+        page_size: tokens in a page, a power of 2.
+        heads_kv: key and value heads in a layer.
         head_size: elements of a key.
         value_size: elements of a value; None stands for ``head_size``.
-        dtype: of keys and values.
-        device: where they are.
+        dtype: dtype of keys and values.
+        device: their device.
         kv_layout: ``"NHD"``, pages are [page_size, heads_kv, size], or ``"HND"``, [heads_kv,
             page_size, size].
-        prefix_sharing: whether sequences are found by content. Without it nothing is evictable, and
+        prefix_sharing: whether prefixes are cached. Without it no page is evictable, and
             :meth:`commit` does nothing.
 
     Raises:
@@ -124,7 +125,7 @@ class PagedKVCache(PagedMemory):
         self.reset()
 
     def reset(self) -> None:
-        """Frees every sequence, forgets all content, sets the counters to zero."""
+        """Frees every sequence, empties the prefix cache, and resets the counters."""
         for sequence in self._sequences:
             sequence._void()
         self._sequences.clear()
@@ -133,26 +134,26 @@ class PagedKVCache(PagedMemory):
 
     @property
     def available(self) -> int:
-        """Pages that sequences can still get: those that are free or evictable."""
+        """Pages that are free or evictable, in all."""
         return self._pool.available
 
     def allocate(self, token_ids: Sequence[int] = ()) -> KVSequence:
-        """A new sequence, which begins with the pages that are known to hold ``token_ids``.
+        """Creates a sequence, which starts with the cached pages of a prompt's longest prefix.
 
         Args:
-            token_ids: the prompt; whole numbers of 64 bits. Anything else that keys and values
-                follow from must be in them: for an image, say, numbers hashed from it.
+            token_ids: the prompt, 64-bit integers. Whatever else keys and values depend on must be
+                part of them: for an image, for example, a hash of it.
 
         Returns:
-            The sequence. Its ``length``, whole pages and at most ``len(token_ids) - 1``, is how
-            many tokens need not be computed; :meth:`extend` makes room for the others.
+            The sequence. Its ``length``, in whole pages and at most ``len(token_ids) - 1``, is the
+            number of tokens that need not be computed; :meth:`extend` allocates the others.
 
         Raises:
-            ValueError: ``token_ids`` are not whole numbers of 64 bits.
+            ValueError: ``token_ids`` are not 64-bit integers.
         """
         pages = array("i")
         if self.prefix_sharing and len(token_ids):
-            # The last token is always left to compute: the next one's logits come from it.
+            # The last token is always computed: its logits give the next one.
             pages = self._pool.find(
                 token_blocks(token_ids, self.page_size, 0, (len(token_ids) - 1) // self.page_size)
             )
@@ -161,13 +162,13 @@ class PagedKVCache(PagedMemory):
         return self._sequence(pages, len(pages) * self.page_size, len(pages))
 
     def fork(self, sequence: KVSequence, length: int | None = None) -> KVSequence:
-        """A sequence that shares the pages of another's first tokens.
+        """Creates a sequence that shares the pages of another's first tokens.
 
-        Takes no page: of a last page that is not full, the first of the two to be extended gets a
-        copy. What writes the shared tokens must be queued before that.
+        Allocates no page: when the last shared page is not full, the first of the two sequences to
+        be extended gets a copy of it. What writes the shared tokens must be queued before that.
 
         Args:
-            sequence: stays as it is.
+            sequence: the other sequence; it is not changed.
             length: tokens to share; None stands for all.
 
         Raises:
@@ -176,36 +177,38 @@ class PagedKVCache(PagedMemory):
         self._check(sequence)
         length = sequence._length if length is None else whole("length", length, 0)
         if length > sequence._length:
-            raise ValueError(f"length is at most the sequence's {sequence._length}, got {length}")
+            raise ValueError(
+                f"length must be at most the sequence's {sequence._length}, got {length}"
+            )
         pages = sequence._pages[: -(-length // self.page_size)]
         self._pool.hold(pages)
         return self._sequence(pages, length, min(sequence._committed, length // self.page_size))
 
     def extend(self, sequence: KVSequence, count: int) -> list[int]:
-        """Makes room for ``count`` more tokens of one sequence: :meth:`extend_all` of it alone.
+        """Allocates slots for ``count`` more tokens of one sequence, as :meth:`extend_all`.
 
         Raises:
-            OutOfPages: there are too few; nothing has been changed.
+            OutOfPages: too few pages are available; nothing has been changed.
             ValueError: ``count`` is negative; the sequence is not one of this cache.
         """
         return self.extend_all([(sequence, count)])
 
     def extend_all(self, requests: Iterable[tuple[KVSequence, int]]) -> list[int]:
-        """Makes room for more tokens of several sequences: of all of them, or of none.
+        """Allocates slots for more tokens of several sequences: for all of them, or for none.
 
-        A last page that has room, but that another sequence holds too or that is known by content,
-        is copied on the device first, in all layers. One that nobody else holds is written to
-        nevertheless where there is no page for the copy; its content is then no longer known.
+        A last page with free slots that is shared with another sequence, or cached by its content,
+        is first copied on the device, in all layers (copy on write). Without a page for the copy, a
+        cached page that no other sequence holds is written in place, and leaves the prefix cache.
 
         Args:
-            requests: sequences, each once, and the number of tokens that each gets.
+            requests: pairs of a sequence, each at most once, and its number of new tokens.
 
         Returns:
-            The slots of the new tokens, one request's behind the other's: a ``slot_mapping``.
+            The slots of the new tokens in the order of the requests: a ``slot_mapping``.
 
         Raises:
-            OutOfPages: there are too few; nothing has been changed.
-            ValueError: a count is negative; a sequence is there twice, or not one of this cache.
+            OutOfPages: too few pages are available; nothing has been changed.
+            ValueError: a count is negative; a sequence is named twice, or not one of this cache.
         """
         requests = list(requests)
         writers, spare = self._plan(requests)
@@ -273,7 +276,7 @@ class PagedKVCache(PagedMemory):
             if count > 0:
                 needed += -(-count // size)
         if len({sequence for sequence, _ in requests}) < len(requests):
-            raise ValueError("requests name a sequence twice: add up its counts")
+            raise ValueError("requests name a sequence twice: add its counts up")
         # Where all holders of a page write to it, the last one to be served has it for itself.
         needed += sum(count - (count == holders[page]) for page, count in writers.items())
         if needed > pool.available:
@@ -281,7 +284,7 @@ class PagedKVCache(PagedMemory):
         return writers, pool.available > needed
 
     def truncate(self, sequence: KVSequence, length: int) -> None:
-        """Cuts a sequence to its first ``length`` tokens, and lets go of the pages beyond.
+        """Truncates a sequence to its first ``length`` tokens, and frees the pages after them.
 
         Raises:
             ValueError: ``length`` is negative or more than the sequence has; it is not one of this
@@ -289,7 +292,9 @@ class PagedKVCache(PagedMemory):
         """
         self._check(sequence)
         if whole("length", length, 0) > sequence._length:
-            raise ValueError(f"length is at most the sequence's {sequence._length}, got {length}")
+            raise ValueError(
+                f"length must be at most the sequence's {sequence._length}, got {length}"
+            )
         kept = -(-length // self.page_size)
         self._pool.let_go(sequence._pages[kept:])
         del sequence._pages[kept:]
@@ -297,7 +302,7 @@ class PagedKVCache(PagedMemory):
         sequence._committed = min(sequence._committed, length // self.page_size)
 
     def free(self, sequence: KVSequence) -> None:
-        """Ends a sequence. Its pages that nobody else holds are free, or evictable if known.
+        """Ends a sequence. Its pages that no other one holds are free, or evictable if cached.
 
         Raises:
             ValueError: it has been freed; it is not one of this cache.
@@ -308,33 +313,33 @@ class PagedKVCache(PagedMemory):
         sequence._void()
 
     def commit(self, sequence: KVSequence, token_ids: Sequence[int]) -> int:
-        """Says what a sequence's first tokens are, so that :meth:`allocate` finds their full pages.
+        """Enters a sequence's first full pages into the prefix cache, for :meth:`allocate` to find.
 
-        To be called once what computes their keys and values is queued. Tokens that were said
-        before are not looked at again, so saying all of them each time costs no more.
+        Call it when the kernels that compute their keys and values are queued. Tokens that were
+        committed before are not compared again, so passing all tokens each time costs no more.
 
-        Two sequences that computed the same keep one page: where the content of a page is known in
-        another, the sequence takes that one and frees its own. Nothing is copied, a page is won,
-        and whoever holds a page then holds its ancestors in the tree, on which eviction relies. A
-        page that a fork holds too cannot be exchanged, for the fork would keep the old one; there
-        it ends, and what follows is said by a later call, once the fork is gone or has committed.
+        Duplicates are merged: if the tree has another page with the same content, the sequence
+        switches to it and frees its own. Nothing is copied, and whoever holds a page still holds
+        its ancestors in the tree, on which eviction relies. A page that a fork shares cannot be
+        exchanged, for the fork would keep the old one; committing stops there, and a later call
+        goes on once the fork is freed or has committed.
 
         Args:
             sequence: of this cache.
-            token_ids: the tokens from the sequence's first one, not necessarily all.
+            token_ids: the first tokens of the sequence, not necessarily all.
 
         Returns:
-            How many pages were exchanged for ones of the same content. Unless it is 0, page tables
-            made before and slots of these tokens are out of date.
+            How many pages were exchanged for others of the same content. If it is not 0, earlier
+            page tables and slots of these tokens are out of date.
 
         Raises:
-            ValueError: more tokens than the sequence has, or other ones than were said of the same
-                page; not whole numbers of 64 bits; it is not one of this cache.
+            ValueError: more tokens than the sequence has, or other ones than were committed for the
+                same page; not 64-bit integers; the sequence is not one of this cache.
         """
         self._check(sequence)
         if len(token_ids) > sequence._length:
             raise ValueError(
-                f"token_ids are at most the sequence's {sequence._length}, got {len(token_ids)}"
+                f"token_ids must be at most the sequence's {sequence._length}, got {len(token_ids)}"
             )
         if not self.prefix_sharing:
             return 0
@@ -344,7 +349,7 @@ class PagedKVCache(PagedMemory):
         return exchanged
 
     def slots(self, sequence: KVSequence, start: int, stop: int) -> list[int]:
-        """The slots of tokens ``start`` to ``stop`` of a sequence, the latter not among them.
+        """The slots of tokens ``start`` to ``stop - 1`` of a sequence.
 
         Raises:
             ValueError: not ``0 <= start <= stop <= length``; it is not one of this cache.
@@ -352,24 +357,24 @@ class PagedKVCache(PagedMemory):
         self._check(sequence)
         if not 0 <= whole("start", start, 0) <= whole("stop", stop, 0) <= sequence._length:
             raise ValueError(
-                f"start and stop are 0 to the sequence's {sequence._length}, in this order, got "
-                f"{start} and {stop}"
+                f"start and stop must be 0 to the sequence's {sequence._length}, in this order, "
+                f"got {start} and {stop}"
             )
         size, pages = self.page_size, sequence._pages
         return [pages[token // size] * size + token % size for token in range(start, stop)]
 
     def page_table(self, sequences: Sequence[KVSequence], width: int | None = None) -> Tensor:
-        """The pages of a batch, as attention takes them; out of date once one of it changes.
+        """The ``page_table`` of a batch for attention; out of date when a sequence of it changes.
 
-        Written anew by each call, from an array that each sequence keeps: for 256 sequences that
-        took as long as gathering the rows of a table kept for all, which would need a bound.
+        Each call writes it anew from the array that each sequence keeps: for 256 sequences that was
+        as fast as gathering rows of a table kept for all, which would need a bound.
 
         Args:
-            sequences: the batch; in it a sequence may be there more than once.
-            width: columns; None stands for the most pages that one holds, or 1.
+            sequences: the batch; a sequence may be there more than once.
+            width: columns; None stands for the largest number of pages of a sequence, or 1.
 
         Returns:
-            int32 [batch, width] on the CPU. Behind a sequence's pages is 0: a page that is there.
+            int32 [batch, width] on the CPU, padded with 0, which is a valid page.
 
         Raises:
             ValueError: ``width`` is too small; a sequence is not one of this cache.
@@ -379,7 +384,9 @@ class PagedKVCache(PagedMemory):
         if width is None:
             width = max(widest, 1)
         elif whole("width", width, 0) < widest:
-            raise ValueError(f"width is at least {widest}, the pages of a sequence, got {width}")
+            raise ValueError(
+                f"width must be at least {widest}, the pages of a sequence, got {width}"
+            )
         if not rows or not width:
             return torch.zeros((len(rows), width), dtype=torch.int32)
         table = bytearray(4 * len(rows) * width)
@@ -389,12 +396,12 @@ class PagedKVCache(PagedMemory):
     def write_page_table(
         self, sequences: Sequence[KVSequence], table: memoryview, width: int
     ) -> None:
-        """Writes the same into memory that is there, such as a pinned tensor's.
+        """Writes the same into existing memory, such as that of a pinned tensor.
 
         Args:
             sequences: the batch, none of them with more than ``width`` pages.
-            table: 32 bit numbers, at least batch times ``width``. What lies behind a sequence's
-                pages is left alone.
+            table: 32-bit integers, at least batch times ``width``. Entries after a sequence's
+                pages are not written.
             width: columns.
 
         Raises:
@@ -412,11 +419,11 @@ class PagedKVCache(PagedMemory):
         """
         self._rows(sequences)
         lengths = array("i", [sequence._length for sequence in sequences])
-        # Unlike torch.tensor, takes the numbers as they lie; but not none of them.
+        # Unlike torch.tensor, it copies nothing; but it does not accept an empty buffer.
         return torch.frombuffer(lengths or array("i", [0]), dtype=torch.int32)[: len(lengths)]
 
     def usage(self) -> CacheUsage:
-        """What the pages are used for now. Takes a look at every sequence, not at every page."""
+        """How the pages are used now. Looks at every sequence, not at every page."""
         size, pool = self.page_size, self._pool
         ends: dict[int, list[int]] = {}
         for sequence in self._sequences:
@@ -456,8 +463,8 @@ class PagedKVCache(PagedMemory):
     def _check(self, sequence: KVSequence) -> None:
         pool = self._pool
         if not isinstance(sequence, KVSequence):
-            raise ValueError(f"sequence is one that this cache allocated, got {sequence!r}")
+            raise ValueError(f"sequence must be one that this cache allocated, got {sequence!r}")
         if sequence._pool is None:
             raise ValueError("sequence has been freed")
         if sequence._pool is not pool:
-            raise ValueError(f"sequence is one of another cache: {sequence!r}")
+            raise ValueError(f"sequence belongs to another cache: {sequence!r}")

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 256
-"""Bytes: where each layer's keys and values begin. Kernels read 16 at once, TMA wants 128."""
+"""Alignment, in bytes, of each layer's keys and values: kernels read 16 at once, TMA needs 128."""
 
 
 class PagedMemory:
-    """Keys and values of all layers, page by page. Who holds which page is not known here."""
+    """Keys and values of all layers, page by page; it does not know who holds which page."""
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class PagedMemory:
             layer: 0 to ``layers - 1``.
             key: [tokens, heads_kv, head_size].
             value: [tokens, heads_kv, value_size].
-            slot_mapping: int64 [tokens] on the device, as :meth:`extend_all` gives it; a token
-                whose slot is -1 is left out.
+            slot_mapping: int64 [tokens] on the device, as ``extend_all`` returns it; a token whose
+                slot is -1 is not written.
 
         Raises:
             ValueError: there is no such layer; shapes, dtypes or devices that do not fit.
@@ -99,7 +99,7 @@ class PagedMemory:
 
     def _layer(self, layer: int) -> int:
         if not 0 <= layer < self.layers:
-            raise ValueError(f"layer is 0 to {self.layers - 1}, got {layer}")
+            raise ValueError(f"layer must be 0 to {self.layers - 1}, got {layer}")
         return layer
 
 

@@ -20,20 +20,20 @@ from cudnn_ops.serving.sequence import KVSequence
 
 
 class Attend(Protocol):
-    """What a model calls once a layer in place of attention."""
+    """The function that a model calls once per layer in place of attention."""
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any
     ) -> Tensor:
-        """Keeps the tokens' keys and values, and attends to all that their requests have so far.
+        """Stores the tokens' keys and values, and attends to all tokens of their requests so far.
 
         Args:
             layer: 0 to the cache's ``layers - 1``.
-            query: [tokens, heads, head size], positions applied, of the cache's dtype.
+            query: [tokens, heads, head size], with positions applied, in the cache's dtype.
             key: [tokens, heads_kv, head size], likewise.
             value: [tokens, heads_kv, value size].
             options: ``scale``, ``window_size``, ``softcap``, ``sinks``, as
-                :func:`cudnn_ops.paged_attention` takes them.
+                :func:`cudnn_ops.paged_attention` accepts them.
 
         Returns:
             [tokens, heads, value size]; causal within each request.
@@ -42,19 +42,19 @@ class Attend(Protocol):
 
 
 class Model(Protocol):
-    """A transformer as the engine calls it: tokens of several requests, one behind the other.
+    """A transformer as the engine calls it, on the packed tokens of several requests.
 
-    It needs to know nothing of requests, pages or lengths. On a GPU it is captured in CUDA graphs,
-    so it must not wait for the GPU, nor do anything that depends on the values of its inputs.
+    It does not see requests, pages or lengths. On a GPU it is captured in CUDA graphs, so it must
+    neither wait for the GPU nor branch on the values of its inputs.
     """
 
     def __call__(self, tokens: Tensor, positions: Tensor, last: Tensor, attend: Attend) -> Tensor:
         """The logits of some of the tokens.
 
         Args:
-            tokens: int64 [tokens]. Some may be padding: what is computed for it is not used.
-            positions: int64 [tokens], each one's place in its request, from 0.
-            last: int64 [requests], whose logits are wanted: indices into ``tokens``.
+            tokens: int64 [tokens]. Some may be padding, whose results are not used.
+            positions: int64 [tokens], the position of each in its request, from 0.
+            last: int64 [requests], the tokens whose logits are wanted: indices into ``tokens``.
             attend: to be called once for each layer, in any order.
 
         Returns:
@@ -64,9 +64,9 @@ class Model(Protocol):
 
 
 def padded_batch(batch: int) -> int:
-    """The batch that is computed for so many requests: 1, 2, 3, 4, 6, 8, 12, 16, 24, ...
+    """The batch size that serves so many requests: 1, 2, 3, 4, 6, 8, 12, 16, 24, ...
 
-    Attention's plans are declared for these, so that none is built for one that is not among them.
+    Attention's plans are declared for these sizes, so that no other one needs a plan of its own.
     """
     step = 1
     while 4 * step < batch:
@@ -74,16 +74,16 @@ def padded_batch(batch: int) -> int:
     return -(-batch // step) * step
 
 
-# How array and memoryview call them.
+# Format codes of array and memoryview.
 _FORMATS: dict[torch.dtype, Literal["q", "i"]] = {torch.int64: "q", torch.int32: "i"}
 
 
 class _Inputs:
-    """A step's inputs at fixed addresses, as CUDA graphs want them; filled by a single copy.
+    """A step's inputs at fixed addresses, as CUDA graphs require; filled by a single copy.
 
     Args:
-        tokens: the most tokens of a step.
-        batch: the most requests.
+        tokens: the largest number of tokens in a step.
+        batch: the largest number of requests.
         width: columns of the page table.
         device: where they are.
     """

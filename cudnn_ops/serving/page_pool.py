@@ -1,13 +1,13 @@
-"""Who holds which page of a paged cache, and which pages are found by content.
+"""Ownership of a cache's pages, and prefix caching: a radix tree of pages by their content.
 
-Pages are numbers here; :mod:`cudnn_ops.serving.kv_cache` has the memory and the sequences. What
-holds at all times:
+Pages are numbers here; :mod:`cudnn_ops.serving.kv_cache` has the memory and the sequences.
+Invariants:
 
-- A page is free, or has holders (sequences), or has none and is in the tree: it is *evictable*.
-- Whoever holds a page holds, before it, the same page as its other holders do. If it is in the
-  tree, that is its parent's page. So a page loses its last holder before those that it follows,
-  and evicting in the order in which pages lost theirs takes leaves first, with no search for them.
-- A page that is in the tree, or that several hold, is not written to.
+- A page is free, or held by sequences, or held by none but in the tree: then it is *evictable*.
+- All holders of a page hold the same page before it; for a page in the tree, its parent's page. So
+  a page loses its last holder before its ancestors do, and evicting pages in the order in which
+  they lost their last holder evicts leaves first, without a search.
+- A page that is in the tree, or that has several holders, is not written to.
 """
 
 from __future__ import annotations
@@ -18,50 +18,50 @@ from collections.abc import Iterable, MutableSequence, Sequence
 
 
 class OutOfPages(RuntimeError):
-    """There are not enough pages for what was asked; nothing has been changed.
+    """Too few pages are available for a request; nothing has been changed.
 
     Attributes:
-        needed: pages that were asked for.
-        free: pages that nothing is in.
-        evictable: pages that no sequence holds, kept because their content is known.
+        needed: requested pages.
+        free: empty pages.
+        evictable: pages that no sequence holds, kept for prefix caching.
         total: pages of the cache.
     """
 
     def __init__(self, needed: int, free: int, evictable: int, total: int) -> None:
-        """Takes the four numbers of pages."""
+        """Stores the four counts."""
         super().__init__(needed, free, evictable, total)
         self.needed, self.free, self.evictable, self.total = needed, free, evictable, total
 
     def __str__(self) -> str:
-        """The numbers, and what to do."""
+        """The counts, and a remedy."""
         return (
             f"out of pages: needed {self.needed}, free {self.free}, evictable {self.evictable}, "
-            f"total {self.total}; free or truncate sequences, or make a cache of more pages"
+            f"total {self.total}; free or truncate sequences, or create a cache with more pages"
         )
 
 
 def token_blocks(token_ids: Sequence[int], page_size: int, start: int, stop: int) -> list[bytes]:
-    """The tokens of pages ``start`` to ``stop``, the latter not among them: keys of the tree.
+    """The tokens of pages ``start`` to ``stop - 1``, as keys of the tree.
 
     Raises:
-        ValueError: not whole numbers of 64 bits.
+        ValueError: not 64-bit integers.
     """
     tokens = list(token_ids[start * page_size : stop * page_size])
     try:
         words = array("q", tokens).tobytes()
     except (TypeError, OverflowError) as error:
-        raise ValueError(f"token_ids are whole numbers of 64 bits: {error}") from None
+        raise ValueError(f"token_ids must be 64-bit integers: {error}") from None
     size = 8 * page_size
     return [words[i : i + size] for i in range(0, len(words), size)]
 
 
 class Node:
-    """A full page in the tree: the tokens in it, behind those of its ancestors."""
+    """A full page in the tree: its tokens follow those of its ancestors."""
 
     __slots__ = ("block", "children", "page", "parent")
 
     def __init__(self, parent: Node | None, block: bytes, page: int) -> None:
-        """Found by the tokens themselves, not by a hash of them: no match is an accident."""
+        """Keyed by the tokens themselves, not by a hash: there are no false matches."""
         self.parent = parent
         self.block = block
         self.page = page
@@ -72,7 +72,7 @@ class PagePool:
     """Pages 0 to ``total - 1``, all of them free."""
 
     def __init__(self, total: int) -> None:
-        """The lists are public for the loop over a batch, where a call per page is too slow."""
+        """The lists are public for loops over a batch, where a call per page is too slow."""
         self.total = total
         self.free = list(range(total - 1, -1, -1))  # taken from the end
         self.evictable: OrderedDict[int, None] = OrderedDict()  # by when they lost their holder
@@ -87,9 +87,9 @@ class PagePool:
         return len(self.free) + len(self.evictable)
 
     def take(self) -> int:
-        """A page that is free, else the evictable one that was used least recently; it is held.
+        """A free page, or else the least recently used evictable one; it is held from now on.
 
-        Of ``available`` pages there is at least one, which the caller has made sure of.
+        The caller must have made sure that ``available`` is at least 1.
         """
         if self.free:
             page = self.free.pop()
@@ -100,7 +100,7 @@ class PagePool:
         return page
 
     def hold(self, pages: Iterable[int]) -> None:
-        """Counts one holder more."""
+        """Adds a holder to each page."""
         holders = self.holders
         for page in pages:
             holders[page] += 1
@@ -110,7 +110,7 @@ class PagePool:
                 self.shared += 1
 
     def let_go(self, pages: Sequence[int]) -> None:
-        """Counts one holder less of pages that follow each other; the last goes first."""
+        """Removes a holder from each of a sequence's pages, the last page first."""
         holders = self.holders
         for page in reversed(pages):
             holders[page] -= 1
@@ -123,7 +123,7 @@ class PagePool:
                     self.evictable[page] = None
 
     def forget(self, page: int) -> None:
-        """Takes a page that no other follows out of the tree."""
+        """Removes a leaf from the tree."""
         node = self.nodes[page]
         assert node is not None
         assert node.parent is not None
@@ -132,7 +132,7 @@ class PagePool:
         self.nodes[page] = None
 
     def find(self, blocks: Iterable[bytes]) -> array[int]:
-        """The pages that hold the longest known beginning of ``blocks``; they are held."""
+        """The pages of the longest known prefix of ``blocks``; they are held from now on."""
         pages, node = array("i"), self._root
         for block in blocks:
             child = node.children.get(block)
@@ -146,7 +146,7 @@ class PagePool:
     def enter(
         self, pages: MutableSequence[int], done: int, blocks: Iterable[bytes]
     ) -> tuple[int, int]:
-        """Puts the full pages of one sequence into the tree.
+        """Enters the full pages of one sequence into the tree.
 
         A page whose content is there already is exchanged for the one that is there. One that a
         fork holds too cannot be: the fork would keep the old page, and then hold pages of the tree

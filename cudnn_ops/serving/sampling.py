@@ -1,4 +1,4 @@
-"""Which token follows: the options of a request, and the choice for a batch of logits."""
+"""Choosing the next token: the options of a request, and sampling from a batch of logits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a request's tokens are chosen, and when it ends.
+    """How a request's tokens are sampled, and when it ends.
 
     Raises:
         ValueError: a number out of its range.
@@ -23,39 +23,41 @@ class SamplingParams:
     """
 
     max_tokens: int = 64
-    """The most tokens to generate."""
+    """The largest number of tokens to generate."""
     temperature: float = 0.0
-    """What the logits are divided by; 0: the most likely token is taken."""
+    """Divisor of the logits; 0 selects the most likely token (greedy)."""
     top_k: int = 0
-    """How many of the most likely tokens are drawn from; 0: all."""
+    """Samples from this many of the most likely tokens; 0: from all."""
     top_p: float = 1.0
-    """Drawn from are the fewest most likely tokens whose probabilities add up to this."""
+    """Samples from the smallest set of most likely tokens whose probabilities sum to this."""
     seed: int | None = None
-    """Same seed, same tokens, whatever else is served; None: another one each time."""
+    """The same seed gives the same tokens, whatever else is served; None: a random seed."""
     stop_tokens: Collection[int] = ()
-    """Tokens that end a request. The one that did is the last of its output."""
+    """Tokens that end a request; the one that did is the last of its output."""
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
         if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
-            raise ValueError(f"max_tokens is a whole number, at least 1, got {self.max_tokens!r}")
+            raise ValueError(
+                f"max_tokens must be a whole number, at least 1, got {self.max_tokens!r}"
+            )
         if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is at least 0 and finite, got {self.temperature!r}")
+            raise ValueError(f"temperature must be at least 0 and finite, got {self.temperature!r}")
         if not isinstance(self.top_k, int) or self.top_k < 0:
-            raise ValueError(f"top_k is a whole number, 0 (all) or more, got {self.top_k!r}")
+            raise ValueError(f"top_k must be a whole number, 0 (all) or more, got {self.top_k!r}")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is more than 0 and at most 1, got {self.top_p!r}")
+            raise ValueError(f"top_p must be more than 0 and at most 1, got {self.top_p!r}")
 
 
 def sample(logits: Tensor, options: Tensor) -> Tensor:
-    """Chooses a token a row, each row with options of its own and by itself alone.
+    """Samples one token for each row, with options for each row.
 
-    The random numbers are the caller's, so that a row's choice depends on no other row.
+    The caller provides the random numbers, so that a row's result depends on no other row.
 
     Args:
         logits: [batch, vocabulary].
-        options: float64 [batch, 4]: temperature, top_k, top_p, and a number from 0 to 1, drawn
-            uniformly.
+        options: float64 [batch, 4]: temperature, top_k, top_p, and a uniform random number in
+            [0, 1).
 
     Returns:
         int64 [batch].
@@ -72,6 +74,6 @@ def sample(logits: Tensor, options: Tensor) -> Tensor:
     kept = (rank == 0) | (is_likely & ~is_greedy)
     reached = weights.masked_fill(~kept, 0.0).cumsum(-1)
     chosen = (reached <= number * reached[:, -1:]).sum(-1, keepdim=True)
-    # By rounding the number may reach the whole sum, behind which nothing is kept.
+    # Rounding may make the number reach the whole sum, after which no token is kept.
     chosen = torch.minimum(chosen, kept.sum(-1, keepdim=True) - 1)
     return tokens.gather(1, chosen).squeeze(1)
