@@ -1,6 +1,6 @@
 # `make demo` and `make test` do their own set-up; `make gpu` is the one command for a machine
 # with a GPU, torch and no network. README.md tells more.
-.PHONY: demo test test-transformers lint format build setup gpu sanitize clean
+.PHONY: demo test test-transformers docs lint format build setup gpu sanitize clean
 
 SYSTEM_PYTHON ?= python3
 VENV := .venv
@@ -20,6 +20,10 @@ test-transformers: build
 	$(PYTHON) -m pip install --quiet --no-deps --target build/transformers-$(NEWEST) transformers==$(NEWEST)
 	PYTHONPATH=build/transformers-$(NEWEST) $(PYTHON) -m pytest -m "not gpu" -n auto --maxprocesses 8 \
 		tests/test_transformers*.py tests/test_rotary.py tests/test_nn.py
+
+# Warnings are errors; `make test` builds it too.
+docs: build
+	$(PYTHON) -m sphinx -W --keep-going -q -b html docs build/docs
 
 lint: $(VENV)/ready
 	$(PYTHON) -m ruff check .

@@ -1,7 +1,8 @@
-"""The README's tables of measurements, rendered from benchmarks/results/<gpu>/<name>.json.
+"""The documentation's tables of measurements, rendered from benchmarks/results/<gpu>/<name>.json.
 
 `python -m benchmarks.tables` rewrites what stands between <!-- table:NAME --> and
-<!-- /table:NAME -->; with --check it only says, by its exit status, whether that is needed.
+<!-- /table:NAME --> in the README and in docs/, and the plots that the README shows (plots.py
+draws them). With --check it writes nothing; the exit status says whether anything is stale.
 """
 
 import argparse
@@ -9,13 +10,14 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.harness import OURS, ROOT, Row, pivot, short, unique
 
 README = ROOT / "README.md"
+DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
 MARKED = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table:\2 -->)", re.DOTALL)
 
@@ -325,15 +327,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if stale")
     check: bool = parser.parse_args().check
-    text = README.read_text()
-    fresh = render(text, RESULTS)
-    if text == fresh:
-        return 0
-    if check:
-        print(f"{README.name} is stale: run python -m benchmarks.tables", file=sys.stderr)
-        return 1
-    README.write_text(fresh)
-    return 0
+    stale = [(file, text) for file, text in _generated() if _read(file) != text]
+    for file, text in stale:
+        if check:
+            print(f"{file.name} is stale: run python -m benchmarks.tables", file=sys.stderr)
+        else:
+            file.write_text(text)
+    return 1 if check and stale else 0
+
+
+def _generated() -> Iterator[tuple[Path, str]]:
+    """Every file with generated content, and what it should hold."""
+    for page in (README, *sorted(DOCS.rglob("*.md"))):
+        yield page, render(page.read_text(), RESULTS)
+    # Not before: a machine that only runs the benchmarks may lack matplotlib.
+    from benchmarks import plots
+
+    # The build of the documentation draws the others.
+    for name in re.findall(r"\(docs/plots/(\w+)\.svg\)", README.read_text()):
+        yield DOCS / "plots" / f"{name}.svg", plots.svg(name, RESULTS)
+
+
+def _read(file: Path) -> str | None:
+    return file.read_text() if file.exists() else None
 
 
 def render(text: str, results: Path) -> str:
