@@ -17,8 +17,9 @@ SMALL = (
     depthwise(2, 4, 9, 3, 2, multiplier=2, dtype=torch.float32),
     grouped(2, 4, (5, 6, 7), 8, (3, 2, 1), 2, dilation=2, dtype=torch.float32),
 )
-#: Where torch's kernel is faster, as the README says. Of one dimension: ours copies between torch's
-#: layout and its own. With ReLU: cuDNN's fused engine is slower than its bare one and a pass.
+#: Where torch's kernel is faster, as docs/measured.md says. Of one dimension: ours copies between
+#: torch's layout and its own. With ReLU: cuDNN's fused engine is slower than its bare one and a
+#: pass.
 _FORWARD = ("forward", "forward, bias + relu", "forward, bias + silu")
 _OF_INPUT, _OF_WEIGHT = "gradient of the input", "gradient of the weight"
 SLOWER = {

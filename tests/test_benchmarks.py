@@ -823,6 +823,7 @@ def readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     table = "<!-- table:host_overhead -->\nold\n<!-- /table:host_overhead -->"
     path.write_text(f"above\n{table}\nbelow\n")
     monkeypatch.setattr(tables, "README", path)
+    monkeypatch.setattr(tables, "DOCS", tmp_path / "docs")
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     return path
 
