@@ -1,5 +1,5 @@
 # `make demo` and `make test` do their own set-up; `make gpu` is the one command for a machine
-# with a GPU, torch and no network. README.md tells more.
+# with a GPU, torch and no network. CONTRIBUTING.md tells more.
 .PHONY: demo test test-transformers docs lint format build setup gpu sanitize clean
 
 SYSTEM_PYTHON ?= python3
