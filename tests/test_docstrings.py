@@ -53,7 +53,7 @@ def test_every_public_function_has_an_example(module):
     functions = {
         name
         for name in module.__all__
-        if inspect.isfunction(inspect.unwrap(getattr(module, name, None)))  # type: ignore[arg-type]
+        if inspect.isfunction(inspect.unwrap(getattr(module, name, None)))
     }
     for name in functions - NEED_A_GPU - INTERNAL:
         assert ">>> " in (getattr(module, name).__doc__ or ""), name

@@ -75,10 +75,11 @@ def sources() -> Iterator[tuple[str, Path]]:
 
 
 def included_files(path: Path) -> Iterator[str]:
-    """Of ours, from the root of csrc."""
+    """Our own, from the root of csrc. NVRTC looks for a kernel's beside it."""
+    beside = "kernels/" if path.suffix in {".cu", ".cuh"} else ""
     for name in re.findall(r'^#include "([^"]+)"', path.read_text(), re.MULTILINE):
         if not GENERATED.fullmatch(name):
-            yield name
+            yield beside + name
 
 
 def test_includes_are_written_from_the_root_of_csrc():

@@ -108,7 +108,8 @@ def _size(data: bytes, start: int) -> int:
 @cache
 def images_of_library() -> list[KernelImage]:
     """All machine code that the package's library brings."""
-    data = (Path(__file__).parents[2] / "cudnn_ops" / "libcudnn_ops.so").read_bytes()
+    library = Path(__file__).parents[2] / "cudnn_ops" / "libtorch_cudnn_ops.so"
+    data = library.read_bytes()
     images = []
     for match in re.finditer(re.escape(_IDENTITY), data):
         start = match.start()
