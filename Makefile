@@ -25,17 +25,18 @@ test-transformers: build
 docs: build
 	$(PYTHON) -m sphinx -W --keep-going -q -b html docs build/docs
 
+CXX_FILES := 'csrc/*.c' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'csrc/*.h'
 lint: $(VENV)/ready
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 	$(PYTHON) -m benchmarks.tables --check
-	clang-format --dry-run --Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.c')
+	clang-format --dry-run --Werror $$(git ls-files $(CXX_FILES))
 
 format: $(VENV)/ready
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
-	clang-format -i $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.c')
+	clang-format -i $$(git ls-files $(CXX_FILES))
 
 # Ninja knows what is stale, so this runs every time.
 build: $(VENV)/ready

@@ -81,8 +81,9 @@ __device__ void epilogue(const ConvEpilogueCall& call) {
 }
 
 #define EPILOGUE(name, Type, Activation, suffix, width)                                          \
-  extern "C" __global__ void __launch_bounds__(512) conv_epilogue_forward_##name##_##suffix##_##width( \
-      const __grid_constant__ ConvEpilogueForwardCall call) {                                    \
+  extern "C" __global__ void __launch_bounds__(512)                                              \
+      conv_epilogue_forward_##name##_##suffix##_##width(                                         \
+          const __grid_constant__ ConvEpilogueForwardCall call) {                                \
     forward<Type, Activation, width>(call);                                                      \
   }                                                                                              \
   extern "C" __global__ void __launch_bounds__(512)                                              \

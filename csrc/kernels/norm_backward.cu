@@ -402,16 +402,16 @@ __device__ void columns(const NormCall& call) {
 }  // namespace
 
 // With fewer rows under way, for GPUs with less shared memory (norm_launch.cpp).
-#define NORM_STAGES(bytes, vectors, stages)                                     \
-  extern "C" __global__ void __launch_bounds__(512, 1)                          \
-      rms_norm_backward_##bytes##_##vectors##_stages_##stages(                  \
-          const __grid_constant__ NormCall call) {                              \
-    backward<bytes, vectors, false, stages>(call);                              \
-  }                                                                             \
-  extern "C" __global__ void __launch_bounds__(512, 1)                          \
-      layer_norm_backward_##bytes##_##vectors##_stages_##stages(                \
-          const __grid_constant__ NormCall call) {                              \
-    backward<bytes, vectors, true, stages>(call);                               \
+#define NORM_STAGES(bytes, vectors, stages)                      \
+  extern "C" __global__ void __launch_bounds__(512, 1)           \
+      rms_norm_backward_##bytes##_##vectors##_stages_##stages(   \
+          const __grid_constant__ NormCall call) {               \
+    backward<bytes, vectors, false, stages>(call);               \
+  }                                                              \
+  extern "C" __global__ void __launch_bounds__(512, 1)           \
+      layer_norm_backward_##bytes##_##vectors##_stages_##stages( \
+          const __grid_constant__ NormCall call) {               \
+    backward<bytes, vectors, true, stages>(call);                \
   }
 
 NORM(backward, 16, 1, 256, 3)

@@ -33,10 +33,10 @@ __device__ void stay_packed(Piece<Type, kWidth> (&pieces)[kVectors]) {
   }
 }
 
-// The mean of a row. Its numbers are added up by a power of two, one of their count or less, for the
-// sum of large ones to stay finite; and exactly where there are not too many for their digits, else
-// less the first of them. Equal numbers so are their own mean: a little beside it all of them would
-// be far from zero where eps is small.
+// The mean of a row. Its numbers are added up by a power of two, one of their count or less, for
+// the sum of large ones to stay finite; and exactly where there are not too many for their digits,
+// else less the first of them. Equal numbers so are their own mean: a little beside it all of them
+// would be far from zero where eps is small.
 struct Mean {
   float scale, count, inverse, base;
 
@@ -60,8 +60,7 @@ constexpr unsigned kExactColumns = 1u << (24 - Type::kDigits);
 
 __device__ float first_of(const NormCall& call, unsigned row) {
   const float input = Type::read(*row_of(call.input, row));
-  return call.residual.data == nullptr ? input
-                                       : input + Type::read(*row_of(call.residual, row));
+  return call.residual.data == nullptr ? input : input + Type::read(*row_of(call.residual, row));
 }
 
 // The norm of a thread's pieces. A weight and bias are of one type, Parameters.

@@ -36,10 +36,9 @@ __device__ void append(const PagedAppendCall& call) {
   }
 }
 
-#define PAGED_APPEND(bytes, Unit)                     \
-  extern "C" __global__ void paged_append_##bytes(    \
-      const __grid_constant__ PagedAppendCall call) { \
-    append<Unit>(call);                               \
+#define PAGED_APPEND(bytes, Unit)                                                                 \
+  extern "C" __global__ void paged_append_##bytes(const __grid_constant__ PagedAppendCall call) { \
+    append<Unit>(call);                                                                           \
   }
 
 PAGED_APPEND(16, uint4)

@@ -46,8 +46,7 @@ __device__ void merge(const PagedMergeCall& m) {
   const bool is_seen = lane < seen && mine >= 0;
   const int page = is_seen ? m.page_table[sequence * m.table_row + mine / m.page_size] : 0;
   const int slot = is_seen ? mine % m.page_size : 0;
-  const long long query_at =
-      sequence * m.query_batch + query * m.query_token + head * m.query_head;
+  const long long query_at = sequence * m.query_batch + query * m.query_token + head * m.query_head;
   Pairs own;
   if (!kIsWide && seen > 0) load(m.query, query_at, m.size, own);
   const auto score_of = [&](long long key_at) {

@@ -1,6 +1,6 @@
-// The lengths and the page table of a batch as a plan declares them: more rows, wider ones, and only
-// pages that a sequence uses. Compiled when the package is built
-// (cmake/compile_kernels.py); paged_pad_cuda.cpp launches it.
+// The lengths and the page table of a batch as a plan declares them: more rows, wider ones, and
+// only pages that a sequence uses. Compiled when the package is built (cmake/compile_kernels.py);
+// paged_pad_cuda.cpp launches it.
 
 #include "paged_pad_call.h"
 
