@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from cudnn_ops import support
+from cudnn_ops.collect_env import collect_env
 from cudnn_ops.plans import cache
 from cudnn_ops.plans.norm_tuning import tune_norms, write_table
 from cudnn_ops.plans.tables import EngineTable
@@ -141,8 +142,24 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
     )
 
 
+class _Versions(argparse.Action):
+    """Prints the versions of what computes, and exits."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        environment = collect_env()
+        for name in ("cudnn_ops", "torch", "cuDNN loaded", "built against cuDNN Frontend"):
+            print(f"{name}: {environment[name]}")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m cudnn_ops", description=__doc__)
+    parser.add_argument(
+        "--version",
+        action=_Versions,
+        nargs=0,
+        help="print the versions of cudnn_ops, torch, cuDNN and cuDNN Frontend",
+    )
     commands = parser.add_subparsers(required=True)
 
     explain = commands.add_parser(

@@ -368,6 +368,16 @@ def test_the_command_line(capsys):
     assert "batch,heads,length,head_size" in capsys.readouterr().err
 
 
+def test_version_names_what_computes(capsys):
+    with pytest.raises(SystemExit) as stop:
+        command_line.main(["--version"])
+    assert stop.value.code == 0
+    lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert lines["cudnn_ops"] == cudnn_ops.__version__
+    assert lines["torch"] == torch.__version__
+    assert {"cuDNN loaded", "built against cuDNN Frontend"} <= lines.keys()
+
+
 def test_collect_env():
     done = subprocess.run(
         [sys.executable, "-m", "cudnn_ops.collect_env"], capture_output=True, text=True, check=True
