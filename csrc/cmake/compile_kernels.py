@@ -3,16 +3,18 @@
     python compile_kernels.py source.cu header.h kName [-DMACRO=value ...]
 
 For the architectures below it is machine code, so that the first call need not wait for a compiler;
-for newer ones there is PTX, which the driver compiles (0.5 s, once: it keeps the result).
+for newer ones there is the last one's PTX, which the driver compiles (0.5 s, once: it keeps what it
+made).
 """
 
 import ctypes
 import sys
 from pathlib import Path
 
-#: Compute capabilities; code for one runs on the later ones of the same major version.
+#: Compute capabilities in ascending order; code for one runs on the later ones of the same major
+#: version.
 ARCHITECTURES = (80, 90)
-PTX_ARCHITECTURE = 90
+_ESCAPED = [f"\\{byte:03o}" for byte in range(256)]
 
 
 def find_nvrtc() -> ctypes.CDLL:
@@ -28,20 +30,21 @@ def find_nvrtc() -> ctypes.CDLL:
         raise SystemExit("NVRTC was not found: `pip install nvidia-cuda-nvrtc`") from None
 
 
-def compile_for(nvrtc: ctypes.CDLL, source: Path, architecture: str, macros: list[str]) -> bytes:
-    """Machine code for ``sm_90``, PTX for ``compute_90``."""
+def compile_for(
+    nvrtc: ctypes.CDLL, source: Path, architecture: int, macros: list[str]
+) -> tuple[bytes, bytes]:
+    """Machine code for an architecture, and the PTX that it was assembled from."""
     program = ctypes.c_void_p()
     nvrtc.nvrtcCreateProgram(
         ctypes.byref(program), source.read_bytes(), source.name.encode(), 0, None, None
     )
-    words = [f"--gpu-architecture={architecture}", f"--include-path={source.parent}", *macros]
+    words = [f"--gpu-architecture=sm_{architecture}", f"--include-path={source.parent}", *macros]
     options = (ctypes.c_char_p * len(words))(*(word.encode() for word in words))
     status = nvrtc.nvrtcCompileProgram(program, len(words), options)
     if status != 0:
         log = _output(nvrtc, "ProgramLog", program).decode().rstrip("\0")
         raise SystemExit(f"{source} does not compile:\n{log}")
-    kind = "CUBIN" if architecture.startswith("sm") else "PTX"
-    return _output(nvrtc, kind, program)
+    return _output(nvrtc, "CUBIN", program), _output(nvrtc, "PTX", program)
 
 
 def _output(nvrtc: ctypes.CDLL, kind: str, program: ctypes.c_void_p) -> bytes:
@@ -54,23 +57,23 @@ def _output(nvrtc: ctypes.CDLL, kind: str, program: ctypes.c_void_p) -> bytes:
 
 def as_string(data: bytes) -> str:
     """A C++ string literal, in pieces short enough for every compiler."""
-    escaped = [f"\\{byte:03o}" for byte in data]
-    return "\n".join(f'"{"".join(escaped[i : i + 4000])}"' for i in range(0, len(escaped), 4000))
+    pieces = (data[i : i + 4000] for i in range(0, len(data), 4000))
+    return "\n".join(f'"{"".join(map(_ESCAPED.__getitem__, piece))}"' for piece in pieces)
 
 
 def main() -> None:
     source, header, name = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     nvrtc = find_nvrtc()
-    targets = [(number // 10, f"sm_{number}") for number in ARCHITECTURES]
-    targets.append((0, f"compute_{PTX_ARCHITECTURE}"))
-    images = ",\n".join(
-        f"{{{major},\n{as_string(compile_for(nvrtc, source, target, sys.argv[4:]))}}}"
-        for major, target in targets
-    )
+    images = []
+    for architecture in ARCHITECTURES:
+        code, ptx = compile_for(nvrtc, source, architecture, sys.argv[4:])
+        images.append((architecture // 10, code))
+    images.append((0, ptx))  # the newest architecture's
+    rows = ",\n".join(f"{{{major},\n{as_string(data)}}}" for major, data in images)
     header.write_text(
         f"// Made from {source.name} by compile_kernels.py.\n#pragma once\n\n"
         '#include "kernels/device_kernel.h"\n\n'
-        f"constexpr cudnn_ops::KernelImage {name}[] = {{\n{images}}};\n"
+        f"constexpr cudnn_ops::KernelImage {name}[] = {{\n{rows}}};\n"
     )
 
 
