@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent
 
 def load() -> None:
     """Registers ``torch.ops.cudnn_ops``. Needs no GPU, no driver and no libcudnn."""
-    library = PACKAGE / "libcudnn_ops.so"
+    library = PACKAGE / "libtorch_cudnn_ops.so"
     if not library.exists():
         raise ImportError(
             f"{library} is not there: cudnn_ops has not been built. Run "
