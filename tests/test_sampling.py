@@ -122,5 +122,5 @@ def test_frequencies_are_the_probabilities(temperature):
     ids=str,
 )
 def test_sampling_options_out_of_range(option):
-    with pytest.raises(ValueError, match=f"^{next(iter(option))} is"):
+    with pytest.raises(ValueError, match=f"^{next(iter(option))} must be"):
         SamplingParams(**option)

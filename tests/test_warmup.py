@@ -199,7 +199,7 @@ def test_plans_over_pages_are_requested_and_explained():
         "paged_attention", query, *caches, page_table=(13, 20), device="h200"
     )
     assert answer.supported, answer.reason
-    with pytest.raises(ValueError, match="with k, the key cache, and page_table"):
+    with pytest.raises(ValueError, match="paged_attention needs k, the key_cache"):
         plan_requests("paged_attention", query)
     with pytest.raises(ValueError, match="for 13 sequences"):
         plan_requests("paged_attention", query, *caches, page_table=(12, 20))

@@ -109,12 +109,12 @@ class Operator:
             if name not in options:
                 continue
             if result[index] is not None:
-                raise TypeError(f"explain got {name} twice: it is {'qkv'[index]} of {self.name}")
+                raise TypeError(f"{self.name} got {name} twice: it is {'qkv'[index]}")
             result[index] = options.pop(name)
         for index, name in enumerate(self.operands[: self.required]):
             if result[index] is None:
                 error = TypeError if index == 0 else ValueError
-                raise error(f"explain needs {'qkv'[index]}, the {name} of {self.name}")
+                raise error(f"{self.name} needs {'qkv'[index]}, the {name}")
         return result[: len(self.operands)]
 
     def with_effect(self, options: dict[str, Any]) -> dict[str, Any]:
