@@ -120,7 +120,7 @@ def test_out_that_does_not_fit(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_unknown_layout(device):
     t = cases.make(DECODE, torch.bfloat16, device, seed=1)
-    with pytest.raises(ValueError, match='kv_layout is "NHD" or "HND"'):
+    with pytest.raises(ValueError, match='kv_layout must be "NHD" or "HND"'):
         cudnn_ops.paged_attention(*t.arguments, kv_layout="nhd")
 
 

@@ -1,7 +1,7 @@
 """Notices ``torch.distributed.tensor.experimental.context_parallel``, which attention refuses.
 
-torch marks that context only by what it replaces in a module of its own. That is not imported here,
-for it takes a second and most programs never need it: it is looked at when somebody imports it.
+torch marks that context only by what it replaces in one of its modules. Importing that module takes
+a second, and most programs never need it, so it is patched when something else imports it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The activations that end a convolution, by torch: what CPU kernels compute, and gradients."""
+"""The activations of convolutions, by torch's functions: for CPU kernels, and for gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 class _ByTorch(NamedTuple):
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
-    """Of the gradient and what is saved: see :func:`needs_before`."""
+    """A function of the gradient and the saved tensor: see :func:`needs_before`."""
 
 
 _BY_TORCH: dict[Activation, _ByTorch] = {

@@ -1,4 +1,4 @@
-"""What to keep under selective activation checkpointing."""
+"""Operators for selective activation checkpointing."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ _ops = torch.ops.cudnn_ops
 
 
 def checkpoint_ops() -> list[torch._ops.OpOverload]:
-    """The operators whose results are dearer to compute again than to keep: a policy's list.
+    """The operators whose results are worth saving: a list for a checkpointing policy.
 
     ``torch.utils.checkpoint`` sees the operator that runs, which for attention with a gradient is
-    the one that returns the log-sum-exp too; both are listed. So are packed attention,
-    convolutions, and the state of dropout's generator, without which a result that was kept and a
-    gradient that is computed would drop different weights. Norms, gated activations and rotary
-    embedding are as cheap as reading what was kept, and are not. For eager mode and
+    the one that also returns the log-sum-exp; both are listed. So are packed attention,
+    convolutions, and the state of dropout's generator, without which a saved result and a
+    recomputed gradient would drop different weights. Norms, gated activations and rotary embedding
+    are not: recomputing them is as cheap as reading a saved result. In eager mode and under
     ``torch.compile``::
 
         from functools import partial
@@ -25,7 +25,7 @@ def checkpoint_ops() -> list[torch._ops.OpOverload]:
         out = checkpoint(block, x, use_reentrant=False, context_fn=context_fn)
 
     Returns:
-        A new list, to which a model's other operators may be added.
+        A new list, which may be extended with other operators.
 
     Example:
         >>> import torch, cudnn_ops

@@ -37,32 +37,32 @@ def conv2d(
     activation: Activation = "none",
     residual: Tensor | None = None,
 ) -> Tensor:
-    r"""``act(conv2d(input, weight) + bias + residual)``, one cuDNN graph where it takes that.
+    r"""``act(conv2d(input, weight) + bias + residual)``, in one cuDNN graph where possible.
 
     Replaces ``torch.nn.functional.conv2d`` by name. A cross-correlation, as there; accumulated in
     float32. Differentiable once.
 
     Args:
-        input: [N, C, H, W], or without N: float16, bfloat16 or float32 (by TF32 where
-            ``torch.backends.cudnn.allow_tf32`` says so); on a CPU float64 too. Channels lie last in
-            memory (``torch.channels_last``); what lies otherwise is copied.
-        weight: [K, C / groups, R, S], of the input's dtype; likewise.
-        bias: [K], of the input's dtype.
-        stride: one number, or one for H and one for W; and so are padding and dilation.
-        padding: zeros on either side; ``"same"`` keeps the size, ``"valid"`` stands for none.
-        dilation: the step from one element of the kernel to the next.
-        groups: of channels, each convolved by itself; C of them: a depthwise convolution.
-        activation: what the sum goes through, one of :data:`cudnn_ops.ops.activation.ACTIVATIONS`:
-            ``"gelu_tanh"`` is GELU by a hyperbolic tangent, ``"leaky_relu"`` has torch's default
+        input: [N, C, H, W], or without N: float16, bfloat16 or float32 (in TF32 if
+            ``torch.backends.cudnn.allow_tf32`` is set); on a CPU also float64. Channels should be
+            last in memory (``torch.channels_last``); other inputs are copied.
+        weight: [K, C / groups, R, S], in the input's dtype and, likewise, channels last.
+        bias: [K], in the input's dtype.
+        stride: one number, or one for H and one for W; padding and dilation likewise.
+        padding: zeros on each side; ``"same"`` keeps the size, ``"valid"`` adds none.
+        dilation: the distance between elements of the kernel.
+        groups: groups of channels, convolved separately; C groups are a depthwise convolution.
+        activation: applied to the sum, one of :data:`cudnn_ops.ops.activation.ACTIVATIONS`:
+            ``"gelu_tanh"`` is GELU's tanh approximation, ``"leaky_relu"`` has torch's default
             slope, 0.01.
         residual: of the output's shape and dtype, added before the activation.
 
     Returns:
-        [N, K, H', W'], the channels last in memory.
+        [N, K, H', W'], channels last in memory.
 
     Raises:
         ValueError: shapes, devices or options that do not fit.
-        TypeError: a dtype that is not taken.
+        TypeError: an unsupported dtype.
         NotImplementedError: cuDNN has no kernel for the convolution on this GPU; the message has
             its reason.
 
@@ -91,15 +91,15 @@ def conv1d(
     activation: Activation = "none",
     residual: Tensor | None = None,
 ) -> Tensor:
-    """:func:`conv2d` of one dimension.
+    """:func:`conv2d` in one dimension.
 
-    For some depthwise ones torch's own kernel is faster and runs: :func:`cudnn_ops.support.explain`
-    says which.
+    For some depthwise convolutions torch's own kernel is faster, and is used:
+    :func:`cudnn_ops.support.explain` says where.
 
     Args:
         input: [N, C, L], or without N; otherwise as in :func:`conv2d`.
         weight: [K, C / groups, R]; likewise.
-        bias: as there, and so are the rest.
+        bias: as there, like all arguments below.
         stride: as there.
         padding: as there.
         dilation: as there.
@@ -108,7 +108,7 @@ def conv1d(
         residual: as there.
 
     Returns:
-        [N, K, L'], the channels last in memory.
+        [N, K, L'], channels last in memory.
 
     Raises:
         ValueError: as :func:`conv2d`, and so are TypeError and NotImplementedError.
@@ -137,12 +137,12 @@ def conv3d(
     activation: Activation = "none",
     residual: Tensor | None = None,
 ) -> Tensor:
-    """:func:`conv2d` of three dimensions.
+    """:func:`conv2d` in three dimensions.
 
     Args:
         input: [N, C, D, H, W], or without N; otherwise as in :func:`conv2d`.
         weight: [K, C / groups, T, R, S]; likewise.
-        bias: as there, and so are the rest.
+        bias: as there, like all arguments below.
         stride: as there.
         padding: as there.
         dilation: as there.
@@ -151,7 +151,7 @@ def conv3d(
         residual: as there.
 
     Returns:
-        [N, K, D', H', W'], the channels last in memory (``torch.channels_last_3d``).
+        [N, K, D', H', W'], channels last in memory (``torch.channels_last_3d``).
 
     Raises:
         ValueError: as :func:`conv2d`, and so are TypeError and NotImplementedError.
@@ -184,7 +184,7 @@ def _convolve(
     s, d = as_list(stride), as_list(dilation)
     if isinstance(padding, str):
         return op.padding(input, weight, bias, s, padding, d, groups, activation, residual)
-    # In one list: torch takes half a microsecond to take over each list, or a keyword.
+    # In one list: converting each further list, or a keyword, costs half a microsecond.
     p = as_list(padding)
     numbers = (len(s), len(p), len(d), *s, *p, *d, groups)
     return packed.default(input, weight, bias, numbers, activation, residual)
@@ -192,7 +192,7 @@ def _convolve(
 
 def as_list(numbers: int | Sequence[int]) -> Sequence[int]:
     """One number is a list of one."""
-    # To look whether it is a Sequence would take a microsecond.
+    # isinstance(numbers, Sequence) would cost a microsecond.
     return numbers if isinstance(numbers, (tuple, list)) else (numbers,)
 
 
@@ -246,7 +246,7 @@ def _conv_backward_fake(
 
     return (
         result(output_mask[0], input.shape),
-        # As the weight lies: autograd would copy another.
+        # In the weight's memory format: autograd would copy another one.
         result(output_mask[1], weight.shape, _is_last(weight)),
         result(output_mask[2], (weight.shape[0],), is_last=False),
         result(output_mask[3], grad_out.shape),

@@ -1,4 +1,4 @@
-"""The operators' forwards in terms of torch's own, for what exports a graph to another runtime."""
+"""The operators' forwards in terms of torch's own, for exporting a graph to another runtime."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ _Decompositions = dict[torch._ops.OperatorBase, Callable[..., Any]]
 
 
 def decompositions() -> _Decompositions:
-    """What each operator computes, written in torch's operators, by operator.
+    """A table of decompositions into torch's own operators, for export.
 
-    A runtime that knows torch's operators but not ours (ONNX Runtime, ExecuTorch, TensorRT) takes a
-    program whose operators were decomposed::
+    A runtime that supports torch's operators but not these (ONNX Runtime, ExecuTorch, TensorRT)
+    runs a decomposed program::
 
         program = torch.export.export(model, args)
         program = program.run_decompositions(cudnn_ops.decompositions())
         torch.onnx.export(program, f="model.onnx", dynamo=True)
 
-    Shapes may be dynamic. Results are those of the operators but for rounding. Packed attention
-    computes the scores of all tokens with all tokens. Left out are the derivatives, dropout, and
-    what writes into its arguments (``paged_kv_append_``, and ``paged_attention`` with ``out``):
-    ``torch.export`` wraps that before a decomposition can apply, so write
-    ``cache[slots // page_size, slots % page_size] = new`` in a model to be exported.
+    Shapes may be dynamic. Results equal those of the operators up to rounding. Packed attention
+    computes the scores of all pairs of tokens. There are no decompositions of derivatives, of
+    dropout, and of operators that write to their arguments (``paged_kv_append_``, and
+    ``paged_attention`` with ``out``): ``torch.export`` functionalizes these before a decomposition
+    can apply, so write ``cache[slots // page_size, slots % page_size] = new`` in a model to be
+    exported.
 
     Returns:
-        A new dictionary from an overload to a function of the same arguments, as
-        ``ExportedProgram.run_decompositions`` and ``make_fx`` take it. The function of attention
-        with dropout raises NotImplementedError.
+        A new dictionary from an overload to a function of the same arguments, for
+        ``ExportedProgram.run_decompositions`` and ``make_fx``. That of attention raises
+        NotImplementedError if dropout is used.
 
     Example:
         >>> import torch, cudnn_ops
@@ -98,14 +99,14 @@ def _scores(
 
 
 def _by_group(mask: Tensor, heads_kv: int) -> Tensor:
-    """What broadcasts to [B, Hq, Sq, Skv] as what broadcasts to [B, Hkv, group, Sq, Skv]."""
+    """Reshapes a mask for [B, Hq, Sq, Skv] so that it broadcasts to [B, Hkv, group, Sq, Skv]."""
     if mask.dim() < 3 or mask.shape[-3] == 1:
         return mask.unsqueeze(-3) if mask.dim() >= 3 else mask
     return mask.unflatten(-3, (heads_kv, -1))
 
 
 def _sees(distance: Tensor, is_causal: bool, window_size: Sequence[int]) -> Tensor:
-    """Where a key at this distance behind the query's own is seen."""
+    """Whether a key at this distance after the query's own is visible."""
     left, right = window_size
     visible = torch.ones_like(distance, dtype=torch.bool)
     if left >= 0:
@@ -168,7 +169,7 @@ class _Regular(NamedTuple):
     value: Tensor
     attn_mask: Tensor | None
     lead: tuple[int, ...]
-    """What stands before the queries in the result."""
+    """The dimensions before the queries in the result."""
 
     @classmethod
     def of(
@@ -197,7 +198,7 @@ class _Regular(NamedTuple):
         return cls(q, k, v, mask, tuple(lead[len(missing) :]))
 
     def result(self, rows: Tensor) -> Tensor:
-        """[batch, heads, length, ...] as the caller of this call gets it."""
+        """[batch, heads, length, ...] in the shape that the caller expects."""
         if len(self.lead) == 2:
             return rows
         return rows.reshape(*self.lead, *rows.shape[2:])
@@ -249,14 +250,14 @@ def _sdpa_with_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 
 def _sdpa(*args: Any, **kwargs: Any) -> Tensor:
     given = vars(bind(_ops.sdpa.default, args, kwargs))
-    # What torch's own function has too. With a mask it is not sure that every runtime gives zeros
+    # The arguments that torch's own function has too. Not a mask: not every runtime may give zeros
     # where a query sees no key.
     shared = ("query", "key", "value", "is_causal", "scale", "enable_gqa")
     query, key, value, is_causal, scale, enable_gqa = (given[name] for name in shared)
     defaults = vars(bind(_ops.sdpa.default, (), {}))
     if any(given[name] != defaults[name] for name in given.keys() - set(shared)):
         return _sdpa_with_lse(**given)[0]
-    # Its own operator, for the runtimes that have a kernel for it.
+    # Torch's own operator: many runtimes have a kernel for it.
     call = _Regular.of(query, key, value, None, enable_gqa)
     out = F.scaled_dot_product_attention(
         *call[:3], is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
@@ -265,7 +266,7 @@ def _sdpa(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _places(offsets: Tensor, tokens: int, used: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """For each of so many tokens: its sequence, its place there, and how long that is."""
+    """For each token: its sequence, its place in it, and the sequence's length."""
     index = torch.arange(tokens, device=offsets.device)
     offsets = offsets.long()
     # Past the last offset there is no sequence: the last one stands for it, and is shorter.
@@ -327,7 +328,7 @@ def _paged(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     lengths = call.seq_lens_kv.long()
     place = torch.arange(width * page_size, device=query.device)
     there = place < lengths.unsqueeze(-1)  # [B, slots]
-    # What lies beyond a length is not followed, whatever it is; nor read, for it may be no number.
+    # Entries beyond a length are not followed, and values there not read: they may be NaN.
     first = torch.arange(width, device=query.device) * page_size
     pages = call.page_table.long().masked_fill(first >= lengths.unsqueeze(-1), 0)
 

@@ -3,7 +3,7 @@
 Every pair of a query and a key that a window leaves is counted, as torch counts its own attention.
 Lengths that lie on a device are read where they can be; otherwise each counts as the longest.
 
-Imported when the flop counter is: that takes long, and most programs do not count.
+Imported when torch's flop counter is, which is slow to import and seldom needed.
 """
 
 from __future__ import annotations

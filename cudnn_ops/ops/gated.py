@@ -19,20 +19,20 @@ _ops = torch.ops.cudnn_ops
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     r"""SwiGLU, :math:`\mathrm{gate} \cdot \sigma(\mathrm{gate}) \cdot \mathrm{up}`.
 
-    (Shazeer, "GLU variants improve transformer", equation 6.) Computed in float32, one kernel each
-    way. Differentiable once.
+    (Shazeer, "GLU variants improve transformer", equation 6.) Computed in float32, with one kernel
+    in each direction. Differentiable once.
 
     Args:
-        gate: any shape and strides: float16, bfloat16 or float32; on a CPU float64 too. Rows with
-            gaps between them, as halves of one projection have, are read where they are.
-        up: of the gate's shape and dtype.
+        gate: any shape and strides, float16, bfloat16 or float32; on a CPU also float64. Strided
+            rows, such as the halves of one projection, are read without a copy.
+        up: of the gate's shape, dtype and device.
 
     Returns:
-        Of the same shape and dtype, contiguous.
+        A contiguous tensor of the same shape and dtype.
 
     Raises:
-        ValueError: shapes or devices that differ.
-        TypeError: a dtype that is not taken, or two of them.
+        ValueError: different shapes or devices.
+        TypeError: an unsupported dtype, or different dtypes.
 
     Example:
         >>> import torch, cudnn_ops
@@ -55,8 +55,7 @@ def geglu(gate: Tensor, up: Tensor, *, approximate: Literal["none", "tanh"] = "n
     Args:
         gate: as in :func:`swiglu`.
         up: as there.
-        approximate: ``"tanh"``: GELU by a hyperbolic tangent, as ``torch.nn.functional.gelu`` has
-            it.
+        approximate: ``"tanh"`` for GELU's tanh approximation, as in ``torch.nn.functional.gelu``.
 
     Returns:
         As :func:`swiglu`.

@@ -1,4 +1,4 @@
-"""Attention over a set of keys from attention over its parts."""
+"""Merging attention over parts of the keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 def merge_attention_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    r"""Puts together what the same queries give over two disjoint sets of keys.
+    r"""Merges attention of the same queries over two disjoint sets of keys.
 
     .. math::
         \mathrm{lse} = \log(e^{\mathrm{lse}_a} + e^{\mathrm{lse}_b}), \quad
@@ -17,19 +17,19 @@ def merge_attention_states(
                      + e^{\mathrm{lse}_b - \mathrm{lse}} \mathrm{out}_b
 
     (Ye et al., "FlashInfer", section 2.2.) Any number of parts can be merged, in any order; at most
-    one of them may have had ``sinks``. Differentiable, and fused by torch.compile.
+    one of them may use ``sinks``. Differentiable; torch.compile fuses it.
 
     Args:
         out_a: [batch, heads, length, value head size], as
-            :func:`cudnn_ops.scaled_dot_product_attention_with_lse` gives it, or [tokens, heads,
+            :func:`cudnn_ops.scaled_dot_product_attention_with_lse` returns it, or [tokens, heads,
             value head size], as :func:`cudnn_ops.varlen_attention_with_lse` does.
-        lse_a: the log-sum-exp that came with it: [batch, heads, length], or [heads, tokens].
-        out_b: of the other part, shaped as ``out_a``.
+        lse_a: its log-sum-exp, [batch, heads, length] or [heads, tokens].
+        out_b: the output over the other part, of ``out_a``'s shape.
         lse_b: likewise.
 
     Returns:
-        The output, of ``out_a``'s dtype, and the log-sum-exp of both parts together. Where neither
-        part has anything to attend to: 0 and ``-inf``.
+        The output, in ``out_a``'s dtype, and the log-sum-exp over both parts; 0 and ``-inf`` where
+        a query sees no key in either part.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -45,17 +45,19 @@ def merge_attention_states(
     """
     if out_a.dim() not in (3, 4) or out_a.shape != out_b.shape or lse_a.shape != lse_b.shape:
         raise ValueError(
-            "outputs must be [batch, heads, length, head size] or [tokens, heads, head size], and "
-            f"alike, got {tuple(out_a.shape)} and {tuple(out_b.shape)}, with log-sum-exps "
+            "cudnn_ops.merge_attention_states: out_a and out_b must both be [batch, heads, length, "
+            f"head size] or [tokens, heads, head size] of one shape, got {tuple(out_a.shape)} and "
+            f"{tuple(out_b.shape)}, with log-sum-exps "
             f"{tuple(lse_a.shape)} and {tuple(lse_b.shape)}"
         )
     rows = out_a.shape[:3] if out_a.dim() == 4 else (out_a.shape[1], out_a.shape[0])
     if tuple(lse_a.shape) != tuple(rows):
         raise ValueError(
-            f"an output {tuple(out_a.shape)} comes with a log-sum-exp {tuple(rows)}, got "
+            f"cudnn_ops.merge_attention_states: lse_a must be {tuple(rows)} for an output "
+            f"{tuple(out_a.shape)}, got "
             f"{tuple(lse_a.shape)}"
         )
-    # Relative to the larger one. Where both are -inf the difference is no number.
+    # Relative to the larger one; where both are -inf the difference would be NaN.
     peak = torch.maximum(lse_a, lse_b).detach()
     peak = peak.masked_fill(peak == -torch.inf, 0.0)
     weight_a, weight_b = (lse_a - peak).exp(), (lse_b - peak).exp()

@@ -32,21 +32,22 @@ def rms_norm(
     Differentiable once.
 
     Args:
-        input: [..., normalized_shape]: float16, bfloat16 or float32; on a CPU float64 too. Rows
-            may lie apart, as heads of a fused projection do: they are read where they are.
-        normalized_shape: the last dimensions, over which the mean is taken.
-        weight: of ``normalized_shape``, in the input's dtype or float32; None stands for ones.
-        eps: None stands for float32's machine epsilon, float64's for float64, as torch has it.
-        zero_centered: the factor is ``1 + weight``, as in Gemma.
+        input: [..., *normalized_shape], float16, bfloat16 or float32; on a CPU also float64. Rows
+            may be strided, like the heads of a fused projection: they are read without a copy.
+        normalized_shape: the last dimensions, over which the mean is computed.
+        weight: [*normalized_shape], in the input's dtype or float32; None stands for ones.
+        eps: added to the mean square; None stands for the machine epsilon of float32 (of float64
+            for float64), as in torch.
+        zero_centered: multiplies by ``1 + weight`` instead of ``weight``, as in Gemma.
 
     Returns:
-        Of the input's shape and dtype, contiguous.
+        A contiguous tensor of the input's shape and dtype.
 
     Raises:
         ValueError: shapes or devices that do not fit.
-        TypeError: a dtype that is not supported; an argument of another type.
+        TypeError: an unsupported dtype; an argument of a wrong type.
         NotImplementedError: the GPU is older than the A100; or, under the plan policy ``"exact"``,
-            cuDNN has no kernel for this: the message has its reason.
+            cuDNN has no kernel for this; the message has its reason.
 
     Example:
         >>> import torch, cudnn_ops
@@ -58,7 +59,7 @@ def rms_norm(
     try:
         if zero_centered:
             return _ops.rms_norm.default(input, normalized_shape, weight, eps, zero_centered=True)
-        # Keywords take half a microsecond.
+        # A keyword argument costs half a microsecond.
         return _ops.rms_norm.default(input, normalized_shape, weight, eps)
     except RuntimeError:
         refuse_wrong_types(
@@ -89,12 +90,12 @@ def layer_norm(
         input: as in :func:`rms_norm`.
         normalized_shape: as there.
         weight: as there.
-        bias: of ``normalized_shape``, in the input's dtype or float32; None stands for zeros.
-        eps: what is added to the variance.
+        bias: [*normalized_shape], in the input's dtype or float32; None stands for zeros.
+        eps: added to the variance.
         zero_centered: as in :func:`rms_norm`.
 
     Returns:
-        Of the input's shape and dtype, contiguous; float32 under autocast on CUDA, as torch has it.
+        A contiguous tensor of the input's shape and dtype; float32 under CUDA autocast.
 
     Raises:
         ValueError: as :func:`rms_norm`, and so are TypeError and NotImplementedError.
@@ -132,14 +133,17 @@ def add_rms_norm(
 
     Args:
         input: as in :func:`rms_norm`.
-        residual: of the input's shape.
+        residual: of the input's shape and dtype.
         normalized_shape: as there, and so are the rest.
         weight: as there.
         eps: as there.
         zero_centered: as there.
 
     Returns:
-        The norm and the sum.
+        The norm, and the sum.
+
+    Raises:
+        ValueError: as the norm without the sum, and so are TypeError and NotImplementedError.
 
     Example:
         >>> import torch, cudnn_ops
@@ -179,7 +183,7 @@ def add_layer_norm(
 
     Args:
         input: as in :func:`layer_norm`.
-        residual: of the input's shape.
+        residual: of the input's shape and dtype.
         normalized_shape: as there, and so are the rest.
         weight: as there.
         bias: as there.
@@ -187,7 +191,10 @@ def add_layer_norm(
         zero_centered: as there.
 
     Returns:
-        The norm and the sum.
+        The norm, and the sum.
+
+    Raises:
+        ValueError: as the norm without the sum, and so are TypeError and NotImplementedError.
 
     Example:
         >>> import torch, cudnn_ops

@@ -22,9 +22,9 @@ KVLayout = Literal["NHD", "HND"]
 
 
 def is_head_major(kv_layout: KVLayout) -> bool:
-    """Whether a page holds one head behind the other."""
+    """Whether heads are the outer dimension of a page."""
     if kv_layout not in ("NHD", "HND"):
-        raise ValueError(f'kv_layout is "NHD" or "HND", got {kv_layout!r}')
+        raise ValueError(f'kv_layout must be "NHD" or "HND", got {kv_layout!r}')
     return kv_layout == "HND"
 
 
@@ -46,55 +46,56 @@ def paged_attention(
     kv_layout: KVLayout = "NHD",
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attention whose keys and values lie in pages of a cache, for inference.
+    """Attention over keys and values in the pages of a cache, for inference.
 
     The formula is that of :func:`cudnn_ops.scaled_dot_product_attention`, by default aligned at the
-    bottom right: the last query of a sequence belongs to its last key. One query a sequence is
-    decoding, a few are speculative decoding, many (with ``is_causal``) are a chunk of a prompt
-    whose keys are in the cache already. The host reads neither lengths nor pages, so a captured
-    CUDA graph can be replayed while they change; one plan serves every length and every batch up to
-    the one that it was declared for. It has no gradient.
+    bottom right: the last query of a sequence corresponds to its last key. One query in each
+    sequence is decoding, a few are speculative decoding, many (with ``is_causal``) are a chunk of a
+    prompt whose keys are in the cache already. The host reads neither lengths nor pages, so a
+    captured CUDA graph can be replayed while they change. One plan serves every length, and every
+    batch size up to the one that it was declared for. Not differentiable.
 
-    Sequences of mixed lengths take up to an eighth less time on a GPU if the longest come first,
-    and a batch of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... with a table whose width is a power of 2 needs
-    no copies of the table and the queries.
+    Sequences of mixed lengths run up to an eighth faster if the longest come first. A batch of 1,
+    2, 3, 4, 6, 8, 12, 16, 24, ... with a page table whose width is a power of 2 needs no copy of
+    the table and the queries.
 
     Args:
         query: [batch, length, heads, head size]; or packed, [tokens, heads, head size], with
-            ``cu_seqlens_q``. A last stride of 1. float16 or bfloat16; on a CPU float32 and float64
-            too.
+            ``cu_seqlens_q``. The last stride must be 1. float16 or bfloat16; on a CPU also float32
+            and float64.
         key_cache: [pages, page_size, heads_kv, head size] (``kv_layout="NHD"``) or
-            [pages, heads_kv, page_size, head size] ("HND"), of the query's dtype and device. The
-            page size must be a power of 2.
+            [pages, heads_kv, page_size, head size] (``"HND"``), in the query's dtype and on its
+            device. The page size must be a power of 2.
         value_cache: likewise, with the value head size. Unless each sequence has one query, the
-            slots behind a sequence's last token in its last page must hold finite numbers, for
-            cuDNN multiplies them by 0; those of a cache that began as zeros do.
-        page_table: int32 [batch, width]: which pages hold a sequence's tokens, in order. What lies
-            beyond a sequence's length is not followed, whatever it is.
-        seq_lens_kv: int32 [batch], tokens of each sequence in the cache, those of this call's
-            queries among them; at most ``width * page_size``. 0: the output is 0.
-        cu_seqlens_q: int32 or int64 [batch + 1], where each sequence's queries begin.
+            slots after a sequence's last token in its last page must hold finite numbers, for cuDNN
+            multiplies them by 0; those of a zero-initialized cache do.
+        page_table: int32 [batch, width], the pages of each sequence, in order. Entries beyond a
+            sequence's length are not read.
+        seq_lens_kv: int32 [batch], the number of each sequence's tokens in the cache, including
+            those of this call's queries; at most ``width * page_size``. If 0, the output is 0.
+        cu_seqlens_q: int32 or int64 [batch + 1], the offset of each sequence's queries.
         max_seqlen_q: with ``cu_seqlens_q``, at least the largest number of queries of a sequence.
         scale: factor of the scores; None stands for ``1 / sqrt(head size)``.
-        is_causal: each query sees no key beyond its own.
-        window_size: (left, right), how many keys a query sees on each side of its own; -1: all.
-        bottom_right: the last query of a sequence belongs to its last key, and not the first to the
-            first. It places ``is_causal`` and ``window_size``.
+        is_causal: no query sees a key after its own.
+        window_size: (left, right), how many keys a query sees on each side of its own; -1 for all
+            keys on that side.
+        bottom_right: aligns the last query of a sequence with its last key instead of the first
+            with the first, for ``is_causal`` and ``window_size``.
         softcap: as in :func:`cudnn_ops.scaled_dot_product_attention`.
         sinks: as there.
-        kv_layout: the order of a page.
-        out: where to write the output, contiguous; None: a new tensor.
+        kv_layout: the order of dimensions in a page.
+        out: a contiguous tensor for the output; None allocates one.
 
     Returns:
         [batch, length, heads, value head size] or [tokens, heads, value head size], contiguous;
         ``out`` if that is given.
 
     Raises:
-        ValueError: shapes, strides, devices or options that do not fit; a page size that is no
-            power of 2; lengths over the table's reach, page numbers that are none of the cache's,
-            and values that are not finite as said above, on a GPU only with ``CUDNN_OPS_CHECK=1``,
-            for which it waits for the GPU.
-        TypeError: a dtype that cuDNN does not take, or two different ones; one number for a window,
+        ValueError: shapes, strides, devices or options that do not fit; a page size that is not a
+            power of 2; lengths that exceed the table, page numbers that exceed the cache, and
+            values that are not finite as described above (on a GPU checked only with
+            ``CUDNN_OPS_CHECK=1``, which waits for the GPU).
+        TypeError: an unsupported dtype, or different dtypes; one number for a window,
             a list for a tensor.
         NotImplementedError: cuDNN has no kernel for this on this GPU; the message has its reason.
 
@@ -142,10 +143,23 @@ def paged_attention_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """Like :func:`paged_attention` without ``out``, and returns the log-sum-exp too.
 
+    Args:
+        query: as in :func:`paged_attention`, like all arguments below.
+        key_cache: as there.
+        value_cache: as there.
+        page_table: as there.
+        seq_lens_kv: as there.
+        kv_layout: as there.
+        options: ``cu_seqlens_q``, ``max_seqlen_q``, ``scale``, ``is_causal``, ``window_size``,
+            ``bottom_right``, ``softcap`` and ``sinks``, by keyword.
+
     Returns:
         The output, and the log-sum-exp of the scores: [batch, heads, length], or [heads, tokens]
-        where the queries are packed; float32 (float64 for float64 inputs), natural logarithm, that
-        of the sink or ``-inf`` where there is nothing to attend to.
+        if the queries are packed; float32 (float64 for float64 inputs), natural logarithm; the sink
+        or ``-inf`` where a query sees no key.
+
+    Raises:
+        ValueError: as :func:`paged_attention`, and so are TypeError and NotImplementedError.
 
     Example:
         >>> import torch, cudnn_ops
@@ -181,18 +195,21 @@ def paged_kv_append_(
     *,
     kv_layout: KVLayout = "NHD",
 ) -> None:
-    """Writes new keys and values into their pages, in place, by one kernel.
+    """Writes new keys and values into their pages, in place, with one kernel.
 
     Args:
         key_cache: as in :func:`paged_attention`; any dtype.
         value_cache: likewise.
-        key: [tokens, heads_kv, head size], of the cache's dtype, with a last stride of 1.
+        key: [tokens, heads_kv, head size], in the cache's dtype, with a last stride of 1.
         value: [tokens, heads_kv, value head size].
-        slot_mapping: int64 [tokens]: ``page * page_size + place in the page``, or -1 for a token
-            that is not to be written. Two tokens must not share a slot. Slots that the cache does
-            not have raise ValueError on a CPU, and on a GPU with ``CUDNN_OPS_CHECK=1``, for which
-            it waits; without that they are left alone there.
-        kv_layout: the order of a page.
+        slot_mapping: int64 [tokens], ``page * page_size + place in the page``, or -1 for a token
+            that is not to be written. Two tokens must not share a slot. On a GPU, tokens with slots
+            outside of the cache are skipped without an error.
+        kv_layout: the order of dimensions in a page.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; slots outside of the cache (on a GPU
+            checked only with ``CUDNN_OPS_CHECK=1``, which waits for the GPU).
 
     Example:
         >>> import torch, cudnn_ops
@@ -238,14 +255,14 @@ def _append_fake(*args: Any, **kwargs: Any) -> None:
 
 
 def _gather(cache: Tensor, page_table: Tensor, seq_lens: Tensor, head_major: bool) -> Tensor:
-    """[batch, heads, longest, head size]: each sequence's tokens in order, 0 behind them."""
+    """[batch, heads, longest, head size]: each sequence's tokens in order, padded with 0."""
     by_token = cache.transpose(1, 2) if head_major else cache
     pages, page_size = by_token.shape[:2]
     longest = int(seq_lens.max()) if seq_lens.numel() else 0
     place = torch.arange(longest)
     there = place < seq_lens.unsqueeze(1)
     columns = torch.div(place, page_size, rounding_mode="floor")
-    # What lies beyond a length is not followed.
+    # Entries beyond a length are not read.
     page = page_table[:, columns].long().masked_fill(~there, 0)
     slots = (
         by_token[page, place % page_size]
@@ -264,7 +281,7 @@ def _with_lse_cpu(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return out, lse
     lengths, present = None, None
     rows = query
-    if offsets is not None:  # as many for each sequence, those that it has not left out
+    if offsets is not None:  # padded to as many for each sequence
         lengths = offsets.diff().int()
         place = torch.arange(int(lengths.max()))
         present = place < lengths.unsqueeze(1)

@@ -20,20 +20,20 @@ def rotary_embedding(input: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         \mathrm{out} = x \cdot \cos + [-x_2, x_1] \cdot \sin
 
     where :math:`x_1` and :math:`x_2` are the halves of x (Su et al., "RoFormer", equation 34, in
-    the order of GPT-NeoX and Llama). Computed in float32, one kernel each way. Differentiable in
-    the input, any number of times.
+    the order of GPT-NeoX and Llama). Computed in float32, with one kernel in each direction.
+    Differentiable in the input, any number of times.
 
     Args:
-        input: [B, H, S, D], of any strides: float16, bfloat16 or float32; on a CPU float64 too.
-        cos: [B or 1, S, D], of the input's dtype or float32.
+        input: [B, H, S, D] with any strides, float16, bfloat16 or float32; on a CPU also float64.
+        cos: [B or 1, S, D], in the input's dtype or float32.
         sin: likewise.
 
     Returns:
-        [B, H, S, D] of the input's dtype, in [B, S, H, D] memory.
+        [B, H, S, D] in the input's dtype, stored as [B, S, H, D].
 
     Raises:
         ValueError: shapes or devices that do not fit.
-        TypeError: dtypes that do not.
+        TypeError: unsupported dtypes.
         NotImplementedError: ``cos`` or ``sin`` requires a gradient.
 
     Example:

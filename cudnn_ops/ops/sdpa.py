@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: public functions, fake kernels.
+"""Scaled dot-product attention: public functions and fake kernels.
 
 The CUDA kernel, the derivative and the autocast rule are in ``csrc/ops/sdpa*.cpp``, the CPU
 kernels in ``ops/sdpa_cpu.py``.
@@ -45,60 +45,59 @@ def scaled_dot_product_attention(
         \mathrm{out}_i &= \sum_j \mathrm{drop}\Bigl(
             \frac{\exp s_{ij}}{\exp \mathrm{sink}_h + \sum_k \exp s_{ik}}\Bigr) v_j
 
-    (Vaswani et al., "Attention is all you need", equation 1), where the pieces that are not asked
-    for fall away. Differentiable once.
+    (Vaswani et al., "Attention is all you need", equation 1). Terms of options that are not used
+    drop out. Differentiable once.
 
     Args:
-        query: [batch, heads, length, head size]. Any strides; memory in the order [batch, length,
-            heads, head size], seen through ``transpose(1, 2)``, is the fast path. float16 or
-            bfloat16; on a CPU float32 and float64 too. As for torch's function, there may be no
-            batch and no heads ([length, head size] at least) or several dimensions of batch, the
-            product of which is then meant by ``batch`` below, and batch and heads broadcast. A last
-            stride other than 1 and a head size that is no multiple of 8 cost a copy.
-        key: [batch, heads_kv, length_kv, head size], of the query's dtype and device.
+        query: [batch, heads, length, head size], float16 or bfloat16; on a CPU also float32 and
+            float64. Any strides: a [batch, length, heads, head size] tensor seen through
+            ``transpose(1, 2)`` is the fast path; a last stride other than 1 and a head size that is
+            not a multiple of 8 require a copy. As in torch's function, batch and heads broadcast,
+            and may be absent ([length, head size] at least); of several batch dimensions, ``batch``
+            below is the product.
+        key: [batch, heads_kv, length_kv, head size], in the query's dtype and on its device.
         value: [batch, heads_kv, length_kv, value head size].
         attn_mask: broadcasts to [batch, heads, length, length_kv]. bool: False hides a key.
-            float16, bfloat16 or float32: added to the scores, and differentiable (with
-            ``softcap``, cuDNN has no right gradient for it: NotImplementedError). May stand beside
-            ``is_causal`` and ``window_size``.
+            float16, bfloat16 or float32: added to the scores, and differentiable (not with
+            ``softcap``, for which cuDNN computes a wrong gradient: NotImplementedError). May be
+            combined with ``is_causal`` and ``window_size``.
         dropout_p: probability, in [0, 1), that a weight is dropped; the others are divided by
-            ``1 - dropout_p``. The numbers come from torch's generator of the device, also in a
-            CUDA graph, where every replay draws new ones.
-        is_causal: query ``i`` attends to no key beyond ``i`` (aligned top-left, as torch does
-            it; see ``bottom_right``).
-        scale: factor of the scores; None stands for ``1 / sqrt(head size)``. No plan is built
-            anew for another value.
+            ``1 - dropout_p``. Random numbers come from torch's generator of the device; in a CUDA
+            graph, each replay draws new ones.
+        is_causal: query ``i`` attends to no key after ``i`` (aligned top-left, as in torch; see
+            ``bottom_right``).
+        scale: factor of the scores; None stands for ``1 / sqrt(head size)``. Another value needs
+            no other plan.
         enable_gqa: allows ``heads`` to be a multiple of ``heads_kv``; each key head then serves
             ``heads // heads_kv`` consecutive query heads, and is not expanded.
         window_size: (left, right), how many keys query ``i`` sees before and after key
-            ``i + shift``, that one besides; -1, or more than there are: all. As in FlashAttention.
-        bottom_right: where queries and keys differ in number, the last query belongs to the last
-            key (``shift = length_kv - length``), and not the first to the first
-            (``shift = 0``). It places ``is_causal``, ``window_size`` and ``alibi_slopes``.
-        softcap: above 0, scores become ``softcap * tanh(score / softcap)`` (Gemma 2). Not baked
-            into a plan.
-        alibi_slopes: [heads], one for each head (Press et al., "Train short, test long"). Has no
-            gradient.
-        sinks: [heads], a learned logit for each head that takes part in the sum of the softmax
-            and has no value (as in gpt-oss). Differentiable.
-        seq_lens_q: int32 [batch], how many queries of each sequence there are; the rest is
-            padding, for which the output is 0. Read by the GPU alone.
-        seq_lens_kv: int32 [batch], likewise for the keys.
-        deterministic: whether the gradients are the same bits at every run; None follows
+            ``i + shift``, which it sees too; -1 for all keys on that side. As in FlashAttention.
+        bottom_right: aligns the last query with the last key (``shift = length_kv - length``)
+            instead of the first with the first (``shift = 0``), for ``is_causal``, ``window_size``
+            and ``alibi_slopes``.
+        softcap: if above 0, scores become ``softcap * tanh(score / softcap)`` (Gemma 2). Another
+            value needs no other plan.
+        alibi_slopes: [heads], one slope for each head (Press et al., "Train short, test long"). Not
+            differentiable.
+        sinks: [heads], a learned logit for each head that is part of the softmax's sum and has no
+            value (as in gpt-oss). Differentiable.
+        seq_lens_q: int32 [batch], the number of queries in each sequence; the rest is padding, for
+            which the output is 0. Only the GPU reads it.
+        seq_lens_kv: int32 [batch], the number of keys in each sequence.
+        deterministic: whether gradients are bitwise reproducible; None follows
             ``torch.use_deterministic_algorithms``.
-        rng_state: int64 [2] on the device, seed and offset for ``dropout_p``; None takes them
-            from the generator.
+        rng_state: int64 [2] on the device, seed and offset for ``dropout_p``; None reads them from
+            the generator.
 
     Returns:
         [batch, heads, length, value head size]; dense, with the query's order of dimensions in
-        memory, unless the value head size is no multiple of 8. Zero where there is nothing to
-        attend to.
+        memory, unless the value head size is not a multiple of 8. Zero where a query sees no key.
 
     Raises:
-        ValueError: shapes, devices or options that do not fit; lengths that are negative or greater
-            than the tensors, on a GPU only with ``CUDNN_OPS_CHECK=1``, for which it waits for the
-            GPU.
-        TypeError: a dtype that cuDNN does not take, or two different ones; one number for a window,
+        ValueError: shapes, devices or options that do not fit; lengths that are negative or exceed
+            the tensors (on a GPU checked only with ``CUDNN_OPS_CHECK=1``, which waits for the
+            GPU).
+        TypeError: an unsupported dtype, or different dtypes; one number for a window,
             a list for a tensor.
         NotImplementedError: cuDNN has no kernel for this on this GPU, or is known to compute it
             wrongly; the message has the reason.
@@ -115,7 +114,7 @@ def scaled_dot_product_attention(
         window_size == (-1, -1)
         and not (bottom_right or softcap)
         and alibi_slopes is sinks is seq_lens_q is seq_lens_kv is deterministic is rng_state is None
-    ):  # each argument that is named costs host time
+    ):  # each keyword argument costs host time
         return _ops.sdpa.default(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -161,14 +160,28 @@ def scaled_dot_product_attention_with_lse(
     .. math:: \mathrm{lse}_i = \log \Bigl(\exp \mathrm{sink}_h + \sum_j \exp s_{ij}\Bigr)
 
     Both results are differentiable; a gradient of the log-sum-exp costs one more backward pass,
-    for cuDNN's own takes none.
+    for cuDNN's backward does not accept one.
 
-    It takes the same arguments.
+    Args:
+        query: as in :func:`scaled_dot_product_attention`, like all arguments below.
+        key: as there.
+        value: as there.
+        attn_mask: as there.
+        dropout_p: as there.
+        is_causal: as there.
+        scale: as there.
+        enable_gqa: as there.
+        options: ``window_size``, ``bottom_right``, ``softcap``, ``alibi_slopes``, ``sinks``,
+            ``seq_lens_q``, ``seq_lens_kv``, ``deterministic`` and ``rng_state``, by keyword.
 
     Returns:
         The output, and the log-sum-exp: [batch, heads, length], float32 (float64 for float64
-        inputs), contiguous, natural logarithm, ``-inf`` where there is nothing to attend to and
-        no sink, and in padding. Dropout does not change it.
+        inputs), contiguous, natural logarithm; ``-inf`` where a query sees no key and no sink, and
+        in padding. Dropout does not change it.
+
+    Raises:
+        ValueError: as :func:`scaled_dot_product_attention`, and so are TypeError and
+            NotImplementedError.
 
     Example:
         >>> import torch, cudnn_ops
@@ -198,21 +211,21 @@ def scaled_dot_product_attention_with_lse(
 def _is_known(condition: bool | torch.SymBool) -> bool:
     if isinstance(condition, bool):
         return condition
-    # Whoever has symbolic sizes has imported it: it takes 0.3 s.
+    # Imported late: it takes 0.3 s, and code with symbolic sizes has imported it already.
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     return guard_or_false(condition)
 
 
 def memory_order(like: Tensor) -> list[int]:
-    """The four dimensions of a result, outermost in memory first, the last one last.
+    """The order of a result's four dimensions in memory, outermost first; the last stays last.
 
     The same rule as ``dense_strides_like`` in csrc/ops/sdpa.cpp, for sizes that may be symbolic.
     """
 
     def lies_inside(a: int, b: int) -> bool:
         strides = like.stride()
-        if _is_known(strides[a] == 0):  # broadcast: says nothing of an order, outermost
+        if _is_known(strides[a] == 0):  # broadcast: gives no order, counts as outermost
             return False
         return _is_known(strides[b] == 0) or _is_known(strides[a] < strides[b])
 
@@ -232,14 +245,14 @@ def empty_like_order(sizes: Sequence[int], like: Tensor) -> Tensor:
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What the log-sum-exp is computed and kept in."""
+    """The dtype in which the log-sum-exp is computed and returned."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def empty_gradients(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, sinks: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """As ``_sdpa_backward`` returns them; empty for those that are not wanted."""
+    """The results of ``_sdpa_backward``; empty tensors for gradients that are not wanted."""
     return (
         empty_like_order(query.shape, query),
         empty_like_order(key.shape, key),
@@ -252,9 +265,9 @@ def empty_gradients(
 def is_regular(
     query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool = False, **_: Any
 ) -> bool:
-    """Whether the kernels take the tensors of a call as they are (csrc/ops/sdpa_regular.h).
+    """Whether the kernels support the tensors of a call without broadcasting or padding.
 
-    The others come to a kernel only where autograd is left out, as in inference mode.
+    Other calls reach a kernel only where autograd is skipped, as in inference mode.
     """
     return _ops._sdpa_is_regular.default(query, key, value, enable_gqa)
 

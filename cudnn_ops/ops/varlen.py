@@ -42,52 +42,52 @@ def varlen_attention(
     deterministic: bool | None = None,
     rng_state: Tensor | None = None,
 ) -> Tensor:
-    """Attention over sequences that lie one behind the other, with FlashAttention's arguments.
+    """Attention over packed sequences of different lengths, with FlashAttention's arguments.
 
-    The formula is that of :func:`cudnn_ops.scaled_dot_product_attention`, for each sequence by
-    itself. No argument on the device is read by the host, and a plan serves every number of
-    sequences and every length up to those that it was declared for: rounded up from
-    ``max_seqlen_q``, ``max_seqlen_k`` and the number of offsets. Differentiable once.
+    The formula is that of :func:`cudnn_ops.scaled_dot_product_attention`, applied to each sequence
+    separately. The host reads no tensor on the device. One plan serves every number of sequences
+    and every length up to those that it was declared for, which are ``max_seqlen_q``,
+    ``max_seqlen_k`` and the number of sequences, rounded up. Differentiable once.
 
     Args:
-        q: [tokens, heads, head size]. float16 or bfloat16; on a CPU float32 and float64 too. A last
-            stride other than 1 and a head size that is no multiple of 8 cost a copy.
-        k: [tokens of the keys, heads_kv, head size]; ``heads`` is a multiple of ``heads_kv``.
-        v: [tokens of the keys, heads_kv, value head size].
-        cu_seqlens_q: int32 or int64 [sequences + 1], where each sequence begins in ``q``: from 0
+        q: [tokens, heads, head size], float16 or bfloat16; on a CPU also float32 and float64. A
+            last stride other than 1 and a head size that is not a multiple of 8 require a copy.
+        k: [tokens_kv, heads_kv, head size]; ``heads`` must be a multiple of ``heads_kv``.
+        v: [tokens_kv, heads_kv, value head size].
+        cu_seqlens_q: int32 or int64 [sequences + 1], the offset of each sequence in ``q``: from 0
             to the number of tokens, not decreasing. A sequence may be empty.
-        cu_seqlens_k: likewise for ``k`` and ``v``. The same tensor as ``cu_seqlens_q`` for
-            self-attention: then the backward is up to twice as fast under a causal mask.
+        cu_seqlens_k: likewise for ``k`` and ``v``. Pass the same tensor as ``cu_seqlens_q`` for
+            self-attention: the backward is then up to twice as fast under a causal mask.
         max_seqlen_q: at least the length of the longest sequence of queries, in tokens; with
-            ``seqused_q`` of those that are used.
+            ``seqused_q``, at least the largest number of used tokens.
         max_seqlen_k: likewise for the keys.
         dropout_p: as in :func:`cudnn_ops.scaled_dot_product_attention`.
         softmax_scale: factor of the scores; None stands for ``1 / sqrt(head size)``.
-        causal: each query attends to no key beyond its own, aligned as ``bottom_right`` says.
-        window_size: (left, right), how many keys a query sees on each side of its own; -1, or more
-            than there are: all.
-        softcap: as there.
-        alibi_slopes: as there. With a different number of queries and keys, and ``bottom_right``,
-            cuDNN has no right kernel: NotImplementedError.
+        causal: no query attends to a key after its own, as aligned by ``bottom_right``.
+        window_size: (left, right), how many keys a query sees on each side of its own; -1 for all
+            keys on that side.
+        softcap: as in :func:`cudnn_ops.scaled_dot_product_attention`.
+        alibi_slopes: as there. Not supported with ``bottom_right`` if queries and keys differ in
+            number: cuDNN computes it wrongly (NotImplementedError).
         sinks: as there.
-        seqused_q: int32 [sequences], how many of each sequence's queries are used, from its
-            beginning; what lies behind, up to the next one, is not read, and 0 in the output.
+        seqused_q: int32 [sequences], how many of each sequence's first queries are used; the others
+            are not read, and their output is 0.
         seqused_k: likewise for the keys.
-        bottom_right: the last query belongs to the last key, as in FlashAttention; False: the
-            first to the first.
+        bottom_right: aligns the last query with the last key, as in FlashAttention; False: the
+            first with the first.
         deterministic: as there.
         rng_state: as there.
 
     Returns:
-        [tokens, heads, value head size], contiguous unless the value head size is no multiple of 8;
-        0 where there is nothing to attend to.
+        [tokens, heads, value head size], contiguous unless the value head size is not a multiple of
+        8; zero where a query sees no key.
 
     Raises:
-        ValueError: shapes, devices or options that do not fit; offsets that do not begin at 0, do
-            not end at the number of tokens, decrease, or leave a sequence longer than the maximum.
-            On a GPU these are checked only with ``CUDNN_OPS_CHECK=1``, which waits for the GPU:
-            without it such offsets give wrong results or an illegal memory access.
-        TypeError: a dtype that cuDNN does not take, or two different ones; one number for a window,
+        ValueError: shapes, devices or options that do not fit; offsets that do not start at 0, do
+            not end at the number of tokens, decrease, or make a sequence longer than the maximum.
+            On a GPU offsets are checked only with ``CUDNN_OPS_CHECK=1``, which waits for the GPU;
+            without it, wrong offsets give wrong results or an illegal memory access.
+        TypeError: an unsupported dtype, or different dtypes; one number for a window,
             a list for a tensor.
         NotImplementedError: cuDNN has no kernel for this on this GPU; the message has its reason.
 
@@ -129,10 +129,19 @@ def varlen_attention(
 def varlen_attention_with_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Like :func:`varlen_attention`, and returns the log-sum-exp of the scores too.
 
+    Args:
+        args: ``q``, ``k``, ``v``, ``cu_seqlens_q``, ``cu_seqlens_k``, ``max_seqlen_q``,
+            ``max_seqlen_k``, ``dropout_p``, ``softmax_scale`` and ``causal``, as in
+            :func:`varlen_attention`.
+        kwargs: ``window_size``, ``softcap``, ``alibi_slopes``, ``sinks``, ``seqused_q``,
+            ``seqused_k``, ``bottom_right``, ``deterministic`` and ``rng_state``, as there.
+
     Returns:
         The output, and the log-sum-exp: [heads, tokens], float32 (float64 for float64 inputs),
-        natural logarithm, as FlashAttention has it; where there is nothing to attend to
-        that of the sink, or ``-inf``.
+        natural logarithm, as in FlashAttention; where a query sees no key, the sink or ``-inf``.
+
+    Raises:
+        ValueError: as :func:`varlen_attention`, and so are TypeError and NotImplementedError.
 
     Example:
         >>> import torch, cudnn_ops
