@@ -131,7 +131,9 @@ def test_shared_modules_stay_shared_and_hooks_stay():
 
 @pytest.mark.parametrize("kind", [cudnn_ops.nn.SwiGLU, cudnn_ops.nn.PackedSwiGLU])
 def test_an_activation_that_there_is_not(kind):
-    with pytest.raises(ValueError, match="activation is one of silu, gelu, gelu_tanh, got 'relu'"):
+    with pytest.raises(
+        ValueError, match="activation must be one of silu, gelu, gelu_tanh, got 'relu'"
+    ):
         kind(8, 16, activation="relu")
 
 

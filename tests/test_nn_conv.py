@@ -101,7 +101,7 @@ def test_results_and_gradients_are_those_of_torch(options, activation, device):
 
 
 def test_an_activation_that_there_is_not():
-    with pytest.raises(ValueError, match=r"activation is one of none, relu, .*, got 'tanh'"):
+    with pytest.raises(ValueError, match=r"activation must be one of none, relu, .*, got 'tanh'"):
         ConvAct2d(8, 8, 1, activation="tanh")
     assert "activation=silu" in repr(ConvAct2d(8, 8, 1, activation="silu"))
 

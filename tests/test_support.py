@@ -136,7 +136,7 @@ def test_queries_and_keys_that_are_the_same_tokens_are_aligned_at_both_ends():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"op": "conv9d"}, "op is one of sdpa, sdpa_backward"),
+        ({"op": "conv9d"}, "op must be one of sdpa, sdpa_backward"),
         ({"device": "h2000"}, r"not one of a100, .* and not a file"),
         ({"q": (SHAPE,)}, r"q must be a tensor, \(shape, dtype\)"),
         ({"q": SHAPE}, "q must be a tensor"),
@@ -297,7 +297,7 @@ def test_mistakes_in_what_is_taken():
         explain("sdpa", SPEC, sinks=(8,), device="h200")
     with pytest.raises(ValueError, match="sinks must hold one floating-point number"):
         explain("sdpa", SPEC, sinks=((9,), torch.float32), device="h200")
-    with pytest.raises(ValueError, match="activation is one of none, relu"):
+    with pytest.raises(ValueError, match="activation must be one of none, relu"):
         explain("conv2d", SPEC, ((8, 8, 3, 3), torch.bfloat16), activation="tanh", device="h200")
     residual = ((1, 2, 3, 4), torch.bfloat16)
     with pytest.raises(ValueError, match="residual"):
@@ -421,7 +421,7 @@ def test_bad_arguments_end_with_a_line(arguments, message, tmp_path, capsys):
 def test_bad_arguments_are_told_before_anything_is_measured(tmp_path, capsys):
     (tmp_path / "empty.json").write_text("{}")
     for arguments, message in (
-        (["describe-device", "99"], "there is none with 99"),
+        (["describe-device", "99"], "counted from 0, got 99"),
         (["tune", "sdpa", "--table", str(tmp_path / "no" / "x.json")], "is not a folder"),
         (["tune", "sdpa", "--table", str(tmp_path / "empty.json")], "is not a table of engines"),
     ):

@@ -104,9 +104,9 @@ def test_nothing_to_do():
 
 
 def test_mistakes():
-    with pytest.raises(ValueError, match="op is one of sdpa, "):
+    with pytest.raises(ValueError, match="op must be one of sdpa, "):
         plan_requests("conv", SHAPE)
-    with pytest.raises(ValueError, match="plans is one of exact, polymorphic, both"):
+    with pytest.raises(ValueError, match="plans must be one of exact, polymorphic, both"):
         plan_requests("sdpa", SHAPE, plans="all")
     with pytest.raises(ValueError, match="float16 and bfloat16"):
         plan_requests("sdpa", ((1, 2, 64, 64), torch.float32))

@@ -5,10 +5,10 @@
     cudnn_ops.integrations.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cudnn_ops")
 
-Two functions are registered: :func:`cudnn_ops_attention` computes, and :func:`cudnn_ops_mask` says
-once per forward pass what the layers will have to hide. It is the second that decides how fast the
-first can be: a causal mask, a window, padding and packed sequences are told to cuDNN by a few
-numbers, and only what is none of these becomes a mask of every query and key.
+Two functions are registered: :func:`cudnn_ops_attention` computes attention, and
+:func:`cudnn_ops_mask` describes once per forward pass what the layers must mask. The latter decides
+how fast the former can be: causal masks, windows, padding and packed sequences are passed to cuDNN
+as a few numbers, and only other masks become a tensor over all queries and keys.
 """
 
 from __future__ import annotations
@@ -48,18 +48,17 @@ __all__ = ["CompactMask", "cudnn_ops_attention", "cudnn_ops_mask", "fuse_rotary_
 def register(
     name: str = "cudnn_ops", *, compact_masks: bool = True, packing_under_compile: bool = True
 ) -> None:
-    """Makes ``attn_implementation=name`` known to transformers; again changes the options.
+    """Registers ``attn_implementation=name`` with transformers; a second call changes the options.
 
     Args:
-        name: what to ask for. Must not contain the name of one of transformers' own.
-        compact_masks: False gives models a tensor [batch, 1, queries, keys] wherever there is
-            anything to hide but the future: slower, for models that add keys of their own to it
+        name: the implementation's name; must not contain the name of one of transformers' own.
+        compact_masks: False passes a tensor [batch, 1, queries, keys] to models for every mask that
+            is not merely causal: slower, for models that append keys of their own to it
             (DeepSeek-V4).
-        packing_under_compile: ``torch.compile`` cannot look whether ``position_ids`` restart, so
-            that without an ``attention_mask`` every training step gets the mask of a packed batch,
-            of every query and key. False promises that they do not restart unless
-            ``cu_seq_lens_q`` and the like are given too, and there is no mask. Nothing changes
-            outside of ``torch.compile``.
+        packing_under_compile: ``torch.compile`` cannot check whether ``position_ids`` restart, so
+            without an ``attention_mask`` every training step uses the full mask of a packed batch.
+            False asserts that they do not restart unless ``cu_seq_lens_q`` and the like are passed,
+            and avoids that mask. Without effect outside of ``torch.compile``.
     """
     mask_function: Callable[..., Any] = full_mask
     if compact_masks:
@@ -92,45 +91,44 @@ def cudnn_ops_attention(
     """An attention function of transformers' ``AttentionInterface``.
 
     Args:
-        module: the layer; its ``is_causal`` stands where the argument is None.
+        module: the layer; its ``is_causal`` is used if the argument is None.
         query: [batch, heads, length, head size].
-        key: [batch, heads_kv, length_kv, head size]; is not expanded.
+        key: [batch, heads_kv, length_kv, head size]; it is not expanded.
         value: [batch, heads_kv, length_kv, value head size].
-        attention_mask: from :func:`cudnn_ops_mask`, which then says all of what is hidden. A
-            tensor does so too, and broadcasts to [batch, heads, length, length_kv], True or 0 where
-            a query sees a key. None: the future is hidden if ``is_causal``, and what is beyond the
-            window; queries and keys begin at the same token, or there is one query and it comes
-            last.
+        attention_mask: the result of :func:`cudnn_ops_mask`, which describes everything that is
+            masked; or a tensor that broadcasts to [batch, heads, length, length_kv], True or 0
+            where a query sees a key. None: causal if ``is_causal``, with the window; queries and
+            keys start at the same token, or there is one query and it comes last.
         dropout: probability that a weight is dropped; models pass 0 when they are not training.
         scaling: factor of the scores; None stands for ``1 / sqrt(head size)``.
-        sliding_window: how many keys a query sees, itself included; for where there is no mask.
+        sliding_window: how many keys a query sees, including its own; used if there is no mask.
         softcap: as in :func:`cudnn_ops.scaled_dot_product_attention`.
-        is_causal: whether a query sees no key beyond itself.
+        is_causal: whether no query sees a key after its own.
         s_aux: [heads], the logits of attention sinks.
-        cu_seq_lens_q: int [sequences + 1], where each sequence begins in the flattened batch. The
-            four of these are given together, as for transformers' FlashAttention; they go before
-            ``attention_mask``.
+        cu_seq_lens_q: int [sequences + 1], the offset of each sequence in the flattened batch. The
+            four arguments are passed together, as for transformers' FlashAttention; they take
+            precedence over ``attention_mask``.
         cu_seq_lens_k: likewise for the keys.
-        max_length_q: at least the length of the longest sequence; a tensor is waited for.
+        max_length_q: at least the length of the longest sequence; a tensor makes the host wait.
         max_length_k: likewise for the keys.
         position_bias: added to the scores, and differentiable (T5's); broadcasts to [batch, heads,
             length, length_kv].
-        sinks: a logit for each query (Inkling 2), which is refused.
-        output_attentions: refused.
-        kwargs: what other implementations take and this one has no use for.
+        sinks: a logit for each query (Inkling 2): not supported.
+        output_attentions: not supported.
+        kwargs: arguments of other implementations, ignored.
 
     Returns:
         [batch, length, heads, value head size], contiguous, and None in place of the weights.
 
     Raises:
-        ValueError: weights are asked for, or packed sequences come with padding.
-        NotImplementedError: packed sequences come with a ``position_bias``; there are ``sinks``; a
-            layer has keys that its mask does not know. And all that cudnn_ops raises.
+        ValueError: ``output_attentions`` is set, or packed sequences have padding.
+        NotImplementedError: packed sequences with a ``position_bias``; ``sinks``; a layer with keys
+            that its mask does not cover. Also all errors of the operators.
     """
     if output_attentions:
         raise ValueError(
-            "cudnn_ops does not keep the attention weights that output_attentions=True asks for; "
-            'use model.set_attn_implementation("eager") where they are wanted'
+            "cudnn_ops does not support output_attentions=True; "
+            'use model.set_attn_implementation("eager") to get attention weights'
         )
     if sinks is not None:
         raise NotImplementedError(
@@ -204,7 +202,7 @@ def _packing(
     *,
     is_one: bool,
 ) -> Packing | None:
-    """Where packed sequences lie; ``is_one``: queries and keys lie alike."""
+    """The offsets of packed sequences; ``is_one``: queries and keys have the same."""
     if (
         cu_seq_lens_q is None
         or cu_seq_lens_k is None

@@ -1,4 +1,4 @@
-"""What transformers' models hide from their queries, told by a few numbers.
+"""Attention masks of transformers' models, as a few numbers.
 
 ``cudnn_ops_mask`` decides once per forward pass; :class:`CompactMask` is what it returns, and what
 stands for the mask wherever somebody wants a tensor.
@@ -29,7 +29,7 @@ NO_WINDOW = (-1, -1)
 
 
 class CompactMask(NamedTuple):
-    """What queries see of the keys, causally, in a few numbers.
+    """A causal mask with a window, padding or packing, as a few numbers.
 
     The last query is at the last key, or ``unwritten`` keys before it. A tuple, so that whatever
     moves a layer's arguments between devices moves what is in here. To code that wants a tensor it
@@ -37,7 +37,7 @@ class CompactMask(NamedTuple):
     (see :meth:`to_tensor`); only ``isinstance`` knows better.
 
     Attributes:
-        window: (left, right), as ``cudnn_ops.scaled_dot_product_attention`` takes it.
+        window: (left, right), as in ``cudnn_ops.scaled_dot_product_attention``.
         padding: bool [batch, keys], False hides a key; None: there is nothing to hide.
         lengths: int32 [batch], how many tokens there are before each sequence's padding; None: all.
         cu_seqlens: int32 [sequences + 1], where each packed sequence begins among the batch's
@@ -59,28 +59,28 @@ class CompactMask(NamedTuple):
 
     @property
     def ndim(self) -> int:
-        """That of the mask that it stands for: not 2, as transformers' masks of padding are."""
+        """The number of dimensions of the full mask: not 2, as in transformers' padding masks."""
         return 4
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the mask that it stands for."""
+        """As of the full mask."""
         return torch.bool
 
     @property
     def shape(self) -> torch.Size:
-        """That of the mask that it stands for."""
+        """As of the full mask."""
         if self.sizes is None:
             raise ValueError("this CompactMask does not know the sizes of what it is a mask of")
         batch, length, length_kv = self.sizes
         return torch.Size((batch, 1, length, length_kv))
 
     def contiguous(self) -> CompactMask:
-        """Itself, as it is no tensor yet."""
+        """Returns itself, for it is not a tensor yet."""
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> CompactMask | Tensor:
-        """On another device, still compact; in another dtype a tensor."""
+        """A copy on another device, still compact; in another dtype, the full mask."""
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         if dtype not in (None, torch.bool):
             return self.to_tensor().to(*args, **kwargs)
@@ -94,7 +94,7 @@ class CompactMask(NamedTuple):
         return self._replace(**moved, device=device)
 
     def to_tensor(self) -> Tensor:
-        """The mask that it stands for: bool [batch, 1, queries, keys]."""
+        """The full mask: bool [batch, 1, queries, keys]."""
         batch, _, length, length_kv = self.shape
         parts = (self.padding, self.lengths, self.cu_seqlens)
         device = next((part.device for part in parts if part is not None), self.device)
@@ -116,20 +116,20 @@ class CompactMask(NamedTuple):
         return visible
 
     def __getattr__(self, name: str) -> Any:
-        """What a tensor has and this has not, of the tensor."""
+        """Other attributes of a tensor are those of the full mask."""
         if name.startswith("_") or not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.to_tensor(), name)
 
     def __getitem__(self, index: Any) -> Any:
-        """By a number a field, as of any tuple; else of the tensor."""
+        """A field, by its number as in any tuple; otherwise an item of the full mask."""
         return tuple.__getitem__(self, index) if type(index) is int else self.to_tensor()[index]
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Functions of torch get the tensor."""
+        """Functions of torch receive the full mask."""
         args, kwargs = tree_map(
             lambda part: part.to_tensor() if isinstance(part, cls) else part,
             (args, kwargs or {}),
@@ -267,7 +267,7 @@ def cudnn_ops_mask(
 
 
 def full_mask(config: Any = None, **kwargs: Any) -> Tensor | None:
-    """A mask function that gives a tensor wherever there is anything to hide but the future.
+    """A mask function that returns a tensor for every mask that is not merely causal.
 
     And there too to models that may add it to scores of their own, for their layers do not all know
     that they are causal.
@@ -311,7 +311,7 @@ def _models_want_bias(config: type) -> bool:
 
 
 def packed_sequences(mask_function: Callable[..., Any]) -> Tensor | None:
-    """[batch, tokens]: which of its row's packed sequences a token is of.
+    """[batch, tokens]: the packed sequence of its row that each token belongs to.
 
     Out of what transformers' ``create_causal_mask`` and ``create_sliding_window_causal_mask`` build
     for them: in 5.17 ``and_masks(base, packed)``, in 5.23 ``and_masks(packed, remapped(base))``,
@@ -349,6 +349,6 @@ def _captured(function: Callable[..., Any], maker: str, variable: str) -> Any:
 
 
 def _offsets(sequences: Tensor) -> Tensor:
-    """Where sequences begin in the flattened batch, and its end: int32 [sequences + 1]."""
+    """Offsets of the sequences in the flattened batch: int32 [sequences + 1]."""
     begins = F.pad(sequences.diff(dim=-1) != 0, (1, 0), value=True).flatten()
     return F.pad(begins.nonzero().flatten(), (0, 1), value=begins.numel()).int()

@@ -1,4 +1,4 @@
-"""Rotary embedding of a model of transformers by one kernel.
+"""Rotary embedding in models of transformers, with one kernel.
 
 Its attention calls a global function, ``apply_rotary_pos_emb``, of its module. A part of a model is
 changed by giving it a ``forward`` of its own: the same code, with another function by that name.
@@ -25,7 +25,7 @@ Apply = Callable[..., tuple[Tensor, Tensor]]
 
 
 def fuse_rotary_(model: nn.Module) -> list[str]:
-    """Makes a model's attention turn its queries and keys by :func:`cudnn_ops.rotary_embedding`.
+    """Makes a model's attention apply :func:`cudnn_ops.rotary_embedding` to queries and keys.
 
     Only where the functions that it calls now compute the same on random numbers: of whole heads,
     of their first part (Phi-3, GPT-NeoX), of neighbours (DeepSeek-V3), and by float32 angles (OLMo
@@ -60,7 +60,7 @@ def _called(forward: FunctionType) -> list[str]:
 
 
 def _with_ours(forward: FunctionType) -> FunctionType | None:
-    """The same code, where the functions are ours; None where one of them computes another."""
+    """The same code with our functions; None if one of them computes something else."""
     names: dict[str, Any] = dict(forward.__globals__)
     for name in _called(forward):
         apply = names.get(name)
@@ -77,18 +77,18 @@ def _with_ours(forward: FunctionType) -> FunctionType | None:
 
 @dataclass(frozen=True)
 class _Turn:
-    """What a function of transformers computes, as far as it is ours too."""
+    """The variant of rotary embedding that a function of transformers computes."""
 
     apply: Apply
     of_pairs: bool
-    """Neighbours are turned against each other, by the first half of the angles."""
+    """Whether neighbouring elements are rotated, by the first half of the angles."""
     of_parts: bool
-    """Where there are fewer angles than numbers in a head, what is behind them stays."""
+    """Whether elements of a head beyond the number of angles are left unchanged."""
     by_wide: bool
-    """By angles of float32 the products are of float32, and the result of the input's dtype."""
+    """Whether float32 angles make float32 products and a result in the input's dtype."""
 
     def takes(self, x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-        """Whether ``x``, [B, H, S, D], and angles, [B or 1, S, D], are what the operator takes."""
+        """Whether the operator supports ``x``, [B, H, S, D], and angles, [B or 1, S, D]."""
         return (
             x.dim() == 4
             and cos.shape == sin.shape

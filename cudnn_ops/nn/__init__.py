@@ -1,8 +1,8 @@
-"""Modules of the operators, and putting them into a model that exists.
+"""Modules for the operators, and functions that put them into an existing model.
 
-``replace_modules_(model)`` swaps what it knows by what it computes, not by its name::
+``replace_modules_(model)`` recognizes modules by what they compute, not by their names::
 
-    cudnn_ops.nn.replace_modules_(model, dry_run=True)  # says what it would do
+    cudnn_ops.nn.replace_modules_(model, dry_run=True)  # prints what it would do
     cudnn_ops.nn.replace_modules_(model)
 
 ``fuse_conv_bn_act_(model)`` returns a model in which a convolution, its batch norm, the residual

@@ -15,14 +15,17 @@ from cudnn_ops.ops.conv import conv1d, conv2d, conv3d
 
 
 class _ConvAct(_ConvNd):
-    """What the three have in common; each is one of torch's convolutions too."""
+    """Base of the three modules; each is also one of torch's convolutions."""
 
     _convolve: Callable[..., Tensor]
     activation: Activation
 
     def __init__(self, *args: object, activation: Activation = "none", **kwargs: object) -> None:
         if activation not in ACTIVATIONS:
-            raise ValueError(f"activation is one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+            raise ValueError(
+                f"{type(self).__name__}: activation must be one of {', '.join(ACTIVATIONS)}, got "
+                f"{activation!r}"
+            )
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
         self.activation = activation
 
@@ -30,7 +33,7 @@ class _ConvAct(_ConvNd):
     def of(
         cls, conv: _ConvNd, activation: Activation, weight: nn.Parameter, bias: nn.Parameter | None
     ) -> Self:
-        """One with the geometry of another convolution, and these very parameters."""
+        """Makes one with the geometry of another convolution and the given parameters."""
         made = cls(
             conv.in_channels,
             conv.out_channels,
@@ -51,8 +54,8 @@ class _ConvAct(_ConvNd):
         """[N, C, ...] to [N, K, ...], channels last in memory; without N likewise.
 
         Args:
-            input: as the operator takes it; another ``padding_mode`` than zeros is applied first,
-                as torch does, in a copy.
+            input: as in :func:`cudnn_ops.conv2d`; a ``padding_mode`` other than zeros is applied
+                first, in a copy, as in torch.
             residual: of the output's shape and dtype, added before the activation.
         """
         padding = self.padding
@@ -72,7 +75,7 @@ class _ConvAct(_ConvNd):
         )
 
     def extra_repr(self) -> str:
-        """That of torch, and the activation."""
+        """Torch's, and the activation."""
         return f"{super().extra_repr()}, activation={self.activation}"
 
 
@@ -137,9 +140,9 @@ class ConvAct3d(_ConvAct, nn.Conv3d):
 
 
 def folded(conv: _ConvNd, norm: nn.Module | None) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """The weight and the bias of a convolution and of the eval-mode or frozen batch norm behind it.
+    """Weight and bias of a convolution with the eval-mode or frozen batch norm after it folded in.
 
-    Without a norm: the convolution's own. With one: new ones, computed in float64.
+    Without a norm they are the convolution's own; with one, new ones, computed in float64.
     """
     if norm is None:
         weight, bias = conv._parameters["weight"], conv._parameters["bias"]

@@ -29,12 +29,12 @@ from cudnn_ops.ops.activation import Activation
 
 @dataclass(frozen=True)
 class FusedConv:
-    """One convolution that :func:`fuse_conv_bn_act_` makes out of several modules."""
+    """One convolution that :func:`fuse_conv_bn_act_` creates from several modules."""
 
     name: str
-    """Where it is in the model: ``"layer1.0.conv3"``."""
+    """Its name in the model: ``"layer1.0.conv3"``."""
     norm: str | None
-    """The batch norm that is folded into its weight and bias, if any."""
+    """The name of the folded batch norm, if any."""
     residual: bool
     """Whether another value is added before the activation."""
     activation: Activation
@@ -50,50 +50,50 @@ class FusedConv:
 
 @dataclass(frozen=True)
 class UnfusedActivation:
-    """An activation that follows a convolution and is computed by itself."""
+    """An activation after a convolution that is not fused."""
 
     conv: str
     """The convolution: ``"layer1.0.conv3"``."""
     activation: str
-    """What follows it, in torch's words: ``"LeakyReLU(negative_slope=0.2)"``."""
+    """The activation as torch prints it: ``"LeakyReLU(negative_slope=0.2)"``."""
 
     def __str__(self) -> str:
-        return f"{self.conv}: no convolution ends in {self.activation}"
+        return f"{self.conv}: {self.activation} cannot be fused"
 
 
 def fuse_conv_bn_act_(
     model: nn.Module, example: Tensor | Sequence[object] | None = None, *, dry_run: bool = False
 ) -> fx.GraphModule:
-    """A model in which a convolution and what follows it are one call, by torch.fx.
+    """Fuses convolutions with what follows them into single calls, by torch.fx.
 
-    Looked for is a ``torch.nn.Conv1d``, ``Conv2d`` or ``Conv3d``, or a subclass that computes the
-    same, followed by any of: an eval-mode or frozen batch norm, the sum with another value of the
-    same shape, and one of :data:`cudnn_ops.ops.activation.ACTIVATIONS`, as modules, functions or
-    methods, in place or not; what is an identity in eval mode, such as dropout, may lie between
-    them. Each becomes a :class:`ConvAct2d` (or 1d, 3d) under the convolution's name. Values that
-    something else uses too, modules with hooks, convolutions that are called more than once and
-    those that nothing follows stay as they are. Of a sum of two convolutions the one that is
-    computed last takes the other as its residual.
+    A ``torch.nn.Conv1d``, ``Conv2d`` or ``Conv3d``, or a subclass that computes the same, is fused
+    with any of these that follow it: an eval-mode or frozen batch norm, the sum with another value
+    of the same shape, and one of :data:`cudnn_ops.ops.activation.ACTIVATIONS`, as modules,
+    functions or methods, in place or not. Modules that are identities in eval mode, such as
+    dropout, may come in between. Each result is a :class:`ConvAct2d` (or 1d, 3d) under the
+    convolution's name. Not fused are values with several users, modules with hooks, convolutions
+    that are called more than once, and those that nothing of this follows. In a sum of two
+    convolutions, the one that is computed last has the other as its residual.
 
-    What is returned is the fused model, for inference and for training with the statistics as they
-    are. ``model`` computes what it did. Both share all modules and parameters but those of the
-    convolutions with a folded batch norm, which are new: an optimizer or a checkpoint of ``model``
-    does not know them. Such a convolution has a bias, the batch norm and its keys are gone, and all
-    other keys of the state_dict stay. What ``forward`` does not use is not in the result.
+    The result is for inference, and for training with fixed statistics. ``model`` itself still
+    computes the same. The two share all modules and parameters except those of convolutions with a
+    folded batch norm, which are new: an optimizer or a checkpoint of ``model`` does not have them.
+    Such a convolution has a bias, the batch norm and its keys are gone, and all other keys of the
+    state_dict stay. Modules that ``forward`` does not use are not in the result.
 
     Args:
-        model: one that ``torch.fx.symbolic_trace`` takes.
+        model: a model that ``torch.fx.symbolic_trace`` supports.
         example: the model's input, or a sequence of its inputs, run once to learn shapes and
-            dtypes: sums that broadcast or promote are then left alone. Without it the two terms of
-            a sum are taken to be tensors of one shape and dtype, unless one is a parameter or a
-            buffer; where they are not, the fused model raises ValueError.
-        dry_run: print what would be folded, and fold nothing.
+            dtypes: sums that broadcast or promote are then not fused. Without it, both terms of a
+            sum are assumed to have the same shape and dtype, unless one is a parameter or a buffer;
+            if they do not, the fused model raises ValueError.
+        dry_run: print what would be fused, and fuse nothing.
 
     Returns:
-        The fused model; ``meta["fused_convs"]`` is a list of :class:`FusedConv`, one each, and
-        ``meta["unfused_activations"]`` one of :class:`UnfusedActivation`: other activations that
-        follow a convolution, and other slopes and bounds. With ``dry_run`` the model as it was
-        traced, and what would be folded in the same places.
+        The fused model. ``meta["fused_convs"]`` is a list of :class:`FusedConv`, and
+        ``meta["unfused_activations"]`` a list of :class:`UnfusedActivation`: unsupported
+        activations, slopes and bounds after a convolution. With ``dry_run``, the traced model with
+        the same lists.
 
     Raises:
         ValueError: a batch norm is in training mode.

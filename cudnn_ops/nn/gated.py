@@ -35,7 +35,7 @@ class _GatedMLP(nn.Module):
         super().__init__()
         if activation not in _GATED:
             raise ValueError(
-                f"{type(self).__name__}: activation is one of {', '.join(_GATED)}, got "
+                f"{type(self).__name__}: activation must be one of {', '.join(_GATED)}, got "
                 f"{activation!r}"
             )
         self.activation = activation

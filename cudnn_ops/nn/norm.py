@@ -1,4 +1,4 @@
-"""Torch's norms on cuDNN."""
+"""Torch's norms on this package's operators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class RMSNorm(nn.RMSNorm):
     """``torch.nn.RMSNorm`` on :func:`cudnn_ops.rms_norm`; the same arguments and state_dict keys.
 
     Args:
-        zero_centered: the factor is ``1 + weight``, as in Gemma; weights then begin as zeros.
+        zero_centered: multiplies by ``1 + weight``, as in Gemma; weights are then initialized to 0.
 
     Example:
         >>> import torch
@@ -21,12 +21,12 @@ class RMSNorm(nn.RMSNorm):
     """
 
     def __init__(self, *args: object, zero_centered: bool = False, **kwargs: object) -> None:
-        """Takes the arguments of ``torch.nn.RMSNorm``, and ``zero_centered``."""
+        """Accepts the arguments of ``torch.nn.RMSNorm``, and ``zero_centered``."""
         self.zero_centered = zero_centered
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
 
     def reset_parameters(self) -> None:
-        """Sets the weight so that it changes nothing."""
+        """Initializes the weight so that the factor is 1."""
         super().reset_parameters()
         if self.zero_centered and self.weight is not None:
             nn.init.zeros_(self.weight)
@@ -39,7 +39,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class UnitRMSNorm(nn.Module):
-    """An RMS norm of the last dimension, of any size, without a weight; Llama 4's of its queries.
+    """An RMS norm of the last dimension, of any size, without a weight (Llama 4's queries).
 
     Args:
         eps: added to the mean of the squares.
@@ -52,7 +52,7 @@ class UnitRMSNorm(nn.Module):
     """
 
     def __init__(self, eps: float) -> None:
-        """Keeps ``eps``."""
+        """Stores ``eps``."""
         super().__init__()
         self.eps = eps
 
@@ -61,7 +61,7 @@ class UnitRMSNorm(nn.Module):
         return rms_norm(x, x.shape[-1:], None, self.eps)
 
     def extra_repr(self) -> str:
-        """For ``print``."""
+        """The options, for ``print``."""
         return f"eps={self.eps}"
 
 

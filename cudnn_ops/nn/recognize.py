@@ -1,4 +1,4 @@
-"""What a module or a call of a traced model computes, as far as folding into convolutions cares."""
+"""Recognizing what modules and calls of a traced model compute, for fusing convolutions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _OTHERS = {
 
 
 def counterpart(conv: nn.Module | None) -> type[_ConvAct] | None:
-    """What takes a convolution's place: of one of torch's, or of ours.
+    """The type that replaces a convolution of torch, or of this package.
 
     A subclass is one if it computes what torch's does and has parameters of its own, as those have
     that do no more than fix some arguments.
@@ -94,7 +94,7 @@ def is_add(node: fx.Node) -> bool:
 
 
 def passes_on(node: fx.Node, module: nn.Module | None, of: fx.Node) -> bool:
-    """Whether it hands on what it is given: an identity, or what drops values in training only."""
+    """Whether it is an identity in eval mode, such as dropout."""
     if not node.args or node.args[0] is not of:
         return False
     if module is not None:
@@ -138,14 +138,14 @@ def activation_of(node: fx.Node, module: nn.Module | None, of: fx.Node) -> Activ
 
 
 def is_other_activation(node: fx.Node, module: nn.Module | None) -> bool:
-    """Whether it is one of torch's activations, whatever its arguments."""
+    """Whether it is one of torch's activations, with any arguments."""
     if module is not None:
         return type(module).__module__ == "torch.nn.modules.activation"
     return node.op in ("call_function", "call_method") and name_of(node).rstrip("_") in _OTHERS
 
 
 def name_of(node: fx.Node) -> str:
-    """Of the function or the method that a node calls."""
+    """The name of the function or method that a node calls."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 

@@ -1,4 +1,4 @@
-"""Swapping a model's norms and gated MLPs for those of this package."""
+"""Replacing a model's norms and gated MLPs with those of this package."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _OURS = (RMSNorm, UnitRMSNorm, LayerNorm, SwiGLU, PackedSwiGLU)
 
 @dataclass(frozen=True)
 class Replacement:
-    """One module that :func:`replace_modules_` swaps."""
+    """One module that :func:`replace_modules_` replaces."""
 
     name: str
-    """Where it is in the model: ``"layers.0.input_layernorm"``."""
+    """Its name in the model: ``"layers.0.input_layernorm"``."""
     old: nn.Module
     new: nn.Module
 
@@ -33,7 +33,7 @@ class Replacement:
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """One module that looks like one of ours and is another; a dry run tells."""
+    """A module that looks replaceable and is not; a dry run prints it."""
 
     name: str
     old: nn.Module
@@ -44,28 +44,28 @@ class LeftAlone:
 
 
 def replace_modules_(model: nn.Module, *, dry_run: bool = False) -> list[Replacement]:
-    """Swaps a model's norms and gated MLPs for those of this package, in place.
+    """Replaces a model's norms and gated MLPs with those of this package, in place.
 
-    A module is swapped if it has the parts of one of ours, and if a copy of it computes the same on
-    random numbers on the CPU, in training too:
+    A module is replaced if it has the parts of one of this package's modules, and if a copy of it
+    computes the same on random inputs on the CPU, in eval and in training mode:
 
     - torch's ``RMSNorm`` and ``LayerNorm``;
     - a module whose only parameter is a one-dimensional ``weight`` and that is an RMS norm,
       zero-centered or not (Llama, Qwen, Mistral, Gemma), or a layer norm without a bias (Cohere);
-    - a module without parameters that is an RMS norm (Llama 4's of queries and keys);
+    - a module without parameters that is an RMS norm (Llama 4's for queries and keys);
     - a module with ``gate_proj``, ``up_proj`` and ``down_proj``, or with two ``nn.Linear`` of which
-      the first gives gate and up in this order (Phi-3, GLM-4, ModernBERT), that is a gated MLP by
-      SiLU or GELU.
+      the first computes gate and up in this order (Phi-3, GLM-4, ModernBERT), that is a gated MLP
+      with SiLU or GELU.
 
-    Parameters stay the same tensors and keep their names. Modules with hooks are left alone.
+    Parameters stay the same tensors and keep their names. Modules with hooks are not replaced.
 
     Args:
-        model: itself is not swapped, what is in it is.
-        dry_run: print what would be swapped, and what is left alone for which reason though it
-            looks like one of these; swap nothing.
+        model: its submodules are replaced, not the model itself.
+        dry_run: print what would be replaced, and which similar modules would not be and why;
+            replace nothing.
 
     Returns:
-        What was, or would be, swapped.
+        What was, or would be, replaced.
 
     Example:
         >>> import torch
@@ -102,7 +102,7 @@ def _look(model: nn.Module) -> Iterator[Replacement | LeftAlone]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether something of a user's runs when it does; nobody else may take its place then."""
+    """Whether the module has hooks, which a replacement would not run."""
     return any(
         getattr(module, name, None)
         for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
@@ -110,7 +110,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def _counterpart(module: nn.Module) -> nn.Module | str | None:
-    """Ours; why there is none, for what looks as if there were; None for anything else."""
+    """The replacement; or why there is none, if the module looks like one; else None."""
     candidate = _candidate(module)
     if candidate is None:
         return None

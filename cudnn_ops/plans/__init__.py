@@ -1,1 +1,1 @@
-"""Plans: how many are kept and where, when one is made, and who measures engines."""
+"""Plans: their cache and store, the policy that builds them, warmup, and tuning."""

@@ -1,9 +1,8 @@
-"""The plans that the process holds, and the store on disk from which the next process takes them.
+"""The process's plan cache, and the store on disk from which later processes load plans.
 
-The store is a folder of files, one a plan: ``CUDNN_OPS_CACHE_DIR``, or else ``cudnn_ops`` in the
-user's cache folder. A stored plan is code that will run on the GPU, so only this user may be able
-to write there; a folder that others can write to is refused, with a warning. Any number of
-processes may use it at once.
+The store is a folder with one file for each plan: ``CUDNN_OPS_CACHE_DIR``, or else ``cudnn_ops`` in
+the user's cache folder. A stored plan is code that will run on the GPU, so a folder that other
+users can write to is not used, with a warning. Any number of processes may share it.
 """
 
 from __future__ import annotations
@@ -18,35 +17,35 @@ DEFAULT_STORE_LIMIT = 256 * 2**20
 
 
 class CacheInfo(NamedTuple):
-    """What the plan cache has done since the process began or it was last cleared."""
+    """Counters of the plan cache since the process started or the cache was cleared."""
 
     hits: int
     """Calls that found their plan."""
     builds: int
-    """Plans built; each takes 20 to 500 ms of host time."""
+    """Plans built; each costs 20 to 500 ms of host time."""
     loads: int
-    """Plans read from the store instead; each takes about 2 ms."""
+    """Plans loaded from the store instead; each costs about 2 ms."""
     evictions: int
     """Plans dropped, least recently used first, because the limit was reached."""
     size: int
     """Plans held now."""
     limit: int
-    """The most plans that are held."""
+    """The largest number of plans that are held."""
 
 
 class StoreInfo(NamedTuple):
-    """The store on disk as it is now."""
+    """State of the store on disk."""
 
     folder: str
-    """Where it is; empty when it is off."""
+    """Its folder; empty if there is no store."""
     refusal: str
-    """Why the folder is not used; empty if it is."""
+    """Why the folder is not used; empty if it is used."""
     files: int
-    """Plans in it."""
+    """Number of stored plans."""
     bytes: int
-    """Their size."""
+    """Their size in bytes."""
     limit: int
-    """The most bytes that it keeps; the least recently used plans go first."""
+    """The size limit in bytes; the least recently used plans are deleted first."""
 
 
 def cache_info() -> CacheInfo:
@@ -61,9 +60,9 @@ def cache_info() -> CacheInfo:
 
 
 def cache_clear() -> None:
-    """Drops every plan, sets the counters to zero and forgets which shapes were seen.
+    """Drops every plan, resets the counters and forgets which shapes were seen.
 
-    Calls in flight are not disturbed. The store on disk keeps what it has: :func:`store_clear`.
+    Calls in flight are not affected. The store on disk keeps its plans: :func:`store_clear`.
 
     Example:
         >>> import cudnn_ops
@@ -75,7 +74,7 @@ def cache_clear() -> None:
 
 
 def set_cache_limit(limit: int) -> None:
-    """Sets the most plans that are held, at once dropping those that are too many.
+    """Sets how many plans are held, and drops the least recently used ones beyond that.
 
     Args:
         limit: number of plans, at least 1. The default is 512.
@@ -91,7 +90,7 @@ def set_cache_limit(limit: int) -> None:
 
 
 def store_info() -> StoreInfo:
-    """Returns where the store on disk is and what it holds.
+    """Returns the state of the store on disk.
 
     Example:
         >>> import cudnn_ops
@@ -103,7 +102,7 @@ def store_info() -> StoreInfo:
 
 
 def store_clear() -> int:
-    """Deletes every plan in the store; returns how many there were.
+    """Deletes every plan in the store, and returns how many there were.
 
     Example:
         >>> import cudnn_ops, tempfile
@@ -119,8 +118,9 @@ def set_store(folder: str | os.PathLike[str] | None, *, limit: int = DEFAULT_STO
     """Sets the store's folder for this process.
 
     Args:
-        folder: made, private to this user, when the first plan is stored. None: no store.
-        limit: the most bytes that it keeps.
+        folder: created, private to this user, when the first plan is stored; None turns the store
+            off.
+        limit: the size limit in bytes.
 
     Raises:
         ValueError: ``limit`` is negative.
@@ -132,7 +132,7 @@ def set_store(folder: str | os.PathLike[str] | None, *, limit: int = DEFAULT_STO
         ''
     """
     if limit < 0:
-        raise ValueError(f"the store's limit is a number of bytes, got {limit}")
+        raise ValueError(f"limit must be a number of bytes, at least 0, got {limit}")
     _C.set_store("" if folder is None else str(Path(folder).expanduser().absolute()), limit)
 
 

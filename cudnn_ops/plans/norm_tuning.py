@@ -1,9 +1,9 @@
-"""Measuring who runs a norm fastest: ``python -m cudnn_ops tune norms``, and its tables.
+"""Measuring norms, by our kernels and by cuDNN: ``python -m cudnn_ops tune norms``.
 
-Our kernels run a norm for any number of rows; cuDNN's plans are for exactly one. A table, the file
-``tuned/norms_sm<architecture>.json`` of the package, says for rows of some sizes and numbers which
-of the two is faster, and with which of cuDNN's engines; between them cuDNN counts as faster where
-it is at all that surround a size.
+Our kernels support any number of rows; a plan of cuDNN supports exactly one. The package's table
+``tuned/norms_sm<architecture>.json`` says for some row sizes and numbers of rows which of the two
+is faster, and with which of cuDNN's engines. For sizes in between, cuDNN counts as faster if it is
+at all measured sizes around them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from cudnn_ops import _C
 from cudnn_ops.plans.policy import using_plan_policy
 from cudnn_ops.plans.tables import EngineTable, NormTiming, load_tables
 
-#: Numbers in a row, and rows, all bfloat16: what the package's table is made from. Of less than
-#: 4 MiB a call takes our kernels unasked, for the host's time is all that counts there.
+#: Row sizes and numbers of rows that the package's table is measured with, in bfloat16. Below 4 MiB
+#: calls always use our kernels, for only the host's time matters there.
 STANDARD_SIZES = (
     (64, 1 << 20),
     (128, 1 << 17),
@@ -110,11 +110,14 @@ def _fastest_engines(size: tuple[bool, int, int]) -> dict[str, str]:
 def tune_norms(
     sizes: Iterable[tuple[int, int]] = STANDARD_SIZES, workers: int = 1
 ) -> list[NormTiming]:
-    """Measures RMS norm and layer norm of rows of some sizes, with random values, on this GPU.
+    """Measures RMS norm and layer norm with random values on this GPU.
 
     Args:
-        sizes: numbers in a row, and rows.
-        workers: processes that try engines at once: nearly all of that time a processor compiles.
+        sizes: pairs of a row size and a number of rows.
+        workers: processes that try engines at once; they mostly compile on the CPU.
+
+    Returns:
+        One result for each size, norm and kind of plan.
 
     Raises:
         RuntimeError: there is no GPU.
@@ -125,7 +128,7 @@ def tune_norms(
     from tqdm.auto import tqdm
 
     if not torch.cuda.is_available():
-        raise RuntimeError("engines are measured on a GPU, and torch sees none")
+        raise RuntimeError("tuning needs a GPU, and torch sees none")
     all_sizes = [(is_layer, *size) for is_layer in (False, True) for size in sizes]
     # Another process's CUDA cannot be inherited.
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:

@@ -2,8 +2,8 @@
 
 An *exact* plan serves one set of shapes. A *polymorphic* one is declared for a larger batch and
 longer sequences than it is given and serves every shape of its family: same operator, dtype, heads,
-head sizes and memory order, any batch and length below what it is declared for. Results are the
-same but for rounding; a polymorphic plan takes a few percent more GPU time and builds nothing anew.
+head sizes and memory order, any batch and length up to those that it is declared for. Results are
+equal up to rounding; a polymorphic plan costs a few percent more GPU time and needs no new build.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
 def plan_policy() -> Policy:
-    """The policy in force.
+    """The current policy.
 
     Example:
         >>> import cudnn_ops
@@ -32,16 +32,16 @@ def plan_policy() -> Policy:
 
 
 def set_plan_policy(policy: Policy, *, promote_after: int | None = None) -> None:
-    """Sets the policy of this process, all its threads included.
+    """Sets the policy of this process, for all threads.
 
     Args:
         policy: ``"auto"``: the first shape of a family gets an exact plan; from the second on, new
             shapes run on the family's polymorphic plan, and one that is called often gets an exact
             plan of its own. ``"exact"``: an exact plan for each shape. ``"polymorphic"``:
             polymorphic plans wherever cuDNN has them. The environment variable
-            ``CUDNN_OPS_PLAN_POLICY`` sets the first value; without it, that is ``"auto"``.
+            ``CUDNN_OPS_PLAN_POLICY`` sets the initial value; its default is ``"auto"``.
         promote_after: how many calls a shape makes on a polymorphic plan, under ``"auto"``, before
-            it gets its own; at first 256. None leaves it as it is.
+            it gets its own; 256 by default. None leaves it unchanged.
 
     Raises:
         ValueError: another policy; a negative count.
@@ -52,17 +52,19 @@ def set_plan_policy(policy: Policy, *, promote_after: int | None = None) -> None
         >>> cudnn_ops.set_plan_policy("auto", promote_after=256)
     """
     if policy not in _POLICIES:
-        raise ValueError(f"the plan policy is one of {', '.join(_POLICIES)}, got {policy!r}")
+        raise ValueError(f"policy must be one of {', '.join(_POLICIES)}, got {policy!r}")
     if promote_after is not None:
         if promote_after < 0:
-            raise ValueError(f"promote_after is a number of calls, got {promote_after}")
+            raise ValueError(
+                f"promote_after must be a number of calls, at least 0, got {promote_after}"
+            )
         _C.set_promote_after(promote_after)
     _C.set_policy(_POLICIES.index(policy))
 
 
 @contextmanager
 def using_plan_policy(policy: Policy, *, promote_after: int | None = None) -> Iterator[None]:
-    """Inside it ``policy`` is in force, in all threads: autograd's run the backward.
+    """A context in which ``policy`` applies, in all threads: autograd's run the backward.
 
     Example:
         >>> import cudnn_ops
@@ -79,12 +81,12 @@ def using_plan_policy(policy: Policy, *, promote_after: int | None = None) -> It
 
 
 def set_autotune(on: bool) -> None:
-    """Whether an exact plan that has to be built gets the engine measured to be the fastest.
+    """Sets whether new exact plans use the engine that is measured to be the fastest.
 
     The first call with a shape then builds every engine that cuDNN offers for it and times each on
-    its inputs and on scratch memory, which takes seconds and waits for the GPU; the winner goes to
-    the store. Off at first, unless the environment has ``CUDNN_OPS_AUTOTUNE=1``. It changes no plan
-    that the cache holds.
+    its inputs, writing to scratch memory. This takes seconds and waits for the GPU; the fastest
+    plan is stored. Off by default, unless the environment has ``CUDNN_OPS_AUTOTUNE=1``. Plans in
+    the cache do not change.
 
     Example:
         >>> import cudnn_ops

@@ -1,9 +1,9 @@
-"""What the package knows to be fast on which GPU, and hands to the operators at import.
+"""Tables of measured engines, which the operators load at import.
 
-A file ``tuned/sm<architecture>.json`` says for which plans which engine beats the one that cuDNN's
-heuristics name first; ``tuned/norms_sm<architecture>.json`` says which norms our kernels run faster
-than cuDNN. Each notes the GPU and the versions it was measured with, and is consulted with that
-version of cuDNN only. ``python -m cudnn_ops tune`` writes them.
+``tuned/sm<architecture>.json`` names, for some plans, an engine that is faster than the first
+choice of cuDNN's heuristics; ``tuned/norms_sm<architecture>.json`` says which norms run faster on our
+kernels than on cuDNN. Each table notes the GPU and the versions that it was measured with, and is
+used with that version of cuDNN only. ``python -m cudnn_ops tune`` writes them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cudnn_ops.plans.tune import TunedPlan
 
 TABLES = Path(__file__).parent / "tuned"
-#: An engine has to be this much faster than the heuristics' first to get into a table.
+#: An engine must be this much faster than the heuristics' first choice to enter a table.
 WORTHWHILE = 0.02
 #: A norm's forward alone, one that a gradient follows, and the gradient.
 NORM_PLANS = ("inference", "training", "backward")
@@ -61,7 +61,7 @@ class EngineTable:
         return cls(**json.loads(path.read_text()))
 
     def add(self, tuned: TunedPlan) -> None:
-        """Takes in a measurement, or forgets the plan where the heuristics are as good."""
+        """Adds a measurement, or removes the plan if the heuristics' choice is as fast."""
         words = list(tuned.request.words)
         self.entries = [entry for entry in self.entries if entry["words"] != words]
         if tuned.gain > WORTHWHILE:
@@ -82,7 +82,7 @@ def _driver() -> str:
 
 @dataclass(frozen=True)
 class NormTiming:
-    """One norm of one size: how long a call takes, in milliseconds of GPU time."""
+    """GPU time of one norm of one size, in milliseconds."""
 
     plan: str
     """One of :data:`NORM_PLANS`: a forward alone, one that a gradient follows, or the gradient."""
@@ -99,7 +99,7 @@ class NormTiming:
         return self.cudnn_ms < self.ours_ms * (1 - WORTHWHILE)
 
     def as_choice(self) -> tuple[int, bool, int, int, bool, str]:
-        """As C++ takes it: a row by its bytes."""
+        """The arguments of C++, which measures a row in bytes."""
         row_bytes = self.columns * torch.bfloat16.itemsize
         plan = NORM_PLANS.index(self.plan)
         return plan, self.is_layer, row_bytes, self.rows, self.is_cudnn_faster, self.engine
@@ -113,7 +113,7 @@ class NormTiming:
 
 
 def load_tables() -> None:
-    """Hands the package's tables to the operators."""
+    """Loads the package's tables into the operators."""
     for path in sorted(TABLES.glob("sm*.json")):
         table = EngineTable.read(path)
         engines = [(entry["words"], entry["engine"]) for entry in table.entries]

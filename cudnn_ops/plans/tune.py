@@ -13,7 +13,7 @@ from cudnn_ops.plans.policy import using_plan_policy
 from cudnn_ops.plans.warmup import PlanRequest
 
 #: Batch, query heads, key heads, query length, key length, head size, causal: what the package's
-#: tables are made from. Training, prompts, decoding, cross attention, large and small heads.
+#: tables are measured with. Training, prompts, decoding, cross attention, large and small heads.
 STANDARD_SHAPES = (
     (4, 32, 8, 2048, 2048, 128, True),
     (2, 32, 8, 8192, 8192, 128, True),
@@ -34,11 +34,11 @@ STANDARD_SHAPES = (
 
 @dataclass(frozen=True)
 class TunedPlan:
-    """The engines that cuDNN offers for one plan, and how long one call takes with each."""
+    """The engines that cuDNN offers for one plan, and the time of one call with each."""
 
     request: PlanRequest
     engine_ms: dict[str, float]
-    """GPU time in milliseconds, the heuristics' first engine first; infinite if it fails."""
+    """GPU time in milliseconds, the heuristics' first choice first; infinite if it fails."""
 
     @property
     def first(self) -> str:
@@ -51,7 +51,7 @@ class TunedPlan:
 
     @property
     def gain(self) -> float:
-        """How much less time the fastest takes than the first, as a share of the latter."""
+        """The share of the first engine's time that the fastest one saves."""
         return 1 - self.engine_ms[self.fastest] / self.engine_ms[self.first]
 
     def __str__(self) -> str:
@@ -73,16 +73,25 @@ def tune_sdpa(
 ) -> list[TunedPlan]:
     """Measures every engine for these shapes, with random values, on the current GPU.
 
-    Exact plans, of the forward and with ``training`` of the backward; a polymorphic plan keeps the
-    engine that cuDNN names, for what is best at one length may be worst at another. Empties the
-    plan cache first; the winners go to the store. Arguments as in
-    :func:`cudnn_ops.support.explain`.
+    Exact plans of the forward and, with ``training``, of the backward. A polymorphic plan keeps
+    cuDNN's own choice, for the best engine at one length may be the worst at another. Clears the
+    plan cache first, and stores the fastest plans.
+
+    Args:
+        q: the query, as in :func:`cudnn_ops.support.explain`.
+        k: the key; None stands for one like the query.
+        v: the value; None stands for one like the key.
+        is_causal: as in :func:`cudnn_ops.scaled_dot_product_attention`.
+        training: whether to measure the backward too.
+
+    Returns:
+        One result for each plan.
 
     Raises:
         RuntimeError: there is no GPU.
     """
     if not torch.cuda.is_available():
-        raise RuntimeError("engines are measured on a GPU, and torch sees none")
+        raise RuntimeError("tuning needs a GPU, and torch sees none")
     tensors = [_random_like(tensor, training) for tensor in support.meta_tensors(q, k, v)]
     before = _C.autotune()
     _C.take_measurements()

@@ -1,4 +1,4 @@
-"""Building plans before they are needed: for shapes that are named, or that a run has asked for."""
+"""Building plans before they are needed, for given or recorded shapes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from cudnn_ops.support.operators import Kind, find_operator
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """One plan, for any device: what :func:`warmup` builds.
+    """One plan, for any device, for :func:`warmup` to build.
 
-    ``words`` is its key. They are whole numbers, so that a list of requests can be kept as JSON;
-    they mean something to the version of cudnn_ops that made them.
+    ``words`` is its key. They are integers, so that a list of requests can be saved as JSON; they
+    are valid only for the version of cudnn_ops that created them.
     """
 
     words: tuple[int, ...]
 
     def __str__(self) -> str:
-        """Its operator and everything that the plan is made for, in words."""
+        """The operator and all parameters of the plan, as text."""
         return _C.describe_plan(self.words)
 
     @property
@@ -38,16 +38,16 @@ class PlanRequest:
 
 
 class WarmupReport(NamedTuple):
-    """What :func:`warmup` did."""
+    """Result of :func:`warmup`."""
 
     built: int
     """Plans built."""
     loaded: int
-    """Plans read from the store."""
+    """Plans loaded from the store."""
     ready: int
-    """Plans that the cache already held."""
+    """Plans that were in the cache already."""
     refused: dict[PlanRequest, str]
-    """What cuDNN does not take on this GPU, with its reason."""
+    """Plans that cuDNN does not support on this GPU, with its reason."""
 
 
 def plan_requests(
@@ -96,7 +96,7 @@ def plan_requests(
         plans = "both" if policy == "auto" else policy
     kinds = {"exact": [False], "polymorphic": [True], "both": [False, True]}
     if plans not in kinds:
-        raise ValueError(f"plans is one of {', '.join(kinds)}, got {plans!r}")
+        raise ValueError(f"plans must be one of {', '.join(kinds)}, got {plans!r}")
     wanted = (
         kinds[plans]
         if operator.has_exact and operator.has_polymorphic
@@ -122,7 +122,7 @@ def plan_requests(
 
 @contextmanager
 def record_shapes() -> Iterator[list[PlanRequest]]:
-    """Notes every plan that calls ask for inside it, in any thread, each once.
+    """Records every plan that calls inside it request, in any thread, each once.
 
     The list is filled when the context ends::
 
@@ -157,19 +157,19 @@ def warmup(
     threads: int | None = None,
     progress: bool = True,
 ) -> WarmupReport:
-    """Builds plans, or reads them from the store, so that no call has to.
+    """Builds plans, or loads them from the store, so that no call has to.
 
     Args:
-        requests: what :func:`plan_requests` gives for named shapes, or :func:`record_shapes` for
-            those of a run.
-        device: ``"current"``, or a CUDA device; or what :func:`cudnn_ops.support.explain` takes for
-            a described GPU, to see what cuDNN takes there (plans for it run nowhere).
-        threads: how many plans are made at once; None stands for the number of CPUs, at most 8.
-        progress: whether to show a bar on the terminal.
+        requests: the result of :func:`plan_requests` for given shapes, or of
+            :func:`record_shapes` for those of a run.
+        device: ``"current"`` or a CUDA device; or a described GPU as in
+            :func:`cudnn_ops.support.explain`, to see what cuDNN supports there.
+        threads: how many plans are built at once; None stands for the number of CPUs, at most 8.
+        progress: whether to show a progress bar on the terminal.
 
     Raises:
-        ValueError: requests that another version of cudnn_ops made; an unknown device.
-        RuntimeError: no libcudnn can be loaded, the GPU is not there, or cuDNN failed.
+        ValueError: requests of another version of cudnn_ops; an unknown device.
+        RuntimeError: libcudnn cannot be loaded, there is no such GPU, or cuDNN failed.
 
     Example:
         >>> import torch, cudnn_ops
@@ -212,14 +212,14 @@ def warmup(
 
 
 def _resolve(device: str | Path | int | torch.device) -> tuple[int | None, str]:
-    """The index of a live device, or None, and what it is called in C++."""
+    """The index of a live device, or None, and its description for C++."""
     if isinstance(device, int):
         device = torch.device("cuda", device)
     elif isinstance(device, str) and device.startswith("cuda"):
         device = torch.device(device)
     if isinstance(device, torch.device):
         if device.type != "cuda":
-            raise ValueError(f"plans are made for CUDA devices, got {device}")
+            raise ValueError(f"device must be a CUDA device, got {device}")
         support.prepare("current")
         return torch.cuda.current_device() if device.index is None else device.index, "current"
     description = support.prepare(device)

@@ -1,4 +1,4 @@
-"""The GPUs that can be asked about: the live ones, and those that a file describes."""
+"""The GPUs that questions can be about: live ones, and those that a file describes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def describe_device(index: int = 0) -> str:
     prepare("current")
     count = torch.cuda.device_count()
     if not 0 <= index < count:
-        raise ValueError(f"torch sees {count} GPUs, counted from 0; there is none with {index}")
+        raise ValueError(f"index must be one of torch's {count} GPUs, counted from 0, got {index}")
     return _C.describe_device(index)
 
 
@@ -60,9 +60,9 @@ def _description(device: str | Path) -> str:
 
 
 def prepare(device: str | Path) -> str:
-    """Makes sure that cuDNN finds a driver, real or not, and the compiler that it needs.
+    """Makes sure that cuDNN finds a driver, real or stub, and the compiler that it needs.
 
-    Returns what the device is called in C++: "current", or its description.
+    Returns the device's name for C++: "current", or its description.
     """
     description = _description(device)
     if description != "current":
@@ -81,13 +81,13 @@ def _load_driver_stub() -> None:
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
-        # Global, so that cuDNN's own look-up by this name finds it; it stays for good.
+        # Global, so that cuDNN's own lookup by this name finds it; it stays loaded.
         ctypes.CDLL(str(_STUB), mode=ctypes.RTLD_GLOBAL)
 
 
 @functools.cache
 def offer_wheels() -> None:
-    """Where torch has no CUDA, cuDNN and its compiler come from their own wheels, if there."""
+    """Loads cuDNN and its compiler from their own wheels if torch has no CUDA."""
     if torch.version.cuda is not None:
         return
     spec = importlib.util.find_spec("nvidia")

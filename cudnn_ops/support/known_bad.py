@@ -1,4 +1,4 @@
-"""What cuDNN takes and computes wrongly: ``known_bad.json``, consulted for every plan."""
+"""What cuDNN supports but computes wrongly: ``known_bad.json``, checked for every plan."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ _CONDITION = re.compile(r"([\w.]+(?: % [1-9]\d*)?) (==|!=|<=?|>=?) (-?\d+)")
 
 @dataclass(frozen=True)
 class KnownBad:
-    """One rule: a plan that meets it is refused with its reason.
+    """One rule: a plan that matches it is refused, with its reason.
 
-    Where the operators have another way to the right result they take that, and the rule guards
-    against going back.
+    Where the operators have another way to the correct result they use it, and the rule guards
+    against regressions.
     """
 
     id: str
     plan: str
     """The kind of plan: ``"sdpa"``, ``"sdpa_backward"``, ``"paged_attention"``, ``"conv"``, ..."""
     cudnn: tuple[str | None, str | None]
-    """First and last version. None: no version is known to be without the mistake in that
-    direction, and one that nobody measured counts as bad. A row ends where a fix was measured, or
+    """First and last affected version. None: no version in that direction is known to be correct;
+    versions that were not measured count as affected. A range ends where a fix was measured, or
     where cuDNN's release notes state one."""
     when: tuple[str, ...]
     """Conditions on the plan's parameters, all of which must hold: ``"key.size2 % 128 == 64"``."""
     reason: str
-    """Continues "it is known to"."""
+    """Completes the sentence "it is known to"."""
     source: str
-    """Who found it, or what we measured."""
+    """The report, or our own measurement."""
     sm: tuple[int, int] = (80, 129)
     """First and last architecture, 90 for compute capability 9.0."""
 
@@ -68,7 +68,7 @@ def version_number(text: str) -> int:
 
 
 def _range(rule: KnownBad) -> tuple[int, int]:
-    """The versions as numbers, an open end as one beyond every version."""
+    """The versions as numbers; an open end is a number above all versions."""
     first, last = rule.cudnn
     return (
         0 if first is None else version_number(first),
@@ -81,7 +81,7 @@ def _as_numbers(rule: KnownBad) -> dict[str, object]:
     for text in rule.when:
         found = _CONDITION.fullmatch(text)
         if found is None:
-            raise ValueError(f"{rule.id}: {text!r} is not a fact, a comparison and a number")
+            raise ValueError(f"{rule.id}: {text!r} must be a parameter, a comparison and a number")
         conditions.append((found[1], found[2], int(found[3])))
     return {
         "id": rule.id,
@@ -94,7 +94,7 @@ def _as_numbers(rule: KnownBad) -> dict[str, object]:
 
 
 def set_known_bad(rules: tuple[KnownBad, ...]) -> None:
-    """Puts other rules in force, for tests."""
+    """Replaces the rules, for tests."""
     _C.set_known_bad([_as_numbers(rule) for rule in rules])
 
 

@@ -298,7 +298,9 @@ def _conv(dims: int) -> Callable[..., Parts]:
         residual: TensorSpec | bool | None = None,
     ) -> Parts:
         if activation not in ACTIVATIONS:
-            raise ValueError(f"activation is one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+            raise ValueError(
+                f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
+            )
         pads = padding if isinstance(padding, str) else as_list(padding)
         geometry = _ops._conv_geometry(dims, w, as_list(stride), pads, as_list(dilation), groups)
         added = optional_tensor(bias, "bias", w.shape[:1], x.dtype)
@@ -411,5 +413,5 @@ def find_operator(op: str) -> Operator:
         ValueError: there is none; the message has all names.
     """
     if op not in OPERATORS:
-        raise ValueError(f"op is one of {', '.join(OPERATORS)}, got {op!r}")
+        raise ValueError(f"op must be one of {', '.join(OPERATORS)}, got {op!r}")
     return OPERATORS[op]
