@@ -65,14 +65,16 @@ variable_list attention_gradients(const variable_list& grads, const Wanted<Famil
   return only_wanted(wanted, results);
 }
 
-// Draws the numbers of a dropout before anything else, so that what follows depends on nothing
+// The numbers of a dropout are drawn before anything else, so that what follows depends on nothing
 // but its arguments: a compiler may compute it again, and the backward drops the same.
+inline bool needs_rng_state(const AttentionOptions& options) {
+  return options.dropout_p != 0 && !options.rng_state;
+}
+
 template <class Family>
 typename Family::Args with_rng_state(typename Family::Args args) {
-  if (args.dropout_p != 0 && !args.rng_state) {
-    const auto [length, length_kv] = Family::lengths(args);
-    args.rng_state = attention_rng_state_op().call({args.query, length, length_kv});
-  }
+  const auto [length, length_kv] = Family::lengths(args);
+  args.rng_state = attention_rng_state_op().call({args.query, length, length_kv});
   return args;
 }
 
@@ -110,10 +112,12 @@ void check_differentiable(const typename Family::Args& args) {
 }
 
 template <class Family>
-at::Tensor attention_autograd(c10::DispatchKeySet keys, const typename Family::Args& given) {
-  if (!is_regular(given)) return Family::regular(given);
-  check_differentiable<Family>(given);
-  const auto args = with_rng_state<Family>(given);
+at::Tensor attention_autograd(c10::DispatchKeySet keys, const typename Family::Args& args) {
+  if (!is_regular(args)) return Family::regular(args);
+  check_differentiable<Family>(args);
+  if (needs_rng_state(args)) {
+    return attention_autograd<Family>(keys, with_rng_state<Family>(args));
+  }
   if (requires_grad<Family>(args)) {
     return std::get<0>(forward_with_node<Family>(keys, args, /*returns_lse=*/false));
   }
@@ -121,11 +125,12 @@ at::Tensor attention_autograd(c10::DispatchKeySet keys, const typename Family::A
 }
 
 template <class Family>
-OutAndLse attention_with_lse_autograd(c10::DispatchKeySet keys,
-                                      const typename Family::Args& given) {
-  if (!is_regular(given)) return Family::regular_with_lse(given);
-  check_differentiable<Family>(given);
-  const auto args = with_rng_state<Family>(given);
+OutAndLse attention_with_lse_autograd(c10::DispatchKeySet keys, const typename Family::Args& args) {
+  if (!is_regular(args)) return Family::regular_with_lse(args);
+  check_differentiable<Family>(args);
+  if (needs_rng_state(args)) {
+    return attention_with_lse_autograd<Family>(keys, with_rng_state<Family>(args));
+  }
   if (requires_grad<Family>(args)) {
     return forward_with_node<Family>(keys, args, /*returns_lse=*/true);
   }

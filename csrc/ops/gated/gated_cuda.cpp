@@ -15,7 +15,7 @@ void check_cuda_dtype(const at::Tensor& gate) {
                    gate.scalar_type());
 }
 
-at::Tensor empty_like(const at::Tensor& tensor) {
+at::Tensor empty_dense(const at::Tensor& tensor) {
   return at::detail::empty_cuda(tensor.sizes(), tensor.scalar_type(), tensor.device(),
                                 std::nullopt);
 }
@@ -24,7 +24,7 @@ at::Tensor gated_cuda(const Gated& args) {
   check_gated(args);
   check_cuda_dtype(args.gate);
   const c10::cuda::CUDAGuard device_guard(args.gate.device());
-  const at::Tensor out = empty_like(args.gate);
+  const at::Tensor out = empty_dense(args.gate);
   gated_forward(args.gate, args.up, static_cast<GatedActivation>(args.activation), out);
   return out;
 }
@@ -34,7 +34,7 @@ GatedGradients gated_backward_cuda(const GatedBackward& args) {
   check_gated_backward(args);
   check_cuda_dtype(gate);
   const c10::cuda::CUDAGuard device_guard(gate.device());
-  const at::Tensor grad_gate = empty_like(gate), grad_up = empty_like(gate);
+  const at::Tensor grad_gate = empty_dense(gate), grad_up = empty_dense(gate);
   gated_backward(args.grad_out, gate, up, static_cast<GatedActivation>(activation), grad_gate,
                  grad_up);
   return {grad_gate, grad_up};
