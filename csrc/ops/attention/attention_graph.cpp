@@ -12,7 +12,7 @@
 
 #include <cstring>
 
-namespace cudnn_ops {
+namespace cudnn_ops::attention_graph {
 namespace {
 
 namespace fe = cudnn_frontend;
@@ -315,4 +315,4 @@ const graph::RegisterPlanKind<PagedParams, make_paged, paged_engine> paged_kind;
 const graph::RegisterPlanKind<SdpaBackwardParams, make_backward> backward_kind;
 
 }  // namespace
-}  // namespace cudnn_ops
+}  // namespace cudnn_ops::attention_graph

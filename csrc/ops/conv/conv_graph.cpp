@@ -8,7 +8,7 @@
 
 #include <c10/util/accumulate.h>
 
-namespace cudnn_ops {
+namespace cudnn_ops::conv_graph {
 namespace {
 
 namespace fe = cudnn_frontend;
@@ -153,4 +153,4 @@ const graph::RegisterPlanKind<ConvParams, make_forward, graph::heuristics_engine
 const graph::RegisterPlanKind<ConvBackwardParams, make_backward> backward_kind;
 
 }  // namespace
-}  // namespace cudnn_ops
+}  // namespace cudnn_ops::conv_graph

@@ -6,7 +6,7 @@
 #include "graph/frontend.h"
 #include "graph/plan_kind.h"
 
-namespace cudnn_ops {
+namespace cudnn_ops::norm_graph {
 namespace {
 
 namespace fe = cudnn_frontend;
@@ -122,4 +122,4 @@ const graph::RegisterPlanKind<NormParams, make_forward, forward_engine> forward_
 const graph::RegisterPlanKind<NormBackwardParams, make_backward, backward_engine> backward_kind;
 
 }  // namespace
-}  // namespace cudnn_ops
+}  // namespace cudnn_ops::norm_graph
