@@ -1,0 +1,285 @@
+"""Benchmarks of attention and of its plans, run on a CPU: their rows, checks and tables."""
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks import (
+    bench_attention_features,
+    bench_cold_start,
+    bench_host_overhead,
+    bench_paged_decode,
+    bench_sdpa,
+    bench_shape_churn,
+    bench_soak,
+    harness,
+    tables,
+)
+from benchmarks.harness import Rows
+from tests.cases.benchmarks import ENV, SHAPE
+from tests.cases.benchmarks import on_cpu as on_cpu
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_sdpa_results_are_verified(causal: bool) -> None:
+    shape = SHAPE._replace(causal=causal)
+    q, k, v, grad_out = bench_sdpa.tensors(shape, "cpu")
+    expected = bench_sdpa.reference(shape, q, k, v, grad_out)
+
+    def results(is_causal: bool) -> list[torch.Tensor]:
+        out = scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+        return [out, *torch.autograd.grad(out, (q, k, v), grad_out)]
+
+    good = results(causal)
+    bench_sdpa.verify("right", shape, good, expected)
+    with pytest.raises(RuntimeError, match="wrong mask: out is"):
+        bench_sdpa.verify("wrong mask", shape, results(not causal), expected)
+    for place, name in enumerate(("out", "dq", "dk", "dv")):
+        broken = list(good)
+        broken[place] = broken[place] * torch.nan
+        with pytest.raises(RuntimeError, match=f"{name} is nan"):
+            bench_sdpa.verify("broken", shape, broken, expected)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_bench_sdpa_rows_make_its_table() -> None:
+    rows = Rows(ENV)
+    bench_sdpa.run(rows, rounds=1)
+    tflops = {case: v["cudnn_ops"] for case, v in harness.pivot(rows.rows, "tflops").items()}
+    case, forward = "2,4,2,48,16 causal", 2 * 2 * 4 * 48 * 48 * 16 / 2e-3 / 1e12
+    assert tflops == pytest.approx({f"{case} fwd": forward, f"{case} bwd": 2.5 * forward})
+    peaks = {f"{case} fwd + bwd": {"cudnn_ops": 3.0, "torch_cudnn": 3.0}}
+    assert harness.pivot(rows.rows, "peak_mib") == peaks
+    peer_names = ["torch_cudnn", "torch_flash", "flash_attn_4"]
+    assert tables.sdpa(rows.rows) == [
+        ["B, Hq, Hkv, S, D", "cudnn_ops", *peer_names, *(f"vs {peer}" for peer in peer_names)],
+        ["2, 4, 2, 48, 16 causal", *["2.00 / 2.00"] * 4, *["1.00x / 1.00x"] * 3],
+    ]
+
+
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Any,
+    block_mask: Any,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """FlexAttention's formula, differentiable on a CPU."""
+    group = query.shape[1] // key.shape[1] if enable_gqa else 1
+    key, value = (t.repeat_interleave(group, 1) for t in (key, value))
+    scores = query @ key.mT * query.shape[-1] ** -0.5
+    sizes = enumerate(scores.shape)
+    index = [torch.arange(n).view([-1 if d == dim else 1 for d in range(4)]) for dim, n in sizes]
+    if score_mod is not None:
+        scores = score_mod(scores, *index)
+    if block_mask is not None:
+        scores = scores.masked_fill(~block_mask.mask_mod(*index), -torch.inf)
+    return scores.softmax(-1).to(value.dtype) @ value
+
+
+def varlen_attn(*args: Any, window_size: tuple[int, int]) -> torch.Tensor:
+    assert window_size == (-1, 0)
+    return torch.ops.cudnn_ops.varlen_attention(*args, causal=True)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_bench_attention_features_rows_make_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_attention_features
+    for name in ("tensors", "gpu_ms"):
+        monkeypatch.setattr(bench, name, getattr(bench_sdpa, name))
+    shape = bench_sdpa.Shape(2, 8, 2, 300, 16, causal=True)
+    monkeypatch.setattr(bench, "SHORT", shape)
+    monkeypatch.setattr(bench, "LONG", shape._replace(length=1100))
+    monkeypatch.setattr(bench, "flex_attention", flex_attention)
+    monkeypatch.setattr(bench, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    rows = Rows(ENV)
+    bench.run(rows, rounds=1)
+    header, *lines = tables.attention_features(rows.rows)
+    peer_names = ["torch_cudnn", "flex_attention", "torch_flash", "torch_efficient", "torch_varlen"]
+    assert header == [
+        "B, Hq, Hkv, S, D",
+        "cudnn_ops",
+        "over causal",
+        *(f"vs {peer}" for peer in peer_names),
+    ]
+    assert [line[0].partition(" 16 ")[2] for line in lines] == [
+        "causal",
+        "window 256",
+        "ALiBi",
+        "softcap",
+        "sinks",
+        "dropout",
+        "deterministic",
+        "mask [S, S]",
+        "bias [1, H, S, S] and its gradient",
+        "padding",
+        "packed",
+        "causal",
+        "window 1024",
+    ]
+    same = "1.00x / 1.00x"
+    assert lines[0] == ["2, 8, 2, 300, 16 causal", "2.00 / 2.00", same, same, "", "", "", ""]
+    assert lines[-1][2:5] == [same, "", same]
+    # Wrong results are not timed.
+    feature = next(bench.features(shape))
+    wrong = {**feature.calls, "torch_cudnn": lambda: 1.1 * feature.calls["cudnn_ops"]()}
+    with pytest.raises(RuntimeError, match=r"causal: torch_cudnn differs by 0\.1 of"):
+        bench.measure(replace(feature, calls=wrong), shape, rows, 1)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_bench_paged_decode_rows_make_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_paged_decode
+    monkeypatch.setattr(bench, "gpu_ms", bench_sdpa.gpu_ms)
+    monkeypatch.setattr(bench, "host_us", bench_sdpa.gpu_ms)
+    problem = bench.problem
+    monkeypatch.setattr(bench, "problem", lambda shape: problem(shape, "cpu"))
+    monkeypatch.setattr(
+        bench,
+        "SHAPES",
+        (
+            *(bench.Shape(2, 4, 2, 16, which) for which in ("100", "mixed", "falling")),
+            bench.Shape(2, 4, 2, 16, "100", queries=4),
+        ),
+    )
+    monkeypatch.setattr(bench, "TOKENS_TO_APPEND", 128)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    randperm = torch.randperm
+    monkeypatch.setattr(torch, "randperm", lambda n, **_: randperm(n))
+    rows = Rows(ENV)
+    bench.run(rows, rounds=1)
+    header, *lines = tables.paged_decode(rows.rows)
+    assert header[2:-2] == ["cudnn_ops TB/s", "torch_flash TB/s", "copy TB/s"]
+    assert [line[0] for line in lines] == [
+        "2, 4, 2, 16 100",
+        "2, 4, 2, 16 mixed",
+        "2, 4, 2, 16 falling",
+        "2, 4, 2, 16 100 4 queries",
+        "append 128, 8, 128",
+    ]
+    assert [line[1] for line in lines] == ["2.00"] * 5
+    assert [line[-2:] for line in lines] == [["1.00", "2.00"]] * 5
+    assert lines[1][3] == ""
+    found = harness.pivot(rows.rows, "tb_per_s")["2,4,2,16 100"]["cudnn_ops"]
+    assert found == pytest.approx(2 * 2 * 100 * 2 * 16 * 2 / 2e-3 / 1e12)
+    # Wrong results are not timed.
+    contiguous = bench.contiguous
+    monkeypatch.setattr(bench, "contiguous", lambda p: [2 * t for t in contiguous(p)])
+    with pytest.raises(RuntimeError, match="torch_flash differs by"):
+        bench.measure(bench.SHAPES[0], rows, 1)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_bench_host_overhead_rows_make_its_table() -> None:
+    rows = Rows(ENV)
+    bench_host_overhead.run(rows, rounds=1)
+    passes = ("forward, no grad", "forward, grad", "forward + backward")
+    cases = [f"{layout} {which}" for layout in ("BSHD", "BHSD") for which in passes]
+    assert tables.host_overhead(rows.rows) == [
+        ["", "cudnn_ops", "cudnn_ops_function", "torch_cudnn", "torch_flash"],
+        *([case, *["2.00"] * 4] for case in cases),
+    ]
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_bench_shape_churn_rows_make_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(bench_shape_churn, "LONGEST", 20)
+    rows = Rows(ENV)
+    bench_shape_churn.run(rows, rounds=1)
+    plans, lengths = pivot_keys(rows, "plans_built"), pivot_keys(rows, "new_shape_ms")
+    assert plans == ["40 lengths, sdpa", "40 lengths, sdpa_backward"]
+    assert lengths == [
+        "40 lengths, median",
+        "40 lengths, 99th percentile",
+    ]
+    table = tables.new_lengths(rows.rows)
+    assert table[0] == ["", "cudnn_ops", "torch_cudnn"]
+    assert table[1] == ["plans built, 40 lengths, sdpa", "0", ""]
+    assert [line[0] for line in table[3:]] == [f"host ms added, {case}" for case in lengths]
+    shape = "2, 4, 2, 48, 16 causal"
+    assert tables.polymorphic(rows.rows) == [
+        [
+            "B, Hq, Hkv, S, D",
+            "exact",
+            "polymorphic",
+            "promoted",
+            "polymorphic / exact",
+            "promoted / exact",
+        ],
+        *(
+            [f"{shape} {which}", "2.00", "2.00", "2.00", "1.000", "1.000"]
+            for which in ("fwd, inference", "fwd", "bwd")
+        ),
+    ]
+
+
+def pivot_keys(rows: Rows, metric: str) -> list[str]:
+    return list(harness.pivot(rows.rows, metric))
+
+
+def test_bench_cold_start_rows_make_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def child(name: str, store: str) -> list[float]:
+        calls.append((name, bool(store)))
+        return [100.0, 20.0 if store else 90.0, 1.0]
+
+    monkeypatch.setattr(bench_cold_start, "child", child)
+    rows = Rows(ENV)
+    bench_cold_start.run(rows, rounds=1)
+    assert calls[0] == ("cudnn_ops", True)
+    assert calls.count(("torch_cudnn", False)) == calls.count(("cudnn_ops", False)) == 2
+    table = tables.cold_start(rows.rows)
+    assert table[0] == ["", "cudnn_ops", "torch_cudnn"]
+    assert table[1] == ["4,32,8,2048,128 causal, warm store", "20.0", ""]
+    assert table[4] == ["4,32,8,2048,128 causal, no store", "90.0", "90.0"]
+
+
+def test_bench_cold_start_tells_why_a_process_failed() -> None:
+    with pytest.raises(RuntimeError, match="nobody"):
+        bench_cold_start.child("nobody", "")
+
+
+def test_soak_shapes_are_distinct() -> None:
+    shapes = list(bench_soak.shapes(bench_soak.SHAPES))
+    assert len(set(shapes)) == len(shapes) == bench_soak.SHAPES
+    assert len({shape[1:3] + shape[4:] for shape in shapes}) > 4 * bench_soak.CACHE_LIMIT
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_bench_soak_rows_make_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 << 20, 5 << 20))
+    monkeypatch.setattr(bench_soak, "shapes", lambda total: [(1, 2, 1, 8, 16, True)] * total)
+    rows = Rows(ENV)
+    bench_soak.run(rows, rounds=1)
+    table = tables.soak(rows.rows)
+    assert table[0] == ["", "device MiB", "host MiB"]
+    assert [line[:2] for line in table[1:]] == [
+        [f"after {count} shapes", "2"] for count in range(50, 501, 50)
+    ]
+    assert int(table[1][2]) > 50
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_host_overhead_tensors_have_the_layout_they_are_named_for() -> None:
+    for layout, strides in (("BSHD", (64, 512)), ("BHSD", (64 * 64, 64))):
+        tensor = bench_host_overhead.tensor(layout)
+        assert tensor.shape == (1, 8, 64, 64)
+        assert tensor.stride()[1:] == (*strides, 1)
+
+
+def test_training_step_leaves_the_gradients_of_one_call() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    for _ in range(2):
+        bench_host_overhead.training_step(lambda: leaf * 2, [leaf], torch.ones(3))
+    torch.testing.assert_close(leaf.grad, torch.full((3,), 2.0))

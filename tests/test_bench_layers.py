@@ -1,0 +1,229 @@
+"""Benchmarks of norms, convolutions and whole steps, run on a CPU: rows, checks and tables."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import (
+    bench_conv,
+    bench_norms,
+    bench_resnet,
+    bench_sdpa,
+    bench_train_step,
+    harness,
+    peers,
+    tables,
+)
+from benchmarks.harness import Rows
+from tests.cases.benchmarks import ENV
+from tests.cases.benchmarks import on_cpu as on_cpu
+
+
+class OverwritingSwiGLU(torch.autograd.Function):
+    """As Liger's: its backward leaves something else where gate and up were."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return torch.nn.functional.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = ctx.saved_tensors
+        results = (
+            torch.ops.aten.silu_backward(grad * up, gate),
+            grad * torch.nn.functional.silu(gate),
+        )
+        for saved in (gate, up):
+            saved.data.fill_(torch.nan)
+        return results
+
+
+@pytest.fixture
+def small_norms(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, peers.RowOps]:
+    """Makes bench_norms small, with three implementations and eager torch for the compiler."""
+    bench = bench_norms
+    for name in ("gpu_ms", "host_us"):
+        monkeypatch.setattr(bench, name, bench_sdpa.gpu_ms)
+    shapes = (bench.Shape(4, 16, "wide", compiled=True), bench.Shape(2, 64, "wide"))
+    monkeypatch.setattr(bench, "SHAPES", (*shapes, bench.Shape(3, 4, "odd")))
+    for name in ("ADDED", "GATED"):
+        monkeypatch.setattr(bench, name, (3, 8))
+    monkeypatch.setattr(bench, "HOST", ((3, 8),))
+    monkeypatch.setattr(bench, "QK", (2, 3, 4, 8))
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(peers, "LIGER_WIDEST", 63)
+    ops = peers.row_ops("cudnn_ops", "eager")
+    ops["liger"] = ops["eager"]._replace(swiglu=OverwritingSwiGLU.apply)
+    monkeypatch.setattr(peers, "row_ops", lambda *_: ops)
+    return ops
+
+
+def test_bench_norms_rows_make_its_tables(small_norms: dict[str, peers.RowOps]) -> None:
+    rows = Rows(ENV)
+    bench_norms.run(rows, rounds=1)
+    both = "1.00x / 1.00x"
+    assert tables.norms(rows.rows) == [
+        ["", "shapes", "vs bound", "vs eager", "vs compile", "vs liger"],
+        *(
+            line
+            for kind in ("rms", "layer")
+            for line in (
+                [f"{kind} wide", "2", *[both] * 4],
+                [f"{kind} odd", "1", both, both, "", both],
+            )
+        ),
+        ["rms QK", "1", *[both] * 4],
+        ["add + rms", "1", *["1.00x"] * 4],
+        ["swiglu", "1", *[both] * 4],
+    ]
+    cases = harness.pivot(rows.rows, "gpu_ms")
+    impls = ["cudnn_ops", "eager", "three_pass", "cudnn_ops_new"]
+    assert list(cases["rms wide 2,64 bwd"]) == impls
+    assert list(cases["swiglu 3,8 bwd"])[-3:] == ["compile", "copy", "cudnn_ops_new"]
+    header, *lines = tables.host_overhead(rows.rows)
+    assert header == ["", "cudnn_ops", "eager"]
+    functions = ("rms_norm", "layer_norm", "swiglu")
+    assert lines == [
+        [f"{function} 3,8, {which}", "2.00", "2.00"]
+        for which in ("no grad", "grad")
+        for function in functions
+    ]
+
+
+def test_means_of_norms_are_geometric() -> None:
+    rows = Rows(ENV)
+    for size, ms in (("8,16", 2.0), ("16,16", 8.0)):
+        rows.add(f"rms wide {size} fwd", "cudnn_ops", "gpu_ms", 1.0)
+        rows.add(f"rms wide {size} fwd", "eager", "gpu_ms", ms)
+    assert tables.norms(rows.rows)[1] == ["rms wide", "2", "", "4.00x", "", ""]
+
+
+def test_wrong_norms_are_not_timed(small_norms: dict[str, peers.RowOps]) -> None:
+    right = small_norms["eager"].rms_norm
+    small_norms["eager"] = small_norms["eager"]._replace(
+        rms_norm=lambda x, weight: right(x, weight.detach() * 1.1 + weight * 0)
+    )
+    case = next(bench_norms.cases(small_norms))
+    with pytest.raises(RuntimeError, match="rms wide 4,16: eager differs in result 0"):
+        bench_norms.measure(case, Rows(ENV), 1)
+
+
+def test_heads_to_be_normed_are_part_of_a_projection(small_norms: dict[str, peers.RowOps]) -> None:
+    case = next(c for c in bench_norms.cases(small_norms) if c.name.startswith("rms QK"))
+    heads = case.calls["cudnn_ops"].leaves[0]
+    assert heads.shape == (2, 3, 4, 8)
+    assert heads.stride() == (3 * 12 * 8, 12 * 8, 8, 1)
+
+
+KERNELS = {
+    "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTN": "matmul",
+    "void cublasLt::splitKreduce_kernel<32, 16, int, float>": "matmul",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16": "attention",
+    "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>": "attention",
+    "rms_norm_backward_4": "norms",
+    "norm_columns": "norms",
+    "gated_swiglu_bf16_backward": "gated activation",
+    "void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float>": "loss",
+    "void at::native::elementwise_kernel<128, 4, direct_copy_kernel_cuda>": (
+        "copies, casts and fills"
+    ),
+    "Memset (Device)": "copies, casts and fills",
+    "void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>": (
+        "other elementwise"
+    ),
+    "void at::native::reduce_kernel<512, 1>": "other",
+}
+
+
+def test_kernels_are_grouped_by_name() -> None:
+    assert {name: bench_train_step.group_of(name) for name in KERNELS} == KERNELS
+    found = bench_train_step.shares(dict.fromkeys(KERNELS, 10.0) | {"gemm": 380.0})
+    assert next(iter(found)) == "matmul"
+    assert found["matmul"] == pytest.approx(80)
+    assert sum(found.values()) == pytest.approx(100)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        bench_train_step.shares({})
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_bench_train_step_rows_make_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_train_step
+    config = bench.LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=97,
+    )
+    monkeypatch.setattr(bench, "CONFIG", config)
+    monkeypatch.setattr(bench, "SHAPES", ((2, 24), (1, 48)))
+    monkeypatch.setattr(bench, "step_ms", bench_sdpa.gpu_ms)
+    monkeypatch.setattr(bench, "kernel_times", lambda call: {"gemm": 3.0, "norm_4": 1.0})
+    variants, randint = bench.variants, torch.randint
+    monkeypatch.setattr(bench, "variants", lambda: variants("cpu"))
+    monkeypatch.setattr(torch, "randint", lambda *a, **k: randint(*a, **{**k, "device": "cpu"}))
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+    rows = Rows(ENV)
+    bench.run(rows, rounds=1)
+    impls = ["eager", "compile", "cudnn_ops", "cudnn_ops_compile"]
+    assert tables.train_step(rows.rows) == [
+        ["sequences x tokens", *impls, "vs eager", "compiled vs compile"],
+        *([case, *["2.00"] * 4, *["1.00x"] * 2] for case in ("2x24", "1x48")),
+    ]
+    header, *lines = tables.train_step_profile(rows.rows)
+    assert header == ["", "2x24", "1x48"]
+    assert lines[:3] == [
+        ["matmul", "75.0%", "75.0%"],
+        ["norms", "25.0%", "25.0%"],
+        ["gated activation", "0.0%", "0.0%"],
+    ]
+
+
+def test_other_gradients_are_not_timed() -> None:
+    steps = {"eager": lambda: torch.ones(4), "cudnn_ops": lambda: torch.full((4,), 1.2)}
+    with pytest.raises(RuntimeError, match=r"cudnn_ops: a gradient is 0\.2 of its norm off"):
+        bench_train_step.verify(steps)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_bench_conv_rows_make_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_conv
+    monkeypatch.setattr(bench, "SHAPES", (bench.Shape(2, 4, 6, 8, 3, 1, 1),))
+    monkeypatch.setattr(bench, "PATCHES", bench.Shape(2, 3, 8, 8, 4, 4, 0))
+    monkeypatch.setattr(bench, "GEOMETRIES", bench.GEOMETRIES[:0])
+    monkeypatch.setattr(bench, "gpu_ms", bench_sdpa.gpu_ms)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    randn = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *a, **k: randn(*a, **{**k, "device": "cpu"}))
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    rows = Rows(ENV)
+    bench.run(rows, rounds=1)
+    same = ["2.00", "1.00", "1.00x", "1.00x", "1.00x"]
+    assert tables.conv(rows.rows) == [
+        [
+            *("N, C, HW, K, R, stride, pad", "fwd", "/ conv alone"),
+            *("vs eager", "vs compile", "bwd vs eager"),
+        ],
+        *(["2, 4, 6, 8, 3, 1, 1 " + epilogue.name, *same] for epilogue in bench.EPILOGUES),
+        ["2, 3, 8, 8, 4, 4, 0 patches", *same],
+        ["geometric mean without patches", "", "", *same[2:]],
+    ]
+
+
+def test_other_logits_are_not_timed() -> None:
+    calls = {"eager": lambda: torch.ones(4), "cudnn_ops": lambda: torch.full((4,), 1.2)}
+    with pytest.raises(RuntimeError, match=r"inference: cudnn_ops is 0\.2 of the norm off"):
+        bench_resnet.verify("inference", calls)
+
+
+def test_resnet_table() -> None:
+    rows = Rows(ENV)
+    rows.add("inference", "cudnn_ops", "step_ms", 1.0)
+    rows.add("inference", "eager", "step_ms", 1.5)
+    assert tables.resnet(rows.rows) == [
+        ["", "cudnn_ops", "eager", "vs eager"],
+        ["inference", "1.00", "1.50", "1.50x"],
+    ]

@@ -1,0 +1,178 @@
+"""The suite of GPU tests and benchmarks, and the tables made from its results."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import (
+    gpu_suite,
+    tables,
+)
+from benchmarks.harness import Rows
+from tests.cases.benchmarks import ENV
+
+
+def test_results_folder_is_named_after_the_gpu() -> None:
+    slugs = {
+        "NVIDIA H200": "h200",
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA A100-SXM4-80GB": "a100",
+        "NVIDIA GeForce RTX 4090": "rtx_4090",
+        "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "rtx_pro_6000",
+    }
+    assert {name: gpu_suite.gpu_slug(name) for name in slugs} == slugs
+
+
+TESTS_OF_EVERY_KIND = """
+import pytest
+@pytest.fixture
+def broken(): raise OSError
+@pytest.mark.parametrize("n", range(3))
+def test_good(n): pass
+def test_bad(): assert False
+def test_skipped(): pytest.skip("no reason")
+@pytest.mark.xfail
+def test_known(): assert False
+def test_broken(broken): pass
+"""
+
+
+def test_junit_report_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(TESTS_OF_EVERY_KIND)
+    command = [sys.executable, "-m", "pytest", "-q", "--junit-xml=junit.xml", "test_some.py"]
+    subprocess.run(command, cwd=tmp_path, check=False, capture_output=True)
+    failures = ["test_some::test_bad", "test_some::test_broken"]
+    expected = gpu_suite.Outcome(passed=3, failed=1, skipped=2, errors=1, failures=failures)
+    assert gpu_suite.parse_junit(tmp_path / "junit.xml") == expected
+
+
+def test_a_crash_of_pytest_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_suite, "run", lambda *_: (-11, 1.0))
+    outcome, _ = gpu_suite.run_tests([])
+    assert outcome == gpu_suite.Outcome(errors=1, failures=["pytest: exit status -11"])
+
+
+def test_tests_are_spread_over_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def run(arguments: list[str], _: float) -> tuple[int, float]:
+        asked[:] = arguments
+        return 0, 1.0
+
+    monkeypatch.setattr(gpu_suite, "run", run)
+    gpu_suite.run_tests(["-k", "one"], jobs=3)
+    assert asked[asked.index("-n") + 1] == "3"
+    assert asked[-3:] == ["tests", "-k", "one"]
+    gpu_suite.run_tests([])
+    assert "-n" not in asked
+
+
+def test_a_process_is_stopped_at_its_limit() -> None:
+    assert gpu_suite.run(["-c", "raise SystemExit(3)"], limit_s=60)[0] == 3
+    sleep = ["-c", "import time; time.sleep(60)"]
+    assert gpu_suite.run(sleep, limit_s=0.2)[0] == gpu_suite.TIMED_OUT
+
+
+ALL = ["gpu_tests", "one", "two"]
+GOOD = gpu_suite.Outcome(passed=2, skipped=1)
+EMPTY = gpu_suite.Outcome(skipped=3)
+BAD = gpu_suite.Outcome(passed=2, errors=1, failures=["a::b"])
+
+
+@pytest.mark.parametrize(
+    ("options", "outcome", "status", "expected"),
+    [
+        ([], GOOD, 0, (0, ALL)),
+        ([], EMPTY, 0, (1, ALL)),
+        ([], BAD, 0, (1, ALL)),
+        ([], GOOD, 9, (1, ALL)),
+        (["--only=tests"], GOOD, 9, (0, ["gpu_tests"])),
+        (["--only=benchmarks"], BAD, 0, (0, ["one", "two"])),
+    ],
+)
+def test_suite_runs_what_is_asked_and_fails_with_any_of_it(
+    options: list[str],
+    outcome: gpu_suite.Outcome,
+    status: int,
+    expected: tuple[int, list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(arguments: list[str], _: float) -> tuple[int, float]:
+        assert arguments[:2] == ["-m", f"benchmarks.bench_{Path(arguments[3]).stem}"]
+        Path(arguments[3]).touch()
+        return status, 1.0
+
+    for name in ("bench_one.py", "bench_two.py", "harness.py"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(gpu_suite, "BENCHMARKS", tmp_path)
+    monkeypatch.setattr(gpu_suite, "run", run)
+    monkeypatch.setattr(gpu_suite, "run_tests", lambda *_: (outcome, 1.23))
+    monkeypatch.setattr(gpu_suite, "environment", lambda: ENV)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(sys, "argv", ["gpu_suite", *options])
+    exit_status = gpu_suite.main()
+    written = sorted((tmp_path / "results" / "h200").iterdir())
+    assert (exit_status, [path.stem for path in written]) == expected
+    if "gpu_tests" in expected[1]:
+        where = {key: ENV[key] for key in ("commit", "gpu", "torch", "cudnn")}
+        assert json.loads(written[0].read_text()) == vars(outcome) | where | {"seconds": 1.2}
+
+
+@pytest.fixture
+def readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A README with one stale table, and the results for it."""
+    rows = Rows(ENV)
+    for impl, us in (("cudnn_ops", 10.2), ("torch_cudnn", 12.1)):
+        rows.add("BSHD forward, no grad", impl, "host_us", us)
+    rows.write(tmp_path / "h200" / "host_overhead.json")
+    path = tmp_path / "README.md"
+    table = "<!-- table:host_overhead -->\nold\n<!-- /table:host_overhead -->"
+    path.write_text(f"above\n{table}\nbelow\n")
+    monkeypatch.setattr(tables, "README", path)
+    monkeypatch.setattr(tables, "DOCS", tmp_path / "docs")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    return path
+
+
+def test_readme_tables_are_checked_and_rewritten(
+    readme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def main(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["tables", *arguments])
+        return tables.main()
+
+    stale = readme.read_text()
+    assert main("--check") == 1
+    assert readme.read_text() == stale
+    assert main() == 0
+    assert readme.read_text().splitlines() == [
+        "above",
+        "<!-- table:host_overhead -->",
+        "|  | cudnn_ops | torch_cudnn |",
+        "| --- | ---: | ---: |",
+        "| BSHD forward, no grad | 10.2 | 12.1 |",
+        "",
+        "Host time of one call in µs, [1, 8, 64, 64] bf16, causal. Median of 50 samples. "
+        "NVIDIA H200, commit 0123456789ab-dirty, 2026-11-21, torch 2.11.0, cuDNN 9.19.0.",
+        "<!-- /table:host_overhead -->",
+        "below",
+    ]
+    assert main("--check") == 0
+
+
+def test_an_unmeasured_table_says_so(tmp_path: Path) -> None:
+    text = "<!-- table:sdpa -->\n{}<!-- /table:sdpa -->"
+    assert tables.render(text.format(""), tmp_path) == text.format("Not measured yet.\n")
+
+
+def test_wrong_markers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no table is named 'spda'"):
+        tables.render("<!-- table:spda -->\n<!-- /table:spda -->", tmp_path)
+    with pytest.raises(SystemExit, match="no closing marker"):
+        tables.render("<!-- table:sdpa -->\n", tmp_path)
