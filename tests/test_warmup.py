@@ -114,7 +114,7 @@ def test_mistakes():
         warmup([PlanRequest((1, 2, 3))], device="h200", progress=False)
     with pytest.raises(ValueError, match="not a file"):
         warmup([], device="h2000")
-    with pytest.raises(ValueError, match="CUDA devices"):
+    with pytest.raises(ValueError, match="device must be a CUDA device"):
         warmup([], device=torch.device("cpu"))
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="torch sees none"):
