@@ -221,6 +221,8 @@ def test_what_is_not_taken_is_told():
     fuse_rotary_(module)
     q, k, cos, sin = drawn(1)
     angles = (cos.unsqueeze(1), sin.unsqueeze(1))
-    with pytest.warns(UserWarning, match=r"does not take this call .* cos and sin \(2, 1, 5, 8\)"):
+    with pytest.warns(
+        UserWarning, match=r"does not support this call .* cos and sin \(2, 1, 5, 8\)"
+    ):
         found = module[0](q, k, *angles, 0)
     torch.testing.assert_close(found, Turned()(q, k, *angles, 0))

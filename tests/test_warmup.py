@@ -203,3 +203,29 @@ def test_plans_over_pages_are_requested_and_explained():
         plan_requests("paged_attention", query)
     with pytest.raises(ValueError, match="for 13 sequences"):
         plan_requests("paged_attention", query, *caches, page_table=(12, 20))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True},
+        {"window_size": (32, 0), "softcap": 20.0},
+        {"dropout_p": 0.1, "deterministic": True},
+    ],
+    ids=str,
+)
+def test_plans_of_packed_attention_are_those_that_a_call_asks_for(options):
+    """In inference and in training, with the same tokens on both sides and with others."""
+    q = torch.randn(300, 4, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    offsets = torch.tensor([0, 100, 300], dtype=torch.int32, device="cuda")
+    for offsets_kv in (offsets, offsets.clone()):
+        packing = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets_kv}
+        packing |= {"max_seqlen_q": 200, "max_seqlen_k": 200}
+        for training in (False, True):
+            with record_shapes() as asked, torch.set_grad_enabled(training):
+                out = cudnn_ops.varlen_attention(q, q, q, **packing, **options)
+                if training:
+                    out.sum().backward()
+            named = plan_requests("varlen_attention", q, training=training, **packing, **options)
+            assert set(asked) == set(named)

@@ -1,7 +1,7 @@
 """Attention masks of transformers' models, as a few numbers.
 
-``cudnn_ops_mask`` decides once per forward pass; :class:`CompactMask` is what it returns, and what
-stands for the mask wherever somebody wants a tensor.
+``cudnn_ops_mask`` decides once per forward pass. It returns a :class:`CompactMask`, which becomes a
+tensor where code expects one.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ NO_WINDOW = (-1, -1)
 class CompactMask(NamedTuple):
     """A causal mask with a window, padding or packing, as a few numbers.
 
-    The last query is at the last key, or ``unwritten`` keys before it. A tuple, so that whatever
-    moves a layer's arguments between devices moves what is in here. To code that wants a tensor it
-    is one, bool [batch, 1, queries, keys], True where a query sees a key, made when it is asked for
-    (see :meth:`to_tensor`); only ``isinstance`` knows better.
+    The last query is aligned with the last key, or with one ``unwritten`` keys before it. It is a
+    tuple, so that code that moves a layer's arguments between devices moves its fields too. Code
+    that uses it as a tensor gets the full mask, bool [batch, 1, queries, keys], True where a query
+    sees a key, which is built on demand (:meth:`to_tensor`).
 
     Attributes:
         window: (left, right), as in ``cudnn_ops.scaled_dot_product_attention``.
-        padding: bool [batch, keys], False hides a key; None: there is nothing to hide.
-        lengths: int32 [batch], how many tokens there are before each sequence's padding; None: all.
-        cu_seqlens: int32 [sequences + 1], where each packed sequence begins among the batch's
-            tokens, row after row; None: each row is one sequence.
+        padding: bool [batch, keys], False hides a key; None: no padding.
+        lengths: int32 [batch], the number of tokens before each sequence's padding; None: all.
+        cu_seqlens: int32 [sequences + 1], the offset of each packed sequence among the batch's
+            tokens, row by row; None: each row is one sequence.
         longest: with ``cu_seqlens``, the length of the longest sequence.
-        unwritten: how many keys at the end are a static cache's that no query sees yet.
-        sizes: (batch, queries, keys); None where it is not known what it is a mask of.
-        device: of the tensor that it stands for, where none is in here to tell.
+        unwritten: number of keys at the end of a static cache that no query sees yet.
+        sizes: (batch, queries, keys); None if unknown.
+        device: the full mask's device, if no field is a tensor.
     """
 
     window: tuple[int, int] = NO_WINDOW
@@ -71,7 +71,7 @@ class CompactMask(NamedTuple):
     def shape(self) -> torch.Size:
         """As of the full mask."""
         if self.sizes is None:
-            raise ValueError("this CompactMask does not know the sizes of what it is a mask of")
+            raise ValueError("this CompactMask has no sizes, so it has no shape")
         batch, length, length_kv = self.sizes
         return torch.Size((batch, 1, length, length_kv))
 
@@ -169,15 +169,14 @@ def cudnn_ops_mask(
 ) -> Tensor | CompactMask | None:
     """A mask function of transformers' ``AttentionMaskInterface``, beside :func:`sdpa_mask`.
 
-    Where the mask is causal, perhaps with a window, padding or packed sequences, and the last query
-    belongs to the last key, or a static cache is empty, it is a :class:`CompactMask`. Everything
-    else (static caches, which have keys to come; chunks; blocks that see themselves; masks of the
-    user's) is what ``sdpa_mask`` makes of it. None only where nothing at all is hidden: layers do
-    not all know that they are causal.
+    Returns a :class:`CompactMask` if the mask is causal, possibly with a window, padding or packed
+    sequences, and the last query is aligned with the last key, or a static cache is empty. For all
+    other masks (partly filled static caches, chunks, bidirectional blocks, users' masks) it returns
+    the result of ``sdpa_mask``. None only if nothing is masked: not all layers know that they are
+    causal.
 
-    Without an ``attention_mask`` the host does not wait for the GPU here; with one it does so once,
-    to see whether there is padding and where. Under ``torch.compile`` it never does, and takes it
-    that there is.
+    Without an ``attention_mask`` the host does not wait for the GPU; with one it waits once, to see
+    whether and where there is padding. Under ``torch.compile`` it never waits, and assumes padding.
 
     Args:
         batch_size: as in ``transformers.masking_utils.sdpa_mask``; likewise the rest.
@@ -185,22 +184,21 @@ def cudnn_ops_mask(
         kv_length: number of keys.
         q_offset: position of the first query; a tensor for static caches.
         kv_offset: position of the first key.
-        mask_function: what a query sees.
-        attention_mask: bool [batch, tokens], False for padding; or what this function returned, as
-            ``generate`` hands it to the model, which asks again.
+        mask_function: says which keys a query sees.
+        attention_mask: bool [batch, tokens], False for padding; or an earlier result of this
+            function, which ``generate`` passes to the model.
         local_size: the window or the chunk.
-        allow_is_causal_skip: set by transformers where ``mask_function`` is causal, and local if
-            there is a ``local_size``, and nothing else.
+        allow_is_causal_skip: set by transformers if ``mask_function`` is merely causal, and local
+            if there is a ``local_size``.
         allow_is_bidirectional_skip: likewise for a mask that hides nothing.
-        use_vmap: ``mask_function`` has parts of the user's.
-        config: of the model.
-        device: of the mask.
+        use_vmap: whether ``mask_function`` has parts that users wrote.
+        config: the model's configuration.
+        device: the mask's device.
         packing_under_compile: as in :func:`register`.
         kwargs: for ``sdpa_mask``.
 
     Raises:
-        NotImplementedError: the model's attention is its own, and would take the mask for another
-            kind.
+        NotImplementedError: the model uses its own attention, which would misread the mask.
     """
     wants_bias = config is not None and _wants_bias(config.__class__)
     if isinstance(attention_mask, CompactMask):
@@ -269,8 +267,8 @@ def cudnn_ops_mask(
 def full_mask(config: Any = None, **kwargs: Any) -> Tensor | None:
     """A mask function that returns a tensor for every mask that is not merely causal.
 
-    And there too to models that may add it to scores of their own, for their layers do not all know
-    that they are causal.
+    Causal masks too are tensors for models that may add them to scores of their own, for not all of
+    their layers know that they are causal.
     """
     wants_bias = config is not None and _wants_bias(config.__class__)
     return (eager_mask if wants_bias else sdpa_mask)(config=config, **kwargs)
@@ -285,9 +283,9 @@ def _wants_bias(config: type) -> bool:
 def _models_want_bias(config: type) -> bool:
     """Whether models of this configuration may add a mask to scores of their own.
 
-    Those that transformers does not give to torch's attention, which takes masks of bool. A model
-    with no attention but its own is refused: ``set_attn_implementation`` does so itself, and
-    ``from_pretrained`` takes any name that is registered.
+    These are the models that transformers does not run with torch's attention, which accepts bool
+    masks. A model that has only its own attention is refused: ``set_attn_implementation`` refuses
+    it itself, but ``from_pretrained`` accepts any registered name.
     """
     module = sys.modules.get(config.__module__.replace(".configuration_", ".modeling_"))
     parts = vars(module).values() if module is not None else ()
@@ -313,9 +311,10 @@ def _models_want_bias(config: type) -> bool:
 def packed_sequences(mask_function: Callable[..., Any]) -> Tensor | None:
     """[batch, tokens]: the packed sequence of its row that each token belongs to.
 
-    Out of what transformers' ``create_causal_mask`` and ``create_sliding_window_causal_mask`` build
-    for them: in 5.17 ``and_masks(base, packed)``, in 5.23 ``and_masks(packed, remapped(base))``,
-    where ``base`` is causal or local. None if it is anything else.
+    Extracted from what transformers' ``create_causal_mask`` and
+    ``create_sliding_window_causal_mask`` build for them: in 5.17 ``and_masks(base, packed)``, in
+    5.23 ``and_masks(packed, remapped(base))``, where ``base`` is causal or local. None if it is
+    anything else.
     """
     parts = _captured(mask_function, "and_masks", "mask_functions")
     if parts is None or len(parts) != 2:

@@ -27,18 +27,19 @@ Apply = Callable[..., tuple[Tensor, Tensor]]
 def fuse_rotary_(model: nn.Module) -> list[str]:
     """Makes a model's attention apply :func:`cudnn_ops.rotary_embedding` to queries and keys.
 
-    Only where the functions that it calls now compute the same on random numbers: of whole heads,
-    of their first part (Phi-3, GPT-NeoX), of neighbours (DeepSeek-V3), and by float32 angles (OLMo
-    2 and 3). Calls that ours does not take, such as angles of another shape, go to theirs with a
-    warning. Other models, of the same class too, stay as they are; to do it again changes nothing.
+    A function is replaced only if it computes the same on random inputs: over whole heads, over
+    their first part (Phi-3, GPT-NeoX), on neighbouring elements (DeepSeek-V3), or with float32
+    angles (OLMo 2 and 3). Unsupported calls, such as those with angles of another shape, use the
+    original function, with a warning. Other models, even of the same class, are not changed; a
+    second call changes nothing.
 
     Args:
-        model: any module; of its parts those are changed whose class's ``forward`` calls
-            ``apply_rotary_pos_emb`` or ``apply_rotary_pos_emb_interleave``, if all that it calls of
-            them is understood.
+        model: any module. Changed are the submodules whose class's ``forward`` calls
+            ``apply_rotary_pos_emb`` or ``apply_rotary_pos_emb_interleave``, if all of these calls
+            are understood.
 
     Returns:
-        The names of those parts.
+        The names of the changed submodules.
     """
     forwards: dict[FunctionType, FunctionType | None] = {}
     fused = []
@@ -87,7 +88,7 @@ class _Turn:
     by_wide: bool
     """Whether float32 angles make float32 products and a result in the input's dtype."""
 
-    def takes(self, x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    def supports(self, x: Tensor, cos: Tensor, sin: Tensor) -> bool:
         """Whether the operator supports ``x``, [B, H, S, D], and angles, [B or 1, S, D]."""
         return (
             x.dim() == 4
@@ -124,12 +125,12 @@ def _fused(turn: _Turn) -> Apply:
         angles = (cos.unsqueeze(0), sin.unsqueeze(0)) if dim == 0 else (cos, sin)
         # [B, S, H, D] where the heads come third.
         tensors = [x.transpose(1, 2) if dim == 2 else x for x in (q, k)]
-        if is_known and dim in (0, 1, 2) and all(turn.takes(x, *angles) for x in tensors):
+        if is_known and dim in (0, 1, 2) and all(turn.supports(x, *angles) for x in tensors):
             q, k = (turn(x, *angles) for x in tensors)
             return (q.transpose(1, 2), k.transpose(1, 2)) if dim == 2 else (q, k)
         if not torch.compiler.is_compiling():
             warnings.warn(
-                f"cudnn_ops.rotary_embedding does not take this call of {turn.apply.__name__}, "
+                f"cudnn_ops.rotary_embedding does not support this call of {turn.apply.__name__}, "
                 f"with q {tuple(q.shape)} and k {tuple(k.shape)} of {q.dtype}, cos and sin "
                 f"{tuple(cos.shape)} of {cos.dtype}, unsqueeze_dim={dim}; it runs as it is in "
                 "transformers",
