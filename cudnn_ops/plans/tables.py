@@ -1,9 +1,9 @@
 """Tables of measured engines, which the operators load at import.
 
 ``tuned/sm<architecture>.json`` names, for some plans, an engine that is faster than the first
-choice of cuDNN's heuristics; ``tuned/norms_sm<architecture>.json`` says which norms run faster on our
-kernels than on cuDNN. Each table notes the GPU and the versions that it was measured with, and is
-used with that version of cuDNN only. ``python -m cudnn_ops tune`` writes them.
+choice of cuDNN's heuristics; ``tuned/norms_sm<architecture>.json`` says which norms run faster on
+our kernels than on cuDNN. Each table notes the GPU and the versions that it was measured with, and
+is used with that version of cuDNN only. ``python -m cudnn_ops tune`` writes them.
 """
 
 from __future__ import annotations
