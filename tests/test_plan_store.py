@@ -276,9 +276,7 @@ def hash_of(sources: list[Path], folder: Path) -> str:
 
 def test_a_plan_is_stored_for_the_sources_of_its_graph(store, tmp_path):
     plan()
-    patterns = re.search(
-        r"file\(GLOB_RECURSE hashed_sources CONFIGURE_DEPENDS (.*?)\)", CMAKE, re.S
-    )
+    patterns = re.search(r"file\(GLOB_RECURSE graph_sources CONFIGURE_DEPENDS (.*?)\)", CMAKE, re.S)
     folders = [pattern.rpartition("/") for pattern in patterns[1].split()]
     sources = [path for folder, _, name in folders for path in (ROOT / folder).rglob(name)]
     names = {path.name for path in sources}
