@@ -503,7 +503,7 @@ def test_out_of_pages_says_the_numbers_and_changes_nothing():
         assert (one.needed, one.free, one.evictable, one.total) == (4, 1, 2, 6)
         assert str(one) == (
             "out of pages: needed 4, free 1, evictable 2, total 6; free or truncate sequences, or "
-            "make a cache of more pages"
+            "create a cache with more pages"
         )
     assert before == (
         a.length,

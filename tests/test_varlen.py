@@ -301,10 +301,10 @@ def test_merging_nothing_with_nothing():
 @pytest.mark.parametrize(
     ("shapes", "match"),
     [
-        (((1, 2, 3, 8), (1, 2, 3), (1, 2, 4, 8), (1, 2, 3)), "alike"),
-        (((1, 2, 3, 8), (1, 2, 3), (1, 2, 3, 8), (1, 2)), "alike"),
+        (((1, 2, 3, 8), (1, 2, 3), (1, 2, 4, 8), (1, 2, 3)), "of one shape"),
+        (((1, 2, 3, 8), (1, 2, 3), (1, 2, 3, 8), (1, 2)), "of one shape"),
         (((3, 2, 8), (3, 2), (3, 2, 8), (3, 2)), "lse_a must be"),
-        (((3, 8), (3,), (3, 8), (3,)), "must be"),
+        (((3, 8), (3,), (3, 8), (3,)), "must both be"),
     ],
 )
 def test_states_that_do_not_fit(shapes, match):

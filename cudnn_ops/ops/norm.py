@@ -32,10 +32,10 @@ def rms_norm(
     Differentiable once.
 
     Args:
-        input: [..., *normalized_shape], float16, bfloat16 or float32; on a CPU also float64. Rows
-            may be strided, like the heads of a fused projection: they are read without a copy.
+        input: ``[..., *normalized_shape]``, float16, bfloat16 or float32; on a CPU also float64.
+            Rows may be strided, like the heads of a fused projection: they are read without a copy.
         normalized_shape: the last dimensions, over which the mean is computed.
-        weight: [*normalized_shape], in the input's dtype or float32; None stands for ones.
+        weight: of ``normalized_shape``, in the input's dtype or float32; None stands for ones.
         eps: added to the mean square; None stands for the machine epsilon of float32 (of float64
             for float64), as in torch.
         zero_centered: multiplies by ``1 + weight`` instead of ``weight``, as in Gemma.
@@ -90,7 +90,7 @@ def layer_norm(
         input: as in :func:`rms_norm`.
         normalized_shape: as there.
         weight: as there.
-        bias: [*normalized_shape], in the input's dtype or float32; None stands for zeros.
+        bias: of ``normalized_shape``, in the input's dtype or float32; None stands for zeros.
         eps: added to the variance.
         zero_centered: as in :func:`rms_norm`.
 

@@ -82,7 +82,7 @@ MISTAKES: list[Mistake] = [
         Mistake(
             f"all-{str(dtype)[6:]}",
             TypeError,
-            "query has dtype .* it takes float16 and bfloat16",
+            "query has dtype .* must be float16 or bfloat16",
             change=_every("all", partial(Tensor.to, dtype=dtype)),
         )
         for dtype in (torch.int32, torch.int8, torch.bool, torch.complex64)
