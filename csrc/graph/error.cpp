@@ -114,8 +114,8 @@ std::string in_brackets(const std::string& status) {
 std::string of_engines(const std::string& report) {
   const auto verdicts = verdicts_in(report);
   if (verdicts.empty()) return "cuDNN has no engine for this";
-  const std::string none =
-      "none of cuDNN's " + std::to_string(verdicts.size()) + " engines for such graphs takes this";
+  const std::string none = "none of cuDNN's " + std::to_string(verdicts.size()) +
+                           " engines for such graphs supports this";
   const auto best =
       std::max_element(verdicts.begin(), verdicts.end(),
                        [](const Verdict& a, const Verdict& b) { return a.rank < b.rank; });

@@ -76,7 +76,7 @@ std::vector<std::shared_ptr<const Plan>> build_all(const PlanKind& kind, const P
 void refuse_known_bad(const PlanKey& key, const Target& target) {
   const auto version = static_cast<int64_t>(cudnn().version);
   const std::string reason = known_bad(key, target.sm_version(), version);
-  if (!reason.empty()) throw NotSupported("it takes this and is known to " + reason);
+  if (!reason.empty()) throw NotSupported("it accepts this and is known to " + reason);
 }
 
 }  // namespace

@@ -37,7 +37,7 @@ REFUSALS = [
         "a100",
         [((2, 32, 8, 8), torch.float64), ((64, 8, 3, 3), torch.float64)],
         {"padding": 1, "groups": 4},
-        "engines for such graphs takes this",
+        "engines for such graphs supports this",
     ),
 ]
 

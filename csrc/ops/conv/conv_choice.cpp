@@ -62,12 +62,13 @@ std::string_view reason_for_bare(const ConvParams& params) {
   if (!has_epilogue) return {};
   const Channels channels(params);
   if (is_slow_depthwise(params, channels)) {
-    return "cuDNN's kernel for a depthwise convolution, the one that torch runs, takes no "
+    return "cuDNN's kernel for a depthwise convolution, the one that torch runs, supports no "
            "epilogue, "
            "and those that do are slower";
   }
   if (is_slow_grouped(channels)) {
-    return "cuDNN's kernel for groups of few channels, the one that torch runs, takes no epilogue, "
+    return "cuDNN's kernel for groups of few channels, the one that torch runs, supports no "
+           "epilogue, "
            "and those that do are slower";
   }
   if (is_slow_odd(params, channels)) {
