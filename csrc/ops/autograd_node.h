@@ -196,11 +196,6 @@ variable_list only_wanted(const Wanted<inputs>& wanted, const Gradients& gradien
   return result;
 }
 
-// As attention's inputs lie, where a saved-tensor hook brought one back otherwise.
-inline at::Tensor with_unit_last_stride(const at::Tensor& tensor) {
-  return tensor.sym_stride(-1) == 1 ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
-}
-
 inline c10::DispatchKeySet below_autograd(c10::DispatchKeySet keys) {
   return keys & c10::after_ADInplaceOrView_keyset;
 }

@@ -47,6 +47,11 @@ void add_lse_gradient(typename Family::Backward given, const at::Tensor& grad_ls
   }
 }
 
+// As the kernels require it, where a saved-tensor hook brought it back in another layout.
+inline at::Tensor with_unit_last_stride(const at::Tensor& tensor) {
+  return tensor.sym_stride(-1) == 1 ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
+}
+
 // The sinks are in the log-sum-exp already: the backward needs them for their own gradient alone.
 template <class Family>
 variable_list attention_gradients(const variable_list& grads, const Wanted<Family::kInputs>& wanted,

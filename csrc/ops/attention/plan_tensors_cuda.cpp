@@ -56,12 +56,12 @@ void fill_with_nothing(const at::Tensor& out, const at::Tensor& lse, const Optio
 
 MaskTensors MaskTensors::of(const AttentionOptions& options, const at::Tensor& query,
                             const c10::SymInt& length, const c10::SymInt& length_kv,
-                            bool backward) {
+                            bool with_sinks) {
   MaskTensors tensors;
   if (options.alibi_slopes) {
     tensors.alibi_slopes = options.alibi_slopes->to(at::kFloat).contiguous();
   }
-  if (options.sinks && !backward) tensors.sinks = options.sinks->to(at::kFloat).contiguous();
+  if (with_sinks && options.sinks) tensors.sinks = options.sinks->to(at::kFloat).contiguous();
   if (options.dropout_p > 0) {
     tensors.rng_state = options.rng_state
                             ? options.rng_state->contiguous()

@@ -43,7 +43,7 @@ struct MaskTensors {
   // What follows from the options alone. A dropout over so many queries and keys draws its numbers
   // here, unless the call has them.
   static MaskTensors of(const AttentionOptions& options, const at::Tensor& query,
-                        const c10::SymInt& length, const c10::SymInt& length_kv, bool backward);
+                        const c10::SymInt& length, const c10::SymInt& length_kv, bool with_sinks);
 };
 
 // What a plan reads, `scale` and `softcap` from the host, and writes. Undefined where it does not.

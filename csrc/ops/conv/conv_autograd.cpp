@@ -55,6 +55,7 @@ ConvGradients conv_backward_autograd(c10::DispatchKeySet keys, const ConvMaskedB
       "cudnn_ops: double backward of a convolution is not available; compute that part with "
       "torch.nn.functional");
 }
+
 }  // namespace
 }  // namespace cudnn_ops
 

@@ -36,7 +36,7 @@ at::Tensor lengths_of(const OptionalTensor& lengths, const at::Tensor& like) {
 
 MaskTensors mask_tensors_of(const Sdpa& args, const Band& band, bool backward) {
   MaskTensors tensors =
-      MaskTensors::of(args, args.query, args.query.sym_size(2), args.key.sym_size(2), backward);
+      MaskTensors::of(args, args.query, args.query.sym_size(2), args.key.sym_size(2), !backward);
   tensors.bias = bias_of(args, band, backward);
   if (has_slopes_in_bias(args, band, backward)) tensors.alibi_slopes = at::Tensor();
   if (needs_lengths(args, band, backward)) {

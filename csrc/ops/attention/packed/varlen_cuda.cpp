@@ -31,7 +31,7 @@ constexpr CallName kBackwardCall{
     "torch.no_grad(), or use torch.nn.attention.varlen"};
 
 MaskTensors mask_tensors_of(const Varlen& args, bool backward) {
-  return MaskTensors::of(args, args.query, args.max_seqlen_q, args.max_seqlen_k, backward);
+  return MaskTensors::of(args, args.query, args.max_seqlen_q, args.max_seqlen_k, !backward);
 }
 
 int64_t lse_stride(const Varlen& args) {

@@ -158,7 +158,7 @@ void run(const Paged& args, const at::Tensor& out, const at::Tensor& lse) {
   SdpaForwardTensors tensors{declared_query(query, problem, rows_of(args)),
                              args.key_cache,
                              args.value_cache,
-                             MaskTensors::of(args, query, 0, 0, !params.mask.has_sinks),
+                             MaskTensors::of(args, query, 0, 0, params.mask.has_sinks),
                              scale.value,
                              static_cast<float>(args.softcap),
                              partial.out,
