@@ -43,5 +43,7 @@ class CMakeBuild(build_ext):
             sys.exit("cudnn_ops was not built; CMake's message above says what is missing")
 
 
-# The extension's only purpose is to make the wheel one of this platform and this Python.
-setup(ext_modules=[Extension("cudnn_ops._C", [])], cmdclass={"build_ext": CMakeBuild})
+# The extension's only purpose is to make the wheel one of this platform.
+setup(
+    ext_modules=[Extension("cudnn_ops.libtorch_cudnn_ops", [])], cmdclass={"build_ext": CMakeBuild}
+)

@@ -68,11 +68,11 @@ std::tuple<bool, std::string, std::string, int64_t> make_plan(const Words& words
   return graph::ask(words, device);
 }
 
-int policy() {
-  return static_cast<int>(graph::PlanPolicy::global().policy());
+int64_t policy() {
+  return static_cast<int64_t>(graph::PlanPolicy::global().policy());
 }
 
-void set_policy(int policy) {
+void set_policy(int64_t policy) {
   graph::PlanPolicy::global().set_policy(static_cast<graph::Policy>(policy));
 }
 
@@ -84,11 +84,11 @@ void set_promote_after(int64_t calls) {
   graph::PlanPolicy::global().set_promote_after(calls);
 }
 
-int autotune() {
-  return static_cast<int>(graph::PlanPolicy::global().autotune());
+int64_t autotune() {
+  return static_cast<int64_t>(graph::PlanPolicy::global().autotune());
 }
 
-void set_autotune(int autotune) {
+void set_autotune(int64_t autotune) {
   graph::PlanPolicy::global().set_autotune(static_cast<graph::Autotune>(autotune));
 }
 
@@ -102,19 +102,21 @@ std::vector<std::pair<Words, std::vector<std::pair<std::string, double>>>> take_
   return result;
 }
 
-void set_engine_table(int sm_version, int64_t cudnn_version,
+void set_engine_table(int64_t sm_version, int64_t cudnn_version,
                       const std::vector<std::pair<Words, std::string>>& engines) {
   std::vector<graph::TunedEngine> table;
   for (const auto& [words, engine] : engines) table.push_back({words, engine});
-  graph::set_engine_table(sm_version, static_cast<size_t>(cudnn_version), table);
+  graph::set_engine_table(static_cast<int>(sm_version), static_cast<size_t>(cudnn_version), table);
 }
 
-void set_norm_table(int sm_version, int64_t cudnn_version, const std::vector<NormEngine>& choices) {
+void set_norm_table(int64_t sm_version, int64_t cudnn_version,
+                    const std::vector<NormEngine>& choices) {
   std::vector<NormChoice> table;
   for (const auto& [plan, is_layer, row_bytes, rows, is_faster, engine] : choices) {
     table.push_back({static_cast<NormPlan>(plan), is_layer, row_bytes, rows, is_faster, engine});
   }
-  cudnn_ops::set_norm_table(sm_version, static_cast<size_t>(cudnn_version), std::move(table));
+  cudnn_ops::set_norm_table(static_cast<int>(sm_version), static_cast<size_t>(cudnn_version),
+                            std::move(table));
 }
 
 void set_known_bad(const std::vector<KnownBad>& rules) {
@@ -162,8 +164,8 @@ std::string cudnn_path() {
   return graph::cudnn().path;
 }
 
-std::string describe_device(int index) {
-  return graph::describe_device(index);
+std::string describe_device(int64_t index) {
+  return graph::describe_device(static_cast<int>(index));
 }
 
 }  // namespace cudnn_ops::api

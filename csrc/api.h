@@ -1,5 +1,5 @@
-// What the Python module may call in the operators' library: the only C++ symbols that the
-// library exports. Operators are reached through torch's dispatcher instead.
+// What may be asked of the operators' library: the only C++ symbols that it exports. Operators are
+// reached through torch's dispatcher instead, and so is this from Python (api_operators.cpp).
 #pragma once
 
 #include <cstdint>
@@ -51,22 +51,22 @@ CUDNN_OPS_API std::tuple<bool, std::string, std::string, int64_t> make_plan(
     const Words& words, const std::string& device);
 
 // The policy (graph/plan_policy.h): 0 auto, 1 exact, 2 polymorphic.
-CUDNN_OPS_API int policy();
-CUDNN_OPS_API void set_policy(int policy);
+CUDNN_OPS_API int64_t policy();
+CUDNN_OPS_API void set_policy(int64_t policy);
 CUDNN_OPS_API int64_t promote_after();
 CUDNN_OPS_API void set_promote_after(int64_t calls);
 // 0 off, 1 once, 2 always.
-CUDNN_OPS_API int autotune();
-CUDNN_OPS_API void set_autotune(int autotune);
+CUDNN_OPS_API int64_t autotune();
+CUDNN_OPS_API void set_autotune(int64_t autotune);
 // What was measured since the last call: keys, and the milliseconds of each engine.
 CUDNN_OPS_API std::vector<std::pair<Words, std::vector<std::pair<std::string, double>>>>
 take_measurements();
-CUDNN_OPS_API void set_engine_table(int sm_version, int64_t cudnn_version,
+CUDNN_OPS_API void set_engine_table(int64_t sm_version, int64_t cudnn_version,
                                     const std::vector<std::pair<Words, std::string>>& engines);
 // Of norms (ops/norm_choice.h): the plan (0 inference, 1 training, 2 backward), whether it is of a
 // layer norm, bytes of a row, rows, whether cuDNN is faster than our kernels, its fastest engine.
 using NormEngine = std::tuple<int64_t, bool, int64_t, int64_t, bool, std::string>;
-CUDNN_OPS_API void set_norm_table(int sm_version, int64_t cudnn_version,
+CUDNN_OPS_API void set_norm_table(int64_t sm_version, int64_t cudnn_version,
                                   const std::vector<NormEngine>& choices);
 
 // What cuDNN is known to compute wrongly (graph/known_bad.h): rules, each with its conditions, and
@@ -92,6 +92,6 @@ CUDNN_OPS_API int64_t store_clear();
 CUDNN_OPS_API void set_cudnn_fallback_path(const std::string& path);
 CUDNN_OPS_API int64_t cudnn_version();
 CUDNN_OPS_API std::string cudnn_path();
-CUDNN_OPS_API std::string describe_device(int index);
+CUDNN_OPS_API std::string describe_device(int64_t index);
 
 }  // namespace cudnn_ops::api

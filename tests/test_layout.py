@@ -22,7 +22,7 @@ IMPORTS: dict[str, set[str]] = {
     "serving": {"ops"},
     "integrations": {"", "ops"},
 }
-#: Names at the package's root that stand for no room: the compiled module.
+#: Names at the package's root that stand for no room: what the library is asked.
 ROOT_NAMES = {"_C"}
 
 #: What each room of csrc may include. csrc/*.h is the library's face, and no room includes it.

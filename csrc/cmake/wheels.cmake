@@ -1,7 +1,7 @@
 # Finds what the build takes from pip wheels, and says what to install where one is missing.
 #
 # Sets TORCH_VERSION, TORCH_WITH_CUDA, TORCH_INCLUDE_DIRS, TORCH_LIBRARY_DIR,
-# NVIDIA_INCLUDE_DIRS, CUDA_INCLUDE_DIR and PYBIND11_CMAKE_DIR.
+# NVIDIA_INCLUDE_DIRS and CUDA_INCLUDE_DIR.
 
 function(ask_python result code)
   execute_process(COMMAND ${Python_EXECUTABLE} -c "${code}" RESULT_VARIABLE status
@@ -22,9 +22,6 @@ list(GET torch_facts 1 TORCH_WITH_CUDA)
 list(GET torch_facts 2 torch_dir)
 set(TORCH_INCLUDE_DIRS ${torch_dir}/include ${torch_dir}/include/torch/csrc/api/include)
 set(TORCH_LIBRARY_DIR ${torch_dir}/lib)
-
-ask_python(PYBIND11_CMAKE_DIR "import pybind11; print(pybind11.get_cmake_dir())"
-           "cudnn_ops needs pybind11 to build: `pip install pybind11`")
 
 ask_python(site_dirs "import sys; print(*[p for p in sys.path if p], sep=';')" "python failed")
 set(hints)

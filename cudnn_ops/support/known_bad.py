@@ -76,7 +76,7 @@ def _range(rule: KnownBad) -> tuple[int, int]:
     )
 
 
-def _as_numbers(rule: KnownBad) -> dict[str, object]:
+def _as_numbers(rule: KnownBad) -> _C.KnownBad:
     conditions = []
     for text in rule.when:
         found = _CONDITION.fullmatch(text)
