@@ -1,19 +1,20 @@
-// The identity of a plan. An operator's parameters struct lists its fields once, in
+// The identity of a plan. An operator's parameters struct has a name and lists its fields once,
 //
 //   static constexpr const char* kName = "sdpa";
-//   template <class Self, class Visitor>
-//   static void fields(Self& self, Visitor&& visit) { visit("is_causal", self.is_causal); ... }
+//   CUDNN_OPS_FIELDS(query, key, value, out, is_causal)
 //
 // and that one list gives equality, hash, a printable form, and the way back from a key to the
 // parameters. A graph is built from its key and from nothing else (plan_kind.h), so what is
-// not a field cannot be baked into one.
+// not a field cannot be baked into one. A field is a tensor, a whole number or a list of three.
 #pragma once
 
+#include "graph/fields.h"
 #include "graph/tensor_desc.h"
 
 #include <c10/util/ArrayRef.h>
 #include <c10/util/SmallVector.h>
 
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <sstream>
@@ -34,7 +35,7 @@ class PlanKey {
     PlanKey key;
     key.target_ = target;
     key.words_.push_back(name_word(Params::kName));
-    Params::fields(params, key);
+    std::apply([&](const auto&... field) { (key.add(field), ...); }, Params::fields(params));
     return key;
   }
 
@@ -42,18 +43,6 @@ class PlanKey {
   // found out when they are read (KeyReader).
   PlanKey(c10::ArrayRef<int64_t> words, int64_t target) : target_(target) {
     for (const int64_t word : words) words_.push_back(word);
-  }
-
-  template <class T>
-  void operator()(const char* /*name*/, const T& value) {
-    if constexpr (std::is_same_v<T, TensorDesc>) {
-      words_.push_back(static_cast<int64_t>(value.dtype) << 8 | value.rank);
-      words_.append(value.sizes.data(), value.sizes.data() + value.rank);
-      words_.append(value.strides.data(), value.strides.data() + value.rank);
-    } else {
-      static_assert(std::is_integral_v<T> || std::is_enum_v<T>, "a key holds whole numbers");
-      words_.push_back(static_cast<int64_t>(value));
-    }
   }
 
   bool operator==(const PlanKey& other) const {
@@ -88,6 +77,20 @@ class PlanKey {
  private:
   PlanKey() = default;
 
+  void add(const TensorDesc& tensor) {
+    words_.push_back(static_cast<int64_t>(tensor.dtype) << 8 | tensor.rank);
+    words_.append(tensor.sizes.data(), tensor.sizes.data() + tensor.rank);
+    words_.append(tensor.strides.data(), tensor.strides.data() + tensor.rank);
+  }
+  void add(const std::array<int64_t, 3>& list) {
+    words_.append(list.begin(), list.end());
+  }
+  template <class T>
+  void add(const T& number) {
+    static_assert(std::is_integral_v<T> || std::is_enum_v<T>, "a key holds whole numbers");
+    words_.push_back(static_cast<int64_t>(number));
+  }
+
   int64_t target_ = 0;
   c10::SmallVector<int64_t, 96> words_;  // attention backward, eight tensors, takes 75
 };
@@ -106,29 +109,11 @@ class KeyReader {
     next();  // the name
   }
 
-  template <class T>
-  void operator()(const char* /*name*/, T& value) {
-    if constexpr (std::is_same_v<T, TensorDesc>) {
-      value = TensorDesc();
-      const int64_t head = next();
-      value.dtype = static_cast<c10::ScalarType>(head >> 8);
-      value.rank = static_cast<int>(head & 0xFF);
-      if (head < 0 || head >> 8 >= static_cast<int64_t>(c10::ScalarType::NumOptions) ||
-          value.rank > TensorDesc::kMaxRank) {
-        fail();
-      }
-      for (int i = 0; i < value.rank; ++i) value.sizes[i] = next();
-      for (int i = 0; i < value.rank; ++i) value.strides[i] = next();
-    } else {
-      value = static_cast<T>(next());
-    }
-  }
-
   template <class Params>
   static Params read(const PlanKey& key) {
     Params params;
     KeyReader reader(key);
-    Params::fields(params, reader);
+    std::apply([&](auto&... field) { (reader.get(field), ...); }, Params::fields(params));
     if (reader.position_ != reader.words_.size()) fail();
     return params;
   }
@@ -142,34 +127,67 @@ class KeyReader {
     return words_[position_++];
   }
 
+  void get(TensorDesc& tensor) {
+    tensor = TensorDesc();
+    const int64_t head = next();
+    tensor.dtype = static_cast<c10::ScalarType>(head >> 8);
+    tensor.rank = static_cast<int>(head & 0xFF);
+    if (head < 0 || head >> 8 >= static_cast<int64_t>(c10::ScalarType::NumOptions) ||
+        tensor.rank > TensorDesc::kMaxRank) {
+      fail();
+    }
+    for (int i = 0; i < tensor.rank; ++i) tensor.sizes[i] = next();
+    for (int i = 0; i < tensor.rank; ++i) tensor.strides[i] = next();
+  }
+  void get(std::array<int64_t, 3>& list) {
+    for (int64_t& number : list) number = next();
+  }
+  template <class T>
+  void get(T& number) {
+    number = static_cast<T>(next());
+  }
+
   c10::ArrayRef<int64_t> words_;
   size_t position_ = 0;
 };
 
-// Every field by name as whole numbers: "is_causal"; of a tensor "query.rank", "query.dtype" (a
-// c10::ScalarType), "query.size0" and so on, and "query.extent", how many elements lie from its
-// first to its last; 0 for what it has not.
+// Calls visit(name, field) for each field.
+template <class Params, class Visitor>
+void visit_fields(const Params& params, Visitor&& visit) {
+  const auto names = field_names<Params>();
+  auto name = names.begin();
+  std::apply([&](const auto&... field) { (visit(*name++, field), ...); }, Params::fields(params));
+}
+
+// Every field by name as whole numbers: "is_causal"; of a list "stride0" and so on; of a tensor
+// "query.rank", "query.dtype" (a c10::ScalarType), "query.size0" and so on, and "query.extent", how
+// many elements lie from its first to its last; 0 for what it has not.
 using Facts = std::vector<std::pair<std::string, int64_t>>;
+
+inline void add_facts(Facts& facts, const std::string& name, const TensorDesc& tensor) {
+  int64_t extent = tensor.rank > 0 ? 1 : 0;
+  for (int i = 0; i < TensorDesc::kMaxRank; ++i) {
+    const int64_t size = i < tensor.rank ? tensor.sizes[i] : 0;
+    facts.emplace_back(name + ".size" + std::to_string(i), size);
+    if (size > 1) extent += (size - 1) * tensor.strides[i];
+  }
+  facts.emplace_back(name + ".extent", extent);
+  facts.emplace_back(name + ".rank", tensor.rank);
+  facts.emplace_back(name + ".dtype", static_cast<int64_t>(tensor.dtype));
+}
+inline void add_facts(Facts& facts, const std::string& name, const std::array<int64_t, 3>& list) {
+  for (size_t i = 0; i < 3; ++i) facts.emplace_back(name + std::to_string(i), list[i]);
+}
+template <class T>
+void add_facts(Facts& facts, const std::string& name, const T& number) {
+  facts.emplace_back(name, static_cast<int64_t>(number));
+}
 
 template <class Params>
 Facts facts(const Params& params) {
   Facts result;
-  Params::fields(params, [&](const char* name, const auto& value) {
-    if constexpr (std::is_same_v<std::decay_t<decltype(value)>, TensorDesc>) {
-      const std::string tensor = std::string(name) + ".";
-      int64_t extent = value.rank > 0 ? 1 : 0;
-      for (int i = 0; i < TensorDesc::kMaxRank; ++i) {
-        const int64_t size = i < value.rank ? value.sizes[i] : 0;
-        result.emplace_back(tensor + "size" + std::to_string(i), size);
-        if (size > 1) extent += (size - 1) * value.strides[i];
-      }
-      result.emplace_back(tensor + "extent", extent);
-      result.emplace_back(tensor + "rank", value.rank);
-      result.emplace_back(tensor + "dtype", static_cast<int64_t>(value.dtype));
-    } else {
-      result.emplace_back(name, static_cast<int64_t>(value));
-    }
-  });
+  visit_fields(params,
+               [&](const std::string& name, const auto& field) { add_facts(result, name, field); });
   return result;
 }
 
@@ -179,12 +197,15 @@ std::string describe(const Params& params) {
   std::ostringstream out;
   const char* separator = "(";
   out << Params::kName;
-  Params::fields(params, [&](const char* name, const auto& value) {
+  visit_fields(params, [&](const std::string& name, const auto& field) {
+    using Field = std::decay_t<decltype(field)>;
     out << separator << name << "=";
-    if constexpr (std::is_same_v<std::decay_t<decltype(value)>, TensorDesc>) {
-      out << value.str();
+    if constexpr (std::is_same_v<Field, TensorDesc>) {
+      out << field.str();
+    } else if constexpr (std::is_same_v<Field, std::array<int64_t, 3>>) {
+      out << c10::IntArrayRef(field);
     } else {
-      out << static_cast<int64_t>(value);
+      out << static_cast<int64_t>(field);
     }
     separator = ", ";
   });

@@ -1,20 +1,11 @@
 // Between the dispatcher's long lists of arguments and one struct of arguments a family.
 //
-// Such a struct names its members once more, in the order of the operator's schema:
-//
-//   struct Rotary {
-//     at::Tensor input, cos, sin;
-//     bool is_backward = false;
-//
-//     template <class Self>
-//     static auto fields(Self& self) {
-//       return std::tie(self.input, self.cos, self.sin, self.is_backward);
-//     }
-//   };
-//
-// The operator's function type, its kernels, calls of it and what its autograd Node saves
-// (autograd_node.h) follow from that list.
+// Such a struct lists its members once more, in the order of the operator's schema
+// (graph/fields.h). The operator's function type, its kernels, calls of it and what its autograd
+// Node saves (autograd_node.h) follow from that list.
 #pragma once
+
+#include "graph/fields.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -40,11 +40,7 @@ using OutAndLse = std::tuple<at::Tensor, at::Tensor>;
 struct RngState {
   at::Tensor query;
   c10::SymInt length, length_kv;
-
-  template <class Self>
-  static auto fields(Self& self) {
-    return std::tie(self.query, self.length, self.length_kv);
-  }
+  CUDNN_OPS_FIELDS(query, length, length_kv)
 };
 const Operator<at::Tensor, RngState>& attention_rng_state_op();
 

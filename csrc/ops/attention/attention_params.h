@@ -29,19 +29,8 @@ struct SdpaMask {
   Sequences sequences = Sequences::kFull;
   graph::TensorDesc bias;  // rank 0: there is none
   int64_t dropout_p = 0;   // the bits of a double
-
-  template <class Self, class Visitor>
-  static void fields(Self& self, Visitor&& visit) {
-    visit("left", self.left);
-    visit("right", self.right);
-    visit("bottom_right", self.bottom_right);
-    visit("has_softcap", self.has_softcap);
-    visit("has_alibi", self.has_alibi);
-    visit("has_sinks", self.has_sinks);
-    visit("sequences", self.sequences);
-    visit("bias", self.bias);
-    visit("dropout_p", self.dropout_p);
-  }
+  CUDNN_OPS_FIELDS(left, right, bottom_right, has_softcap, has_alibi, has_sinks, sequences, bias,
+                   dropout_p)
 };
 
 // The log-sum-exp is [B, Hq, Sq], dense; or packed, [Hq, lse_stride] and its offsets: a token's
@@ -52,17 +41,7 @@ struct SdpaForwardParams {
   SdpaMask mask;
   bool with_lse = false;
   int64_t lse_stride = 0;  // 0: dense
-
-  template <class Self, class Visitor>
-  static void fields(Self& self, Visitor&& visit) {
-    visit("query", self.query);
-    visit("key", self.key);
-    visit("value", self.value);
-    visit("out", self.out);
-    SdpaMask::fields(self.mask, visit);
-    visit("with_lse", self.with_lse);
-    visit("lse_stride", self.lse_stride);
-  }
+  CUDNN_OPS_FIELDS(query, key, value, out, mask, with_lse, lse_stride)
 };
 
 struct SdpaBackwardParams {
@@ -72,22 +51,8 @@ struct SdpaBackwardParams {
   SdpaMask mask;
   int64_t lse_stride = 0;  // 0: dense
   bool is_deterministic = false;
-
-  template <class Self, class Visitor>
-  static void fields(Self& self, Visitor&& visit) {
-    visit("query", self.query);
-    visit("key", self.key);
-    visit("value", self.value);
-    visit("out", self.out);
-    visit("grad_out", self.grad_out);
-    visit("grad_query", self.grad_query);
-    visit("grad_key", self.grad_key);
-    visit("grad_value", self.grad_value);
-    visit("grad_bias", self.grad_bias);
-    SdpaMask::fields(self.mask, visit);
-    visit("lse_stride", self.lse_stride);
-    visit("is_deterministic", self.is_deterministic);
-  }
+  CUDNN_OPS_FIELDS(query, key, value, out, grad_out, grad_query, grad_key, grad_value, grad_bias,
+                   mask, lse_stride, is_deterministic)
 };
 
 }  // namespace cudnn_ops

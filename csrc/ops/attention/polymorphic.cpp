@@ -58,13 +58,15 @@ std::optional<Params> polymorphic_of(Params params, const Band& band) {
   params.mask.bottom_right = band.bottom_right;
   declare_all(params, declared_batch(params.query.sizes[0]), declared_length(params.query.sizes[2]),
               declared_length(params.key.sizes[2]));
-  bool fits = true;
-  Params::fields(params, [&](const char* /*name*/, const auto& field) {
+  const auto fits = [](const auto& field) {
     if constexpr (std::is_same_v<std::decay_t<decltype(field)>, TensorDesc>) {
-      fits = fits && field.sizes[0] * field.strides[0] <= kMaxBackwardElements;
+      return field.sizes[0] * field.strides[0] <= kMaxBackwardElements;
     }
-  });
-  return fits ? std::optional<Params>(params) : std::nullopt;
+    return true;
+  };
+  const bool all_fit = std::apply([&](const auto&... field) { return (fits(field) && ...); },
+                                  Params::fields(params));
+  return all_fit ? std::optional<Params>(params) : std::nullopt;
 }
 
 }  // namespace

@@ -17,6 +17,7 @@ using ConvNumbers = c10::SmallVector<int64_t, 13>;
 // groups. Schemas have one list, because Python needs half a microsecond to hand over each.
 struct ConvGeometry {
   ConvNumbers numbers;
+  CUDNN_OPS_FIELDS(numbers)
 
   size_t dims() const {
     return numbers.size() / 4;
@@ -44,12 +45,7 @@ struct Conv {
   OptionalTensor bias, residual;
   ConvGeometry geometry;
   int64_t activation = 0;  // a ConvActivation
-
-  template <class Self>
-  static auto fields(Self& self) {
-    return std::tie(self.input, self.weight, self.bias, self.residual, self.geometry.numbers,
-                    self.activation);
-  }
+  CUDNN_OPS_FIELDS(input, weight, bias, residual, geometry, activation)
   size_t dims() const {
     return geometry.dims();
   }
@@ -61,11 +57,7 @@ struct Conv {
 struct ConvForward {
   Conv conv;
   bool with_before = false;
-
-  template <class Self>
-  static auto fields(Self& self) {
-    return std::tuple_cat(Conv::fields(self.conv), std::tie(self.with_before));
-  }
+  CUDNN_OPS_FIELDS(conv, with_before)
 };
 
 // What the backward reads of the forward.
@@ -74,11 +66,7 @@ struct ConvSaved {
   OptionalTensor saved;  // the activation's input, or its output: as needs_before() says
   ConvGeometry geometry;
   int64_t activation = 0;
-
-  template <class Self>
-  static auto fields(Self& self) {
-    return std::tie(self.input, self.weight, self.saved, self.geometry.numbers, self.activation);
-  }
+  CUDNN_OPS_FIELDS(input, weight, saved, geometry, activation)
   // The forward, as far as it is known.
   Conv conv() const {
     return {input, weight, /*bias=*/{}, /*residual=*/{}, geometry, activation};
@@ -89,22 +77,14 @@ struct ConvSaved {
 struct ConvBackward {
   at::Tensor grad_out;
   ConvSaved forward;
-
-  template <class Self>
-  static auto fields(Self& self) {
-    return std::tuple_cat(std::tie(self.grad_out), ConvSaved::fields(self.forward));
-  }
+  CUDNN_OPS_FIELDS(grad_out, forward)
 };
 
 // cudnn_ops::_conv_backward.
 struct ConvMaskedBackward {
   ConvBackward backward;
   std::array<bool, 4> output_mask{};
-
-  template <class Self>
-  static auto fields(Self& self) {
-    return std::tuple_cat(ConvBackward::fields(self.backward), std::tie(self.output_mask));
-  }
+  CUDNN_OPS_FIELDS(backward, output_mask)
 };
 
 // The output, and the activation's input, [0] where nobody asks for it. Both have the channels last

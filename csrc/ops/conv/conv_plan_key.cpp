@@ -9,26 +9,26 @@
 namespace cudnn_ops {
 namespace {
 
-// With a part of the epilogue, a ConvFusion.
-ConvParams params_of(const Conv& args, int64_t fusion, bool with_before) {
-  check_conv(args);
-  return conv_params(args, static_cast<ConvFusion>(fusion), with_before);
+// A plan with that part of the epilogue.
+struct ConvPlanRequest {
+  Conv conv;
+  int64_t fusion = 0;  // a ConvFusion
+  bool with_before = false;
+  CUDNN_OPS_FIELDS(conv, fusion, with_before)
+
+  ConvParams params() const {
+    check_conv(conv);
+    return conv_params(conv, static_cast<ConvFusion>(fusion), with_before);
+  }
+};
+
+std::vector<int64_t> plan_key(const ConvPlanRequest& request) {
+  return graph::PlanKey::of(request.params(), 0).words().vec();
 }
 
-std::vector<int64_t> plan_key(const at::Tensor& input, const at::Tensor& weight,
-                              const OptionalTensor& bias, const OptionalTensor& residual,
-                              c10::IntArrayRef geometry, int64_t activation, int64_t fusion,
-                              bool with_before) {
-  const Conv args{input, weight, bias, residual, {ConvNumbers(geometry)}, activation};
-  return graph::PlanKey::of(params_of(args, fusion, with_before), 0).words().vec();
-}
-
-// Why a plan with that part of the epilogue is not tried; empty where it is.
-std::string bare_reason(const at::Tensor& input, const at::Tensor& weight,
-                        const OptionalTensor& bias, const OptionalTensor& residual,
-                        c10::IntArrayRef geometry, int64_t activation, int64_t fusion) {
-  const Conv args{input, weight, bias, residual, {ConvNumbers(geometry)}, activation};
-  return std::string(reason_for_bare(params_of(args, fusion, /*with_before=*/false)));
+// Why that plan is not tried; empty where it is.
+std::string bare_reason(const ConvPlanRequest& request) {
+  return std::string(reason_for_bare(request.params()));
 }
 
 Conv bare_conv(const at::Tensor& input, const at::Tensor& weight, c10::IntArrayRef geometry) {
@@ -58,11 +58,11 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   m.def(
       "_conv_plan_key(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, "
       "int[] geometry, int activation, int fusion, bool with_before) -> int[]",
-      plan_key);
+      kernel<plan_key>);
   m.def(
       "_conv_bare_reason(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, "
-      "int[] geometry, int activation, int fusion) -> str",
-      bare_reason);
+      "int[] geometry, int activation, int fusion, bool with_before=False) -> str",
+      kernel<bare_reason>);
   m.def("_conv_torch_reason(Tensor input, Tensor weight, int[] geometry, int step) -> str",
         torch_reason);
   m.def(

@@ -11,21 +11,13 @@ namespace cudnn_ops {
 struct Gated {
   at::Tensor gate, up;
   int64_t activation = 0;  // a GatedActivation
-
-  template <class Self>
-  static auto fields(Self& self) {
-    return std::tie(self.gate, self.up, self.activation);
-  }
+  CUDNN_OPS_FIELDS(gate, up, activation)
 };
 
 struct GatedBackward {
   at::Tensor grad_out;
   Gated forward;
-
-  template <class Self>
-  static auto fields(Self& self) {
-    return std::tuple_cat(std::tie(self.grad_out), Gated::fields(self.forward));
-  }
+  CUDNN_OPS_FIELDS(grad_out, forward)
 };
 
 using GatedGradients = std::tuple<at::Tensor, at::Tensor>;  // of gate and up

@@ -19,23 +19,14 @@ struct Norm {
   double eps = 0;
   bool is_layer = false;       // subtracts the mean, and may have a bias; else RMS norm
   bool zero_centered = false;  // multiplies by 1 + weight
-
-  template <class Self>
-  static auto fields(Self& self) {
-    return std::tie(self.input, self.residual, self.normalized_shape, self.weight, self.bias,
-                    self.eps, self.is_layer, self.zero_centered);
-  }
+  CUDNN_OPS_FIELDS(input, residual, normalized_shape, weight, bias, eps, is_layer, zero_centered)
 };
 
 // cudnn_ops::_norm.
 struct NormForward {
   Norm norm;
   bool with_stats = false;
-
-  template <class Self>
-  static auto fields(Self& self) {
-    return std::tuple_cat(Norm::fields(self.norm), std::tie(self.with_stats));
-  }
+  CUDNN_OPS_FIELDS(norm, with_stats)
 };
 
 // What the backward reads of the forward; `input` is the sum where there was a residual.
@@ -45,12 +36,7 @@ struct NormSaved {
   OptionalTensor weight;
   at::Tensor mean, rstd;
   bool is_layer = false, zero_centered = false;
-
-  template <class Self>
-  static auto fields(Self& self) {
-    return std::tie(self.input, self.normalized_shape, self.weight, self.mean, self.rstd,
-                    self.is_layer, self.zero_centered);
-  }
+  CUDNN_OPS_FIELDS(input, normalized_shape, weight, mean, rstd, is_layer, zero_centered)
   // The forward, as far as it is known.
   Norm norm() const {
     return {input, {}, normalized_shape, weight, {}, 0, is_layer, zero_centered};
@@ -63,12 +49,7 @@ struct NormBackward {
   OptionalTensor grad_sum;  // becomes part of the gradient of the input
   NormSaved saved;
   std::array<bool, 3> output_mask{};
-
-  template <class Self>
-  static auto fields(Self& self) {
-    return std::tuple_cat(std::tie(self.grad_out, self.grad_sum), NormSaved::fields(self.saved),
-                          std::tie(self.output_mask));
-  }
+  CUDNN_OPS_FIELDS(grad_out, grad_sum, saved, output_mask)
 };
 
 // The output, the sum, and what the backward needs of each row, mean and 1 / deviation, float32

@@ -18,11 +18,7 @@ const Operator<NormGradients, NormBackward>& norm_backward_op() {
 struct NormHistory {
   NormSaved saved;
   bool has_residual = false;
-
-  template <class Self>
-  static auto fields(Self& self) {
-    return std::tuple_cat(NormSaved::fields(self.saved), std::tie(self.has_residual));
-  }
+  CUDNN_OPS_FIELDS(saved, has_residual)
 };
 
 variable_list norm_gradients(const variable_list& grads, const Wanted<4>& wanted,

@@ -11,16 +11,7 @@ struct NormParams {
   static constexpr const char* kName = "norm";
   graph::TensorDesc input, weight, bias;
   bool is_layer = false, zero_centered = false, with_stats = false;
-
-  template <class Self, class Visitor>
-  static void fields(Self& self, Visitor&& visit) {
-    visit("input", self.input);
-    visit("weight", self.weight);
-    visit("bias", self.bias);
-    visit("is_layer", self.is_layer);
-    visit("zero_centered", self.zero_centered);
-    visit("with_stats", self.with_stats);
-  }
+  CUDNN_OPS_FIELDS(input, weight, bias, is_layer, zero_centered, with_stats)
 };
 
 // The backward always has a weight: cuDNN wants one.
@@ -28,14 +19,7 @@ struct NormBackwardParams {
   static constexpr const char* kName = "norm_backward";
   graph::TensorDesc input, weight;
   bool is_layer = false, zero_centered = false;
-
-  template <class Self, class Visitor>
-  static void fields(Self& self, Visitor&& visit) {
-    visit("input", self.input);
-    visit("weight", self.weight);
-    visit("is_layer", self.is_layer);
-    visit("zero_centered", self.zero_centered);
-  }
+  CUDNN_OPS_FIELDS(input, weight, is_layer, zero_centered)
 };
 
 }  // namespace cudnn_ops

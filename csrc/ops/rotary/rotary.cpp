@@ -22,11 +22,7 @@ const Operator<at::Tensor, Rotary>& rotary_op() {
 struct Rotation {
   at::Tensor cos, sin;
   bool is_backward = false;
-
-  template <class Self>
-  static auto fields(Self& self) {
-    return std::tie(self.cos, self.sin, self.is_backward);
-  }
+  CUDNN_OPS_FIELDS(cos, sin, is_backward)
 };
 
 // A rotation is linear: its gradient is a rotation back, which can be differentiated again.

@@ -8,11 +8,7 @@ namespace cudnn_ops {
 struct Rotary {
   at::Tensor input, cos, sin;
   bool is_backward = false;  // the gradient of the input, from that of the output
-
-  template <class Self>
-  static auto fields(Self& self) {
-    return std::tie(self.input, self.cos, self.sin, self.is_backward);
-  }
+  CUDNN_OPS_FIELDS(input, cos, sin, is_backward)
 };
 
 void check_rotary(const at::Tensor& input, const at::Tensor& cos, const at::Tensor& sin);

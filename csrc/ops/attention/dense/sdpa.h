@@ -12,14 +12,9 @@ struct Sdpa : AttentionOptions {
   OptionalTensor attn_mask;
   bool enable_gqa = true;  // the backward's heads were checked in the forward
   OptionalTensor seq_lens_q, seq_lens_kv;
-
-  template <class Self>
-  static auto fields(Self& self) {
-    return std::tie(self.query, self.key, self.value, self.attn_mask, self.dropout_p,
-                    self.is_causal, self.scale, self.enable_gqa, self.window_size,
-                    self.bottom_right, self.softcap, self.alibi_slopes, self.sinks, self.seq_lens_q,
-                    self.seq_lens_kv, self.deterministic, self.rng_state);
-  }
+  CUDNN_OPS_FIELDS(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+                   window_size, bottom_right, softcap, alibi_slopes, sinks, seq_lens_q, seq_lens_kv,
+                   deterministic, rng_state)
 };
 
 // `grad_mask` says whether the gradient of attn_mask is wanted; that of the sinks is computed

@@ -16,11 +16,7 @@ struct SdpaFamily {
   struct Saved {
     Sdpa args;
     at::Tensor out, lse;
-
-    template <class Self>
-    static auto fields(Self& self) {
-      return std::tuple_cat(Sdpa::fields(self.args), std::tie(self.out, self.lse));
-    }
+    CUDNN_OPS_FIELDS(args, out, lse)
   };
 
   static constexpr char kNode[] = "SdpaBackward";

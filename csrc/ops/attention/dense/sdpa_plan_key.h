@@ -12,12 +12,7 @@ namespace cudnn_ops {
 struct SdpaPlanRequest {
   Sdpa args;
   bool with_lse = false, backward = false, grad_mask = false, polymorphic = false;
-
-  template <class Self>
-  static auto fields(Self& self) {
-    return std::tuple_cat(Sdpa::fields(self.args),
-                          std::tie(self.with_lse, self.backward, self.grad_mask, self.polymorphic));
-  }
+  CUDNN_OPS_FIELDS(args, with_lse, backward, grad_mask, polymorphic)
 };
 
 // The words of the key; without a plan none, and why.

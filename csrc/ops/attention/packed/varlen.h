@@ -12,15 +12,9 @@ struct Varlen : AttentionOptions {
   at::Tensor cu_seqlens_q, cu_seqlens_k;  // [B + 1]
   c10::SymInt max_seqlen_q, max_seqlen_k;
   OptionalTensor seqused_q, seqused_k;  // [B]
-
-  template <class Self>
-  static auto fields(Self& self) {
-    return std::tie(self.query, self.key, self.value, self.cu_seqlens_q, self.cu_seqlens_k,
-                    self.max_seqlen_q, self.max_seqlen_k, self.dropout_p, self.scale,
-                    self.is_causal, self.window_size, self.softcap, self.alibi_slopes, self.sinks,
-                    self.seqused_q, self.seqused_k, self.bottom_right, self.deterministic,
-                    self.rng_state);
-  }
+  CUDNN_OPS_FIELDS(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                   dropout_p, scale, is_causal, window_size, softcap, alibi_slopes, sinks,
+                   seqused_q, seqused_k, bottom_right, deterministic, rng_state)
 };
 
 struct VarlenBackward {

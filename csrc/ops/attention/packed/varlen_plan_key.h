@@ -13,12 +13,7 @@ struct VarlenPlanRequest {
   Varlen args;
   bool with_lse = false, backward = false;
   int64_t sm_major = 0;
-
-  template <class Self>
-  static auto fields(Self& self) {
-    return std::tuple_cat(Varlen::fields(self.args),
-                          std::tie(self.with_lse, self.backward, self.sm_major));
-  }
+  CUDNN_OPS_FIELDS(args, with_lse, backward, sm_major)
 };
 
 std::vector<int64_t> varlen_plan_key(const VarlenPlanRequest& request);

@@ -15,13 +15,9 @@ struct Paged : AttentionOptions {
   OptionalTensor cu_seqlens_q;        // [B + 1], if packed
   c10::SymInt max_seqlen_q;           // if packed
   bool head_major = false;
-
-  template <class Self>
-  static auto fields(Self& self) {
-    return std::tie(self.query, self.key_cache, self.value_cache, self.page_table, self.seq_lens_kv,
-                    self.cu_seqlens_q, self.max_seqlen_q, self.scale, self.is_causal,
-                    self.window_size, self.bottom_right, self.softcap, self.sinks, self.head_major);
-  }
+  CUDNN_OPS_FIELDS(query, key_cache, value_cache, page_table, seq_lens_kv, cu_seqlens_q,
+                   max_seqlen_q, scale, is_causal, window_size, bottom_right, softcap, sinks,
+                   head_major)
 
   bool is_packed() const {
     return cu_seqlens_q.has_value();
@@ -44,11 +40,7 @@ template <class Out>
 struct PagedInto {
   Paged args;
   Out out;
-
-  template <class Self>
-  static auto fields(Self& self) {
-    return std::tuple_cat(Paged::fields(self.args), std::tie(self.out));
-  }
+  CUDNN_OPS_FIELDS(args, out)
 };
 
 struct PagedAppend {
@@ -56,12 +48,7 @@ struct PagedAppend {
   at::Tensor key, value;    // [tokens, Hkv, D]
   at::Tensor slot_mapping;  // int64 [tokens]
   bool head_major = false;
-
-  template <class Self>
-  static auto fields(Self& self) {
-    return std::tie(self.key_cache, self.value_cache, self.key, self.value, self.slot_mapping,
-                    self.head_major);
-  }
+  CUDNN_OPS_FIELDS(key_cache, value_cache, key, value, slot_mapping, head_major)
 };
 
 const Operator<at::Tensor, Paged>& paged_op();

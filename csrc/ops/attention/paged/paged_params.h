@@ -14,18 +14,7 @@ struct PagedParams {
   SdpaMask mask;
   bool with_lse = false;
   int64_t lse_stride = 0;  // as in SdpaForwardParams
-
-  template <class Self, class Visitor>
-  static void fields(Self& self, Visitor&& visit) {
-    visit("query", self.query);
-    visit("key_cache", self.key_cache);
-    visit("value_cache", self.value_cache);
-    visit("page_table", self.page_table);
-    visit("out", self.out);
-    SdpaMask::fields(self.mask, visit);
-    visit("with_lse", self.with_lse);
-    visit("lse_stride", self.lse_stride);
-  }
+  CUDNN_OPS_FIELDS(query, key_cache, value_cache, page_table, out, mask, with_lse, lse_stride)
 };
 
 // cuDNN has an engine for a single query a sequence that sees all keys.

@@ -11,11 +11,7 @@ namespace cudnn_ops {
 struct PagedPlanRequest {
   Paged args;
   bool with_lse = false;
-
-  template <class Self>
-  static auto fields(Self& self) {
-    return std::tuple_cat(Paged::fields(self.args), std::tie(self.with_lse));
-  }
+  CUDNN_OPS_FIELDS(args, with_lse)
 };
 
 std::vector<int64_t> paged_plan_key(const PagedPlanRequest& request);
