@@ -8,6 +8,9 @@ from importlib import import_module as _import_module
 from cudnn_ops import _library as _library  # first: it registers the operators
 from cudnn_ops import support
 from cudnn_ops.ops import _torch_context_parallel as _torch_context_parallel
+from cudnn_ops.ops import _vmap_attention as _vmap_attention
+from cudnn_ops.ops import _vmap_conv as _vmap_conv
+from cudnn_ops.ops import _vmap_rows as _vmap_rows
 from cudnn_ops.ops._when_imported import when_imported as _when_imported
 from cudnn_ops.ops.checkpointing import checkpoint_ops
 from cudnn_ops.ops.conv import conv1d, conv2d, conv3d

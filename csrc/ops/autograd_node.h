@@ -236,11 +236,27 @@ void set_derivative(torch::autograd::edge_list&& edges,
   node->save(saved);
 }
 
+// Raises where an argument has a forward-mode gradient, which would be dropped.
+template <class Args>
+void refuse_forward_mode(const char* op, const Args& args) {
+  const auto refuse = [op](const auto& value) {
+    using Value = std::decay_t<decltype(value)>;
+    if constexpr (std::is_same_v<Value, at::Tensor> || std::is_same_v<Value, OptionalTensor>) {
+      TORCH_CHECK_NOT_IMPLEMENTED(
+          !torch::autograd::isFwGradDefined(value), op,
+          ": forward-mode derivatives (jvp, jacfwd, hessian) are not available; use reverse mode "
+          "(backward, vjp, grad, jacrev)");
+    }
+  };
+  std::apply([&](const auto&... value) { (refuse(value), ...); }, Args::fields(args));
+}
+
 // Runs an operator that has no derivative, as backwards have none: its results can be used, but
-// asking for a gradient through them raises `message`.
+// asking for a gradient through them raises `message`. `name` is the operator's for users.
 template <class Results, class Args>
 Results without_derivative(const Operator<Results, Args>& op, c10::DispatchKeySet keys,
-                           const Args& args, const char* message) {
+                           const Args& args, const char* name, const char* message) {
+  refuse_forward_mode(name, args);
   Results results = call_below_autograd(op, keys, args);
   const variable_list inputs = differentiable_inputs(args);
   if (inputs.empty()) return results;
@@ -253,15 +269,6 @@ Results without_derivative(const Operator<Results, Args>& op, c10::DispatchKeySe
                results);
   }
   return results;
-}
-
-inline void refuse_forward_mode(
-    const char* op, std::initializer_list<std::reference_wrapper<const at::Tensor>> inputs) {
-  for (const at::Tensor& input : inputs) {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !torch::autograd::isFwGradDefined(input), op,
-        " has no forward-mode derivative (jvp); use reverse mode (backward, vjp, grad)");
-  }
 }
 
 }  // namespace cudnn_ops

@@ -111,7 +111,7 @@ OutAndLse forward_with_node(c10::DispatchKeySet keys, const typename Family::Arg
 
 template <class Family>
 void check_differentiable(const typename Family::Args& args) {
-  refuse_forward_mode(Family::kOp, {args.query, args.key, args.value});
+  refuse_forward_mode(Family::kOp, args);
   TORCH_CHECK_NOT_IMPLEMENTED(!torch::autograd::compute_requires_grad(args.alibi_slopes),
                               Family::kOp, ": cuDNN has no gradient for alibi_slopes; detach them");
 }

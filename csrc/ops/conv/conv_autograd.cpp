@@ -32,7 +32,7 @@ using ConvBackwardNode = BackwardNode<kBackward, conv_gradients>;
 
 ConvResults conv_autograd(c10::DispatchKeySet keys, const ConvForward& args) {
   const Conv& conv = args.conv;
-  refuse_forward_mode("cudnn_ops.conv", {conv.input, conv.weight});
+  refuse_forward_mode("cudnn_ops.conv", conv);
   const bool requires_grad =
       torch::autograd::compute_requires_grad(conv.input, conv.weight, conv.bias, conv.residual);
   if (!requires_grad) return call_below_autograd(conv_op(), keys, args);
@@ -51,7 +51,7 @@ ConvResults conv_autograd(c10::DispatchKeySet keys, const ConvForward& args) {
 
 ConvGradients conv_backward_autograd(c10::DispatchKeySet keys, const ConvMaskedBackward& args) {
   return without_derivative(
-      conv_backward_op(), keys, args,
+      conv_backward_op(), keys, args, "cudnn_ops.conv backward",
       "cudnn_ops: double backward of a convolution is not available; compute that part with "
       "torch.nn.functional");
 }

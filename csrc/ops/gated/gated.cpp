@@ -12,6 +12,11 @@ namespace {
 
 constexpr char kBackward[] = "GatedBackward";
 
+const char* name_of(const Gated& args) {
+  return args.activation == static_cast<int64_t>(GatedActivation::kSilu) ? "cudnn_ops.swiglu"
+                                                                         : "cudnn_ops.geglu";
+}
+
 const Operator<at::Tensor, Gated>& gated_op() {
   static const Operator<at::Tensor, Gated> op("cudnn_ops::_gated");
   return op;
@@ -30,7 +35,7 @@ variable_list gated_gradients(const variable_list& grads, const Wanted<2>& wante
 using GatedBackwardNode = BackwardNode<kBackward, gated_gradients>;
 
 at::Tensor gated_autograd(c10::DispatchKeySet keys, const Gated& args) {
-  refuse_forward_mode("cudnn_ops.swiglu and geglu", {args.gate, args.up});
+  refuse_forward_mode(name_of(args), args);
   const at::Tensor out = call_below_autograd(gated_op(), keys, args);
   if (torch::autograd::compute_requires_grad(args.gate, args.up)) {
     set_derivative<GatedBackwardNode>(torch::autograd::collect_next_edges(args.gate, args.up),
@@ -41,14 +46,9 @@ at::Tensor gated_autograd(c10::DispatchKeySet keys, const Gated& args) {
 
 GatedGradients gated_backward_autograd(c10::DispatchKeySet keys, const GatedBackward& args) {
   return without_derivative(
-      gated_backward_op(), keys, args,
+      gated_backward_op(), keys, args, name_of(args.forward),
       "cudnn_ops: double backward of swiglu and geglu is not available; compute that part with "
       "torch.nn.functional");
-}
-
-const char* name_of(const Gated& args) {
-  return args.activation == static_cast<int64_t>(GatedActivation::kSilu) ? "cudnn_ops.swiglu"
-                                                                         : "cudnn_ops.geglu";
 }
 
 at::Tensor gated(const at::Tensor& gate, const at::Tensor& up, GatedActivation activation) {

@@ -50,7 +50,7 @@ using NormBackwardNode = BackwardNode<kBackward, norm_gradients>;
 
 NormResults norm_autograd(c10::DispatchKeySet keys, const NormForward& args) {
   const auto& norm = args.norm;
-  refuse_forward_mode(norm.is_layer ? "cudnn_ops.layer_norm" : "cudnn_ops.rms_norm", {norm.input});
+  refuse_forward_mode(name_of(norm), norm);
   const bool requires_grad =
       torch::autograd::compute_requires_grad(norm.input, norm.residual, norm.weight, norm.bias);
   if (!requires_grad) return call_below_autograd(norm_op(), keys, args);
@@ -73,6 +73,7 @@ NormResults norm_autograd(c10::DispatchKeySet keys, const NormForward& args) {
 NormGradients norm_backward_autograd(c10::DispatchKeySet keys, const NormBackward& args) {
   return without_derivative(
       norm_backward_op(), keys, args,
+      args.saved.is_layer ? "cudnn_ops.layer_norm" : "cudnn_ops.rms_norm",
       "cudnn_ops: double backward of a norm is not available; compute that part with "
       "torch.nn.functional");
 }

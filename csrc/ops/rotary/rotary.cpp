@@ -34,7 +34,7 @@ variable_list rotary_gradients(const variable_list& grads, const Wanted<1>& /*wa
 using RotaryBackwardNode = BackwardNode<kBackward, rotary_gradients>;
 
 at::Tensor rotary_autograd(c10::DispatchKeySet keys, const Rotary& args) {
-  refuse_forward_mode(kOp, {args.input});
+  refuse_forward_mode(kOp, args);
   TORCH_CHECK_NOT_IMPLEMENTED(!torch::autograd::compute_requires_grad(args.cos, args.sin), kOp,
                               ": cos and sin have no gradient here");
   const at::Tensor out = call_below_autograd(rotary_op(), keys, args);

@@ -48,7 +48,8 @@ constexpr const char* kNoSecondDerivative =
     "under torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)";
 
 Gradients sdpa_backward_autograd(c10::DispatchKeySet keys, const SdpaBackward& given) {
-  return without_derivative(sdpa_backward_op(), keys, given, kNoSecondDerivative);
+  return without_derivative(sdpa_backward_op(), keys, given, "cudnn_ops.sdpa backward",
+                            kNoSecondDerivative);
 }
 
 template <c10::DeviceType device>

@@ -58,6 +58,7 @@ struct VarlenFamily {
 
 VarlenGradients varlen_backward_autograd(c10::DispatchKeySet keys, const VarlenBackward& given) {
   return without_derivative(varlen_backward_op(), keys, given,
+                            "cudnn_ops.varlen_attention backward",
                             "cudnn_ops.varlen_attention: double backward is not available, cuDNN "
                             "has no second derivative of attention");
 }

@@ -10,14 +10,16 @@
 namespace cudnn_ops {
 namespace {
 
+constexpr const char* kOp = "cudnn_ops.paged_attention";
+
 at::Tensor paged_autograd(c10::DispatchKeySet keys, const Paged& args) {
-  return without_derivative(paged_op(), keys, args,
+  return without_derivative(paged_op(), keys, args, kOp,
                             "derivative for cudnn_ops::paged_attention is not implemented");
 }
 
 OutAndLse paged_with_lse_autograd(c10::DispatchKeySet keys, const Paged& args) {
   return without_derivative(
-      paged_with_lse_op(), keys, args,
+      paged_with_lse_op(), keys, args, kOp,
       "derivative for cudnn_ops::paged_attention_with_lse is not implemented");
 }
 
