@@ -1,4 +1,4 @@
-"""The activations of convolutions, by torch's functions: for CPU kernels, and for gradients."""
+"""Activations by torch's functions, and their gradients: for CPU kernels and decompositions."""
 
 from __future__ import annotations
 
@@ -39,6 +39,11 @@ _BY_TORCH: dict[Activation, _ByTorch] = {
         F.leaky_relu, lambda grad, saved: _aten.leaky_relu_backward(grad, saved, 0.01, False)
     ),
 }
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """In float32, or float64 if it is that."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def activate(before: Tensor, activation: Activation) -> Tensor:

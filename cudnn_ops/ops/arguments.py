@@ -84,16 +84,17 @@ _TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
 }
 
 
-def refuse_wrong_types(op: Any, *values: object) -> None:
+def refuse_wrong_types(op: Any, arguments: Mapping[str, Any]) -> None:
     """Raises TypeError for the first argument of a type that its operator does not accept.
 
     Called where the operator has raised, so that a correct call pays nothing.
 
     Args:
         op: an overload of an operator.
-        values: its arguments, in the order of its schema.
+        arguments: those of the call, by the names of its schema.
     """
-    for argument, value in zip(op._schema.arguments, values, strict=True):
+    for argument in op._schema.arguments:
+        value = arguments[argument.name]
         kind = str(argument.type)
         required = kind.removeprefix("Optional[").removesuffix("]") if "Opt" in kind else kind
         is_right, words = _TYPES[required]

@@ -6,7 +6,8 @@ The CUDA kernels, the derivative and the autocast rule are in ``csrc/ops/conv*.c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +19,10 @@ from cudnn_ops.ops.activation import (
     activate,
     before_activation,
     needs_before,
+    wide,
 )
+from cudnn_ops.ops.arguments import bind
+from cudnn_ops.ops.kernels import register
 
 _ops = torch.ops.cudnn_ops
 
@@ -201,43 +205,32 @@ def _empty_last(size: Sequence[int], like: Tensor) -> Tensor:
     if len(size) == 3:
         _, channels, length = size
         return like.new_empty_strided(size, (channels * length, 1, channels))
-    return torch.empty(size, dtype=like.dtype, device=like.device, memory_format=_format(len(size)))
+    return torch.empty(
+        size, dtype=like.dtype, device=like.device, memory_format=memory_format(len(size))
+    )
 
 
-def _format(rank: int) -> torch.memory_format:
+def memory_format(rank: int) -> torch.memory_format:
     return torch.channels_last_3d if rank == 5 else torch.channels_last
 
 
 def _is_last(tensor: Tensor) -> bool:
     image = tensor.unsqueeze(2) if tensor.dim() == 3 else tensor
-    return image.is_contiguous(memory_format=_format(image.dim()))
+    return image.is_contiguous(memory_format=memory_format(image.dim()))
 
 
-def _conv_fake(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    geometry: Sequence[int],
-    activation: int,
-    with_before: bool,
-) -> tuple[Tensor, Tensor]:
-    size = _ops._conv_size.default(input, weight, bias, residual, geometry)
-    with_before = with_before and needs_before(ACTIVATIONS[activation])
-    before = _empty_last(size, input) if with_before else input.new_empty(0)
-    return _empty_last(size, input), before
+def _conv_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    call = bind(_ops._conv.default, args, {})
+    size = _ops._conv_size.default(*args[:5])
+    with_before = call.with_before and needs_before(ACTIVATIONS[call.activation])
+    before = _empty_last(size, call.input) if with_before else call.input.new_empty(0)
+    return _empty_last(size, call.input), before
 
 
-def _conv_backward_fake(
-    grad_out: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    saved: Tensor | None,
-    geometry: Sequence[int],
-    activation: int,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _ops._conv_backward_check.default(grad_out, input, weight, saved, geometry, activation)
+def _conv_backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _ops._conv_backward_check.default(*args[:-1])
+    call = bind(_ops._conv_backward.default, args, {})
+    input, weight, output_mask = call.input, call.weight, call.output_mask
 
     def result(wanted: bool, size: Sequence[int], is_last: bool = True) -> Tensor:
         if not wanted:
@@ -249,7 +242,7 @@ def _conv_backward_fake(
         # In the weight's memory format: autograd would copy another one.
         result(output_mask[1], weight.shape, _is_last(weight)),
         result(output_mask[2], (weight.shape[0],), is_last=False),
-        result(output_mask[3], grad_out.shape),
+        result(output_mask[3], call.grad_out.shape),
     )
 
 
@@ -268,57 +261,47 @@ def _pad(input: Tensor, padding: Sequence[int]) -> Tensor:
     return F.pad(input, pairs) if any(pairs) else input
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+def before_in_torch(call: SimpleNamespace, dtype: torch.dtype) -> Tensor:
+    """What the activation of ``_conv`` is of, by torch's operators, in ``dtype``."""
+    stride, padding, dilation, groups = _unpacked(call.geometry)
+    dims = len(stride)
+    input, before = call.input, padding[:dims]
+    if list(before) != list(padding[dims:]):
+        input, before = _pad(input, padding), [0] * dims
+    bias = None if call.bias is None else call.bias.to(dtype)
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
+    result = convolve(
+        input.to(dtype), call.weight.to(dtype), bias, stride, before, dilation, groups
+    )
+    return result if call.residual is None else result + call.residual
 
 
-def _conv_cpu(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    geometry: Sequence[int],
-    activation: int,
-    with_before: bool,
-) -> tuple[Tensor, Tensor]:
-    out, before = _conv_fake(input, weight, bias, residual, geometry, activation, with_before)
-    if input.numel() == 0:
+def _conv_cpu(*args: Any) -> tuple[Tensor, Tensor]:
+    out, before = _conv_fake(*args)
+    call = bind(_ops._conv.default, args, {})
+    if call.input.numel() == 0:
         return out, before
-    convolve = (F.conv1d, F.conv2d, F.conv3d)[input.dim() - 3]
-    stride, padding, dilation, groups = _unpacked(geometry)
-    x, w, b = _wide(_pad(input, padding)), _wide(weight), None if bias is None else _wide(bias)
-    result = convolve(x, w, b, stride, 0, dilation, groups)
-    if residual is not None:
-        result = result + residual
-    out.copy_(activate(result, ACTIVATIONS[activation]))
-    if before.numel() > 0:
-        before.copy_(result)
-    return out, before
+    result = before_in_torch(call, torch.promote_types(call.input.dtype, torch.float32))
+    out.copy_(activate(result, ACTIVATIONS[call.activation]))
+    return out, before.copy_(result) if before.numel() > 0 else before
 
 
-def _conv_backward_cpu(
-    grad_out: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    saved: Tensor | None,
-    geometry: Sequence[int],
-    activation: int,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    results = _conv_backward_fake(grad_out, input, weight, saved, geometry, activation, output_mask)
-    stride, padding, dilation, groups = _unpacked(geometry)
+def _conv_backward_cpu(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    results = _conv_backward_fake(*args)
+    call = bind(_ops._conv_backward.default, args, {})
+    input, output_mask = call.input, call.output_mask
+    stride, padding, dilation, groups = _unpacked(call.geometry)
     if input.numel() == 0:
         for result in results:
             result.zero_()
         return results
-    kept = None if saved is None else _wide(saved)
-    grad = before_activation(_wide(grad_out), kept, ACTIVATIONS[activation])
-    padded = _wide(_pad(input, padding))
+    kept = None if call.saved is None else wide(call.saved)
+    grad = before_activation(wide(call.grad_out), kept, ACTIVATIONS[call.activation])
     dims = len(stride)
     of_padded, of_weight, _ = torch.ops.aten.convolution_backward(
         grad,
-        padded,
-        _wide(weight),
+        wide(_pad(input, padding)),
+        wide(call.weight),
         None,
         stride,
         [0] * dims,
@@ -341,7 +324,5 @@ def _conv_backward_cpu(
     return results
 
 
-torch.library.register_fake("cudnn_ops::_conv", _conv_fake)
-torch.library.register_fake("cudnn_ops::_conv_backward", _conv_backward_fake)
-torch.library.impl("cudnn_ops::_conv", "CPU", _conv_cpu)
-torch.library.impl("cudnn_ops::_conv_backward", "CPU", _conv_backward_cpu)
+register("_conv", fake=_conv_fake, cpu=_conv_cpu)
+register("_conv_backward", fake=_conv_backward_fake, cpu=_conv_backward_cpu)

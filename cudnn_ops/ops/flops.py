@@ -50,14 +50,9 @@ def visible_pairs(
 
 
 def _call_pairs(call: SimpleNamespace, batch_and_heads: Sequence[int]) -> int:
-    pairs = visible_pairs(
-        call.query.shape[-2],
-        call.key.shape[-2],
-        call.window_size,
-        call.is_causal,
-        call.bottom_right,
-    )
-    return math.prod(batch_and_heads) * pairs
+    lengths = call.query.shape[-2], call.key.shape[-2]
+    mask = call.window_size, call.is_causal, call.bottom_right
+    return math.prod(batch_and_heads) * visible_pairs(*lengths, *mask)
 
 
 @register_flop_formula([_ops.sdpa, _ops.sdpa_with_lse], get_raw=True)

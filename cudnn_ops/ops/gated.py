@@ -9,11 +9,15 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from cudnn_ops.ops.activation import Activation, activate, before_activation, wide
 from cudnn_ops.ops.arguments import refuse_wrong_types
+from cudnn_ops.ops.kernels import register
 
 _ops = torch.ops.cudnn_ops
+
+#: In the order in which C++ counts them.
+_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -43,7 +47,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     try:
         return _ops.swiglu.default(gate, up)
     except RuntimeError:
-        refuse_wrong_types(_ops.swiglu.default, gate, up)
+        refuse_wrong_types(_ops.swiglu.default, locals())
         raise
 
 
@@ -74,7 +78,7 @@ def geglu(gate: Tensor, up: Tensor, *, approximate: Literal["none", "tanh"] = "n
     try:
         return _ops.geglu.default(gate, up, approximate=approximate)
     except RuntimeError:
-        refuse_wrong_types(_ops.geglu.default, gate, up, approximate)
+        refuse_wrong_types(_ops.geglu.default, locals())
         raise
 
 
@@ -90,38 +94,25 @@ def _gated_backward_fake(
     return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
-def _activate(gate: Tensor, activation: int) -> Tensor:
-    if activation == 0:
-        return F.silu(gate)
-    return F.gelu(gate, approximate="none" if activation == 1 else "tanh")
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+def gated_in_torch(gate: Tensor, up: Tensor, activation: int) -> Tensor:
+    """The result of ``_gated`` by torch's operators."""
+    product = activate(wide(gate), _ACTIVATIONS[activation]) * wide(up)
+    return product.to(gate.dtype).contiguous()
 
 
 def _gated_cpu(gate: Tensor, up: Tensor, activation: int) -> Tensor:
-    out = _gated_fake(gate, up, activation)
-    return out.copy_(_activate(_wide(gate), activation) * _wide(up))
+    _ops._gated_check.default(gate, up, activation)
+    return gated_in_torch(gate, up, activation)
 
 
 def _gated_backward_cpu(
     grad_out: Tensor, gate: Tensor, up: Tensor, activation: int
 ) -> tuple[Tensor, Tensor]:
-    results = _gated_backward_fake(grad_out, gate, up, activation)
-    x, grad = _wide(gate), _wide(grad_out)
-    of_activation = grad * _wide(up)
-    if activation == 0:
-        of_gate = torch.ops.aten.silu_backward(of_activation, x)
-    else:
-        approximate = "none" if activation == 1 else "tanh"
-        of_gate = torch.ops.aten.gelu_backward(of_activation, x, approximate=approximate)
-    results[0].copy_(of_gate)
-    results[1].copy_(grad * _activate(x, activation))
-    return results
+    grad_gate, grad_up = _gated_backward_fake(grad_out, gate, up, activation)
+    x, grad, name = wide(gate), wide(grad_out), _ACTIVATIONS[activation]
+    grad_gate.copy_(before_activation(grad * wide(up), x, name))
+    return grad_gate, grad_up.copy_(grad * activate(x, name))
 
 
-torch.library.register_fake("cudnn_ops::_gated", _gated_fake)
-torch.library.register_fake("cudnn_ops::_gated_backward", _gated_backward_fake)
-torch.library.impl("cudnn_ops::_gated", "CPU", _gated_cpu)
-torch.library.impl("cudnn_ops::_gated_backward", "CPU", _gated_backward_cpu)
+register("_gated", fake=_gated_fake, cpu=_gated_cpu)
+register("_gated_backward", fake=_gated_backward_fake, cpu=_gated_backward_cpu)

@@ -5,12 +5,16 @@ The CUDA kernels, the derivative and the autocast rule are in ``csrc/ops/norm*.c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cudnn_ops.ops.arguments import refuse_wrong_types
+from cudnn_ops.ops.arguments import bind, refuse_wrong_types
+from cudnn_ops.ops.kernels import register
 
 _ops = torch.ops.cudnn_ops
 
@@ -62,9 +66,7 @@ def rms_norm(
         # A keyword argument costs half a microsecond.
         return _ops.rms_norm.default(input, normalized_shape, weight, eps)
     except RuntimeError:
-        refuse_wrong_types(
-            _ops.rms_norm.default, input, normalized_shape, weight, eps, zero_centered
-        )
+        refuse_wrong_types(_ops.rms_norm.default, locals())
         raise
 
 
@@ -114,9 +116,7 @@ def layer_norm(
             )
         return _ops.layer_norm.default(input, normalized_shape, weight, bias, eps)
     except RuntimeError:
-        refuse_wrong_types(
-            _ops.layer_norm.default, input, normalized_shape, weight, bias, eps, zero_centered
-        )
+        refuse_wrong_types(_ops.layer_norm.default, locals())
         raise
 
 
@@ -157,15 +157,7 @@ def add_rms_norm(
             input, residual, normalized_shape, weight, eps, zero_centered=zero_centered
         )
     except RuntimeError:
-        refuse_wrong_types(
-            _ops.add_rms_norm.default,
-            input,
-            residual,
-            normalized_shape,
-            weight,
-            eps,
-            zero_centered,
-        )
+        refuse_wrong_types(_ops.add_rms_norm.default, locals())
         raise
 
 
@@ -208,16 +200,7 @@ def add_layer_norm(
             input, residual, normalized_shape, weight, bias, eps, zero_centered=zero_centered
         )
     except RuntimeError:
-        refuse_wrong_types(
-            _ops.add_layer_norm.default,
-            input,
-            residual,
-            normalized_shape,
-            weight,
-            bias,
-            eps,
-            zero_centered,
-        )
+        refuse_wrong_types(_ops.add_layer_norm.default, locals())
         raise
 
 
@@ -225,155 +208,100 @@ def _stats_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _rows(input: Tensor, normalized_shape: Sequence[int]) -> int:
-    rows = 1
-    for size in input.shape[: input.dim() - len(normalized_shape)]:
-        rows *= size
-    return rows
-
-
-def _norm_fake(
-    input: Tensor,
-    residual: Tensor | None,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    is_layer: bool,
-    zero_centered: bool,
-    with_stats: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _ops._norm_check.default(
-        input, residual, normalized_shape, weight, bias, eps, is_layer, zero_centered
-    )
+def _norm_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _ops._norm_check.default(*args[:-1])
+    call = bind(_ops._norm.default, args, {})
+    input, with_stats = call.input, call.with_stats
     dtype = _stats_dtype(input.dtype)
-    rows = _rows(input, normalized_shape)
+    rows = math.prod(input.shape[: input.dim() - len(call.normalized_shape)])
     mean, rstd = (
         input.new_empty(rows if wanted else 0, dtype=dtype)
-        for wanted in (with_stats and is_layer, with_stats)
+        for wanted in (with_stats and call.is_layer, with_stats)
     )
-    total = input.new_empty(0 if residual is None else input.shape)
+    total = input.new_empty(0 if call.residual is None else input.shape)
     return input.new_empty(input.shape), total, mean, rstd
 
 
-def _norm_backward_fake(
-    grad_out: Tensor,
-    grad_sum: Tensor | None,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    is_layer: bool,
-    zero_centered: bool,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    _ops._norm_backward_check.default(
-        grad_out,
-        grad_sum,
-        input,
-        normalized_shape,
-        weight,
-        mean,
-        rstd,
-        is_layer,
-        zero_centered,
-        output_mask,
-    )
-    none = input.new_empty(0, dtype=_stats_dtype(input.dtype))
-    like = input if weight is None else weight
+def _norm_backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _ops._norm_backward_check.default(*args)
+    call = bind(_ops._norm_backward.default, args, {})
+    like = call.input if call.weight is None else call.weight
+
+    def result(wanted: bool, like: Tensor, shape: Sequence[int]) -> Tensor:
+        if not wanted:
+            return call.input.new_empty(0, dtype=_stats_dtype(call.input.dtype))
+        return like.new_empty(shape)
+
     return (
-        input.new_empty(input.shape) if output_mask[0] else none,
-        like.new_empty(normalized_shape) if output_mask[1] else none.clone(),
-        like.new_empty(normalized_shape) if output_mask[2] else none.clone(),
+        result(call.output_mask[0], call.input, call.input.shape),
+        result(call.output_mask[1], like, call.normalized_shape),
+        result(call.output_mask[2], like, call.normalized_shape),
     )
 
 
-def _factor(weight: Tensor | None, zero_centered: bool, dtype: torch.dtype) -> Tensor | float:
+def _factor(weight: Tensor | None, zero_centered: bool, dtype: torch.dtype) -> Tensor | None:
     if weight is None:
-        return 1.0
+        return None
     return weight.to(dtype) + 1 if zero_centered else weight.to(dtype)
 
 
-def _norm_cpu(
-    input: Tensor,
-    residual: Tensor | None,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    is_layer: bool,
-    zero_centered: bool,
-    with_stats: bool,
+def norm_in_torch(
+    call: SimpleNamespace, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    out, total, mean, rstd = _norm_fake(
-        input, residual, normalized_shape, weight, bias, eps, is_layer, zero_centered, with_stats
+    """The results of ``_norm`` by torch's operators, computed in ``dtype``."""
+    input, shape = call.input, call.normalized_shape
+    total = input.new_empty(0)
+    if call.residual is not None:
+        input = total = (input + call.residual).contiguous()
+    wide, factor = input.to(dtype), _factor(call.weight, call.zero_centered, dtype)
+    if call.is_layer:
+        bias = None if call.bias is None else call.bias.to(dtype)
+        out, mean, rstd = torch.native_layer_norm(wide, shape, factor, bias, call.eps)
+    else:
+        dims = tuple(range(-len(shape), 0))
+        mean, rstd = wide, (wide.square().mean(dims, keepdim=True) + call.eps).rsqrt()
+        out = wide * rstd if factor is None else wide * rstd * factor
+    stats = (mean, call.with_stats and call.is_layer), (rstd, call.with_stats)
+    kept = _stats_dtype(input.dtype)
+    return (
+        out.to(input.dtype).contiguous(),
+        total,
+        *(part.flatten().to(kept) if w else input.new_empty(0, dtype=kept) for part, w in stats),
     )
-    if residual is not None:
-        input = torch.add(input, residual, out=total)
-    dtype = _stats_dtype(input.dtype)
-    dims = tuple(range(input.dim() - len(normalized_shape), input.dim()))
-    x = input.to(dtype)
-    # In float64, or equal numbers would be far from their mean where eps is small, and the sum of
+
+
+def _norm_cpu(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _ops._norm_check.default(*args[:-1])
+    call = bind(_ops._norm.default, args, {})
+    # A mean in float64, or equal numbers would be far from it where eps is small, and the sum of
     # large ones infinite.
-    center = x.mean(dims, keepdim=True, dtype=torch.float64) if is_layer else x.new_zeros(())
-    center = center.to(dtype)
-    centered = x - center
-    scale = (centered.square().mean(dims, keepdim=True) + eps).rsqrt()
-    result = centered * scale * _factor(weight, zero_centered, dtype)
-    out.copy_(result if bias is None else result + bias.to(dtype))
-    if with_stats:
-        rstd.copy_(scale.reshape(-1))
-    if with_stats and is_layer:
-        mean.copy_(center.reshape(-1))
-    return out, total, mean, rstd
+    return norm_in_torch(call, torch.float64 if call.is_layer else _stats_dtype(call.input.dtype))
 
 
-def _norm_backward_cpu(
-    grad_out: Tensor,
-    grad_sum: Tensor | None,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    is_layer: bool,
-    zero_centered: bool,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    results = _norm_backward_fake(
-        grad_out,
-        grad_sum,
-        input,
-        normalized_shape,
-        weight,
-        mean,
-        rstd,
-        is_layer,
-        zero_centered,
-        output_mask,
-    )
+def _norm_backward_cpu(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    results = _norm_backward_fake(*args)
+    call = bind(_ops._norm_backward.default, args, {})
+    input, is_layer = call.input, call.is_layer
     dtype = _stats_dtype(input.dtype)
-    first = input.dim() - len(normalized_shape)
+    first = input.dim() - len(call.normalized_shape)
     dims, leading = tuple(range(first, input.dim())), tuple(range(first))
     column = (*input.shape[:first], *(1 for _ in dims))
-    x, grad, scale = input.to(dtype), grad_out.to(dtype), rstd.view(column)
-    normed = (x - mean.view(column) if is_layer else x) * scale
-    weighed = grad * _factor(weight, zero_centered, dtype)
-    if output_mask[0]:
+    x, grad, scale = input.to(dtype), call.grad_out.to(dtype), call.rstd.view(column)
+    normed = (x - call.mean.view(column) if is_layer else x) * scale
+    factor = _factor(call.weight, call.zero_centered, dtype)
+    weighed = grad if factor is None else grad * factor
+    if call.output_mask[0]:
         along = (weighed * normed).mean(dims, keepdim=True) * normed
         shift = weighed.mean(dims, keepdim=True) if is_layer else 0
         result = (weighed - along - shift) * scale
-        results[0].copy_(result if grad_sum is None else result + grad_sum.to(dtype))
+        results[0].copy_(result if call.grad_sum is None else result + call.grad_sum.to(dtype))
     for wanted, result, terms in zip(
-        output_mask[1:], results[1:], (grad * normed, grad), strict=True
+        call.output_mask[1:], results[1:], (grad * normed, grad), strict=True
     ):
         if wanted:
             result.copy_(terms.sum(leading) if leading else terms)
     return results
 
 
-torch.library.register_fake("cudnn_ops::_norm", _norm_fake)
-torch.library.register_fake("cudnn_ops::_norm_backward", _norm_backward_fake)
-torch.library.impl("cudnn_ops::_norm", "CPU", _norm_cpu)
-torch.library.impl("cudnn_ops::_norm_backward", "CPU", _norm_backward_cpu)
+register("_norm", fake=_norm_fake, cpu=_norm_cpu)
+register("_norm_backward", fake=_norm_backward_fake, cpu=_norm_backward_cpu)

@@ -5,6 +5,7 @@ The CUDA kernels are in ``csrc/ops/paged*.cpp`` and ``csrc/kernels/``.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from cudnn_ops.ops import sdpa_cpu
 from cudnn_ops.ops.arguments import bind, refuse_lists, refuse_one_number
+from cudnn_ops.ops.kernels import register, register_with_lse
 from cudnn_ops.ops.sdpa import lse_dtype
+from cudnn_ops.ops.varlen import places
 
 _ops = torch.ops.cudnn_ops
 
@@ -225,25 +228,18 @@ def paged_kv_append_(
     )
 
 
-def _new_out(query: Tensor, value_cache: Tensor) -> Tensor:
-    return query.new_empty([*query.shape[:-1], value_cache.shape[3]])
+def _empty(query: Tensor, value_cache: Tensor) -> tuple[Tensor, Tensor]:
+    *lead, heads, _ = query.shape
+    rows = [heads, *lead] if query.dim() == 3 else [lead[0], heads, lead[1]]
+    out = query.new_empty([*lead, heads, value_cache.shape[3]])
+    return out, query.new_empty(rows, dtype=lse_dtype(query.dtype))
 
 
-def _new_lse(query: Tensor) -> Tensor:
-    if query.dim() == 3:
-        sizes = [query.shape[1], query.shape[0]]
-    else:
-        sizes = [query.shape[0], query.shape[2], query.shape[1]]
-    return query.new_empty(sizes, dtype=lse_dtype(query.dtype))
-
-
-def _fake(query: Tensor, key_cache: Tensor, value_cache: Tensor, *args: Any, **kwargs: Any):
+def _with_lse_fake(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, *args: Any, **kwargs: Any
+):
     _ops._paged_check.default(query, key_cache, value_cache, *args, **kwargs)
-    return _new_out(query, value_cache)
-
-
-def _with_lse_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    return _fake(*args, **kwargs), _new_lse(args[0])
+    return _empty(query, value_cache)
 
 
 def _out_fake(*args: Any, **kwargs: Any) -> None:
@@ -255,64 +251,66 @@ def _append_fake(*args: Any, **kwargs: Any) -> None:
 
 
 def _gather(cache: Tensor, page_table: Tensor, seq_lens: Tensor, head_major: bool) -> Tensor:
-    """[batch, heads, longest, head size]: each sequence's tokens in order, padded with 0."""
+    """[batch, heads, slots, head size]: the tokens on each sequence's pages, padded with 0.
+
+    Entries beyond a length are not followed, and values there not read: they may be NaN.
+    """
     by_token = cache.transpose(1, 2) if head_major else cache
-    pages, page_size = by_token.shape[:2]
-    longest = int(seq_lens.max()) if seq_lens.numel() else 0
-    place = torch.arange(longest)
-    there = place < seq_lens.unsqueeze(1)
-    columns = torch.div(place, page_size, rounding_mode="floor")
-    # Entries beyond a length are not read.
-    page = page_table[:, columns].long().masked_fill(~there, 0)
-    slots = (
-        by_token[page, place % page_size]
-        if pages
-        else by_token.new_zeros(*there.shape, *by_token.shape[2:])
-    )
+    width, page_size = page_table.shape[1], by_token.shape[1]
+    lengths = seq_lens.unsqueeze(1)
+    starts = torch.arange(width, device=cache.device) * page_size
+    slots = by_token[page_table.long().masked_fill(starts >= lengths, 0)].flatten(1, 2)
+    there = torch.arange(width * page_size, device=cache.device) < lengths
     return slots.masked_fill(~there[:, :, None, None], 0.0).transpose(1, 2)
+
+
+def paged_in_torch(call: SimpleNamespace) -> tuple[Tensor, Tensor]:
+    """The results of ``paged_attention_with_lse`` by torch's operators.
+
+    Packed queries are padded to ``max_seqlen_q`` of each sequence.
+    """
+    query, offsets, most = call.query, call.cu_seqlens_q, call.max_seqlen_q
+    rows, lengths = query, None
+    if offsets is not None:
+        lengths = offsets.diff()
+        of_each = torch.arange(most, device=query.device)
+        rows = query[(offsets[:-1].unsqueeze(1) + of_each).clamp(max=query.shape[0] - 1)]
+    key, value = (
+        _gather(cache, call.page_table, call.seq_lens_kv, call.head_major)
+        for cache in (call.key_cache, call.value_cache)
+    )
+    shared = ("is_causal", "scale", "softcap", "window_size", "bottom_right", "sinks")
+    options = {name: getattr(call, name) for name in shared}
+    lengths_of = {"seq_lens_q": lengths, "seq_lens_kv": call.seq_lens_kv}
+    dense = bind(_ops.sdpa.default, (rows.transpose(1, 2), key, value), options | lengths_of)
+    out, lse = sdpa_cpu.in_torch(dense)
+    out = out.transpose(1, 2)
+    if offsets is not None:
+        sequence, place, _ = places(offsets, query.shape[0], None)
+        of_token = (sequence, place.clamp(max=most - 1))
+        out, lse = out[of_token], lse.transpose(1, 2)[of_token].t()
+    return out.to(query.dtype).contiguous(), lse.contiguous()
 
 
 def _with_lse_cpu(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     _ops._paged_check.default(*args, **kwargs)
     call = bind(_ops.paged_attention_with_lse.default, args, kwargs)
-    query, offsets = call.query, call.cu_seqlens_q
-    out, lse = _new_out(query, call.value_cache), _new_lse(query)
+    out, lse = _empty(call.query, call.value_cache)
     if out.numel() == 0:
         return out, lse
-    lengths, present = None, None
-    rows = query
-    if offsets is not None:  # padded to as many for each sequence
-        lengths = offsets.diff().int()
-        place = torch.arange(int(lengths.max()))
-        present = place < lengths.unsqueeze(1)
-        rows = query[(offsets[:-1].unsqueeze(1) + place).masked_fill(~present, 0)]
-    found, found_lse = sdpa_cpu.forward(
-        rows.transpose(1, 2),
-        _gather(call.key_cache, call.page_table, call.seq_lens_kv, call.head_major),
-        _gather(call.value_cache, call.page_table, call.seq_lens_kv, call.head_major),
-        is_causal=call.is_causal,
-        scale=call.scale,
-        enable_gqa=True,
-        window_size=call.window_size,
-        bottom_right=call.bottom_right,
-        softcap=call.softcap,
-        sinks=call.sinks,
-        seq_lens_q=lengths,
-        seq_lens_kv=call.seq_lens_kv,
-    )
-    found = found.transpose(1, 2)
-    if present is None:
-        return out.copy_(found), lse.copy_(found_lse)
-    return out.copy_(found[present]), lse.copy_(found_lse.transpose(1, 2)[present].t())
-
-
-def _cpu(*args: Any, **kwargs: Any) -> Tensor:
-    return _with_lse_cpu(*args, **kwargs)[0]
+    # No more than there is: bounds may be far above it.
+    page_size = call.key_cache.shape[2 if call.head_major else 1]
+    call.page_table = call.page_table[:, : -(-int(call.seq_lens_kv.max()) // page_size)]
+    if call.page_table.shape[1] == 0:
+        return sdpa_cpu.without_keys(out, lse, call.sinks)
+    if call.cu_seqlens_q is not None:
+        call.max_seqlen_q = int(call.cu_seqlens_q.diff().max())
+    return paged_in_torch(call)
 
 
 def _out_cpu(*args: Any, out: Tensor, **kwargs: Any) -> None:
     _ops._paged_check.default(*args, **kwargs, out=out)
-    out.copy_(_cpu(*args, **kwargs))
+    out.copy_(_with_lse_cpu(*args, **kwargs)[0])
 
 
 def _append_cpu(
@@ -333,11 +331,6 @@ def _append_cpu(
         by_token.index_put_((page, slots % page_size), tokens[there])
 
 
-torch.library.register_fake("cudnn_ops::paged_attention", _fake)
-torch.library.register_fake("cudnn_ops::paged_attention_with_lse", _with_lse_fake)
-torch.library.register_fake("cudnn_ops::_paged_attention_out", _out_fake)
-torch.library.register_fake("cudnn_ops::paged_kv_append_", _append_fake)
-torch.library.impl("cudnn_ops::paged_attention", "CPU", _cpu)
-torch.library.impl("cudnn_ops::paged_attention_with_lse", "CPU", _with_lse_cpu)
-torch.library.impl("cudnn_ops::_paged_attention_out", "CPU", _out_cpu)
-torch.library.impl("cudnn_ops::paged_kv_append_", "CPU", _append_cpu)
+register_with_lse("paged_attention", fake=_with_lse_fake, cpu=_with_lse_cpu)
+register("_paged_attention_out", fake=_out_fake, cpu=_out_cpu)
+register("paged_kv_append_", fake=_append_fake, cpu=_append_cpu)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cudnn_ops.ops.activation import wide
 from cudnn_ops.ops.arguments import refuse_wrong_types
+from cudnn_ops.ops.kernels import register
 
 _ops = torch.ops.cudnn_ops
 
@@ -46,7 +48,7 @@ def rotary_embedding(input: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     try:
         return _ops.rotary_embedding.default(input, cos, sin)
     except RuntimeError:
-        refuse_wrong_types(_ops.rotary_embedding.default, input, cos, sin)
+        refuse_wrong_types(_ops.rotary_embedding.default, locals())
         raise
 
 
@@ -56,18 +58,22 @@ def _rotary_fake(input: Tensor, cos: Tensor, sin: Tensor, is_backward: bool) -> 
     return input.new_empty((batch, tokens, heads, size)).transpose(1, 2)
 
 
-def _rotary_cpu(input: Tensor, cos: Tensor, sin: Tensor, is_backward: bool) -> Tensor:
-    out = _rotary_fake(input, cos, sin, is_backward)
-    wide = torch.promote_types(input.dtype, torch.float32)
-    x, c, s = input.to(wide), cos.to(wide).unsqueeze(1), sin.to(wide).unsqueeze(1)
+def rotary_in_torch(input: Tensor, cos: Tensor, sin: Tensor, is_backward: bool) -> Tensor:
+    """The result of ``_rotary`` by torch's operators."""
+    x, c, s = wide(input), wide(cos).unsqueeze(1), wide(sin).unsqueeze(1)
     if is_backward:
         first, second = (x * s).chunk(2, -1)
         turned = torch.cat([second, -first], -1)
     else:
         first, second = x.chunk(2, -1)
         turned = torch.cat([-second, first], -1) * s
-    return out.copy_(x * c + turned)
+    out = (x * c + turned).to(input.dtype)
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-torch.library.register_fake("cudnn_ops::_rotary", _rotary_fake)
-torch.library.impl("cudnn_ops::_rotary", "CPU", _rotary_cpu)
+def _rotary_cpu(input: Tensor, cos: Tensor, sin: Tensor, is_backward: bool) -> Tensor:
+    _ops._rotary_check.default(input, cos, sin)
+    return rotary_in_torch(input, cos, sin, is_backward)
+
+
+register("_rotary", fake=_rotary_fake, cpu=_rotary_cpu)

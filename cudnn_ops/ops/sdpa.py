@@ -1,7 +1,7 @@
 """Scaled dot-product attention: public functions and fake kernels.
 
 The CUDA kernel, the derivative and the autocast rule are in ``csrc/ops/sdpa*.cpp``, the CPU
-kernels in ``ops/sdpa_cpu.py``.
+kernels in ``ops/sdpa_cpu.py``, which registers both.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ def is_regular(
     return _ops._sdpa_is_regular.default(query, key, value, enable_gqa)
 
 
-def _sdpa_with_lse_fake(
+def with_lse_fake(
     query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     if not is_regular(query, key, value, **kwargs):
@@ -283,21 +283,7 @@ def _sdpa_with_lse_fake(
     return empty_like_order(sizes, query), lse
 
 
-def _sdpa_fake(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return _sdpa_with_lse_fake(query, key, value, *args, **kwargs)[0]
-
-
-def _sdpa_backward_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+def backward_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     call = bind(_ops._sdpa_backward.default, args, kwargs)
     mask = call.attn_mask if call.grad_mask else None
     return empty_gradients(call.query, call.key, call.value, mask, call.sinks)
-
-
-def _attention_rng_state_fake(query: Tensor, length: int, length_kv: int) -> Tensor:
-    return query.new_empty(2, dtype=torch.int64)
-
-
-torch.library.register_fake("cudnn_ops::sdpa", _sdpa_fake)
-torch.library.register_fake("cudnn_ops::sdpa_with_lse", _sdpa_with_lse_fake)
-torch.library.register_fake("cudnn_ops::_sdpa_backward", _sdpa_backward_fake)
-torch.library.register_fake("cudnn_ops::_attention_rng_state", _attention_rng_state_fake)

@@ -5,7 +5,6 @@ The CUDA kernel, the derivative and the autocast rule are in ``csrc/ops/varlen*.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from cudnn_ops.ops import sdpa_cpu
 from cudnn_ops.ops.arguments import bind, refuse_lists, refuse_one_number
+from cudnn_ops.ops.kernels import register, register_with_lse
 from cudnn_ops.ops.sdpa import lse_dtype
 
 _ops = torch.ops.cudnn_ops
@@ -172,10 +172,6 @@ def _with_lse_fake(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any):
     return _empty(q, v)
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return _with_lse_fake(q, k, v, *args, **kwargs)[0]
-
-
 def _empty_gradients(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -188,6 +184,23 @@ def _backward_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     return _empty_gradients(call.q, call.k, call.v, call.sinks)
 
 
+def dense_options(call: SimpleNamespace) -> dict[str, Any]:
+    """The options of a call, by the names that they have in dense attention."""
+    names = ("dropout_p", "window_size", "bottom_right", "softcap", "alibi_slopes", "sinks")
+    options = {name: getattr(call, name) for name in names}
+    return options | {"is_causal": call.causal, "scale": call.softmax_scale}
+
+
+def places(offsets: Tensor, tokens: int, used: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """For each token: its sequence, its place in it, and the sequence's length."""
+    index = torch.arange(tokens, device=offsets.device)
+    offsets = offsets.long()
+    # Past the last offset there is no sequence: the last one stands for it, and is shorter.
+    sequence = (index.unsqueeze(-1) >= offsets[1:-1]).sum(-1)
+    lengths = offsets[1:] - offsets[:-1] if used is None else used.long()
+    return sequence, index - offsets[sequence], lengths[sequence]
+
+
 def _sequences(call: SimpleNamespace) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
     """Each sequence's tokens among the queries and keys, and its own call's options."""
     starts_q, starts_k = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
@@ -197,19 +210,9 @@ def _sequences(call: SimpleNamespace) -> Iterator[tuple[slice, slice, dict[str, 
         return slice(starts[index], end)
 
     for index in range(len(starts_q) - 1):
-        state = call.rng_state
-        options = {
-            "dropout_p": call.dropout_p,
-            "is_causal": call.causal,
-            "scale": call.softmax_scale,
-            "window_size": call.window_size,
-            "bottom_right": call.bottom_right,
-            "softcap": call.softcap,
-            "alibi_slopes": call.alibi_slopes,
-            "sinks": call.sinks,
-            # Other numbers for each sequence.
-            "rng_state": None if state is None else state + torch.tensor([0, index]),
-        }
+        options = dense_options(call)
+        if call.rng_state is not None:  # other numbers for each sequence
+            options["rng_state"] = call.rng_state + torch.tensor([0, index])
         queries = tokens(index, starts_q, call.seqused_q)
         yield queries, tokens(index, starts_k, call.seqused_k), options
 
@@ -226,11 +229,7 @@ def _with_lse_cpu(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any):
     call = bind(_ops.varlen_attention_with_lse.default, (q, k, v, *args), kwargs)
     if call.dropout_p > 0 and call.rng_state is None:
         call.rng_state = _ops._attention_rng_state.default(q, call.max_seqlen_q, call.max_seqlen_k)
-    out, lse = _empty(q, v)
-    out.zero_()
-    lse.fill_(-math.inf)
-    if call.sinks is not None:
-        lse.copy_(call.sinks.unsqueeze(-1))
+    out, lse = sdpa_cpu.without_keys(*_empty(q, v), call.sinks)
     for queries, keys, options in _sequences(call):
         if queries.start == queries.stop:
             continue
@@ -239,10 +238,6 @@ def _with_lse_cpu(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any):
         out[queries] = out_one[0].transpose(0, 1)
         lse[:, queries] = lse_one[0]
     return out, lse
-
-
-def _cpu(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return _with_lse_cpu(q, k, v, *args, **kwargs)[0]
 
 
 def _backward_cpu(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
@@ -269,9 +264,5 @@ def _backward_cpu(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     return grads
 
 
-torch.library.register_fake("cudnn_ops::varlen_attention", _fake)
-torch.library.register_fake("cudnn_ops::varlen_attention_with_lse", _with_lse_fake)
-torch.library.register_fake("cudnn_ops::_varlen_backward", _backward_fake)
-torch.library.impl("cudnn_ops::varlen_attention", "CPU", _cpu)
-torch.library.impl("cudnn_ops::varlen_attention_with_lse", "CPU", _with_lse_cpu)
-torch.library.impl("cudnn_ops::_varlen_backward", "CPU", _backward_cpu)
+register_with_lse("varlen_attention", fake=_with_lse_fake, cpu=_with_lse_cpu)
+register("_varlen_backward", fake=_backward_fake, cpu=_backward_cpu)
