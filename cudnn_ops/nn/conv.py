@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from cudnn_ops.ops.activation import ACTIVATIONS, Activation
 from cudnn_ops.ops.conv import conv1d, conv2d, conv3d
@@ -148,22 +148,11 @@ def folded(conv: _ConvNd, norm: nn.Module | None) -> tuple[nn.Parameter, nn.Para
         weight, bias = conv._parameters["weight"], conv._parameters["bias"]
         assert weight is not None
         return weight, bias
-    mean, variance, factor, offset = (
-        getattr(norm, name) for name in ("running_mean", "running_var", "weight", "bias")
+    names = ("running_mean", "running_var", "eps", "weight", "bias")
+    parts: list[Any] = [conv.weight, conv.bias, *(getattr(norm, name) for name in names)]
+    parts = [part.detach().double() if isinstance(part, Tensor) else part for part in parts]
+    kernel, shift = (
+        nn.Parameter(fused.to(conv.weight.dtype), requires_grad=conv.weight.requires_grad)
+        for fused in fuse_conv_bn_weights(*parts)
     )
-    with torch.no_grad():
-        scale = (variance.double() + norm.eps).rsqrt()
-        if factor is not None:
-            scale = scale * factor.double()
-        shift = -mean.double()
-        if conv.bias is not None:
-            shift = shift + conv.bias.double()
-        shift = shift * scale
-        if offset is not None:
-            shift = shift + offset.double()
-        kernel = conv.weight.double() * scale.view(-1, *[1] * (conv.weight.dim() - 1))
-
-    def parameter(value: Tensor) -> nn.Parameter:
-        return nn.Parameter(value.to(conv.weight.dtype), requires_grad=conv.weight.requires_grad)
-
-    return parameter(kernel), parameter(shift)
+    return kernel, shift

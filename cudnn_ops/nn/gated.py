@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,9 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 class _GatedMLP(nn.Module):
     """Linear layers around a gated activation."""
 
+    names: tuple[str, ...]
+    """Of the linear layers: of gate and up, or of one for both; and of the last."""
+
     def __init__(
         self,
         in_features: int,
@@ -31,7 +35,6 @@ class _GatedMLP(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Makes the projections."""
         super().__init__()
         if activation not in _GATED:
             raise ValueError(
@@ -39,13 +42,22 @@ class _GatedMLP(nn.Module):
                 f"{activation!r}"
             )
         self.activation = activation
-        for name, sizes in self._projections(in_features, hidden_features).items():
-            setattr(self, name, nn.Linear(*sizes, bias=bias, device=device, dtype=dtype))
+        *into, out = self.names
+        rows = 2 * hidden_features // len(into)
+        for name in into:
+            setattr(self, name, nn.Linear(in_features, rows, bias, device, dtype))
+        setattr(self, out, nn.Linear(hidden_features, in_features, bias, device, dtype))
 
-    @staticmethod
-    def _projections(in_features: int, hidden_features: int) -> dict[str, tuple[int, int]]:
-        """Names of the linear layers, and their numbers of input and output features."""
-        raise NotImplementedError
+    @classmethod
+    def of(cls, mlp: nn.Module, activation: str, names: tuple[str, ...]) -> Self:
+        """Makes one with the projections of another module, the modules themselves, by name."""
+        gated = cls(1, 1, activation=activation, device="meta")
+        for name in gated.names:
+            delattr(gated, name)
+        gated.names = names
+        for name in names:
+            setattr(gated, name, getattr(mlp, name))
+        return gated.train(mlp.training)
 
     def _gate(self, gate: Tensor, up: Tensor) -> Tensor:
         return _GATED[self.activation](gate, up)
@@ -78,19 +90,7 @@ class SwiGLU(_GatedMLP):
     gate_proj: nn.Module
     up_proj: nn.Module
     down_proj: nn.Module
-
-    @staticmethod
-    def _projections(in_features: int, hidden_features: int) -> dict[str, tuple[int, int]]:
-        sizes = (in_features, hidden_features)
-        return dict(zip(PROJECTIONS, (sizes, sizes, sizes[::-1]), strict=True))
-
-    @classmethod
-    def of(cls, mlp: nn.Module, activation: str) -> SwiGLU:
-        """Makes one with the projections of another module, the modules themselves."""
-        gated = cls(1, 1, activation=activation, device="meta")
-        for name in PROJECTIONS:
-            setattr(gated, name, getattr(mlp, name))
-        return gated.train(mlp.training)
+    names = PROJECTIONS
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to the same."""
@@ -123,22 +123,6 @@ class PackedSwiGLU(_GatedMLP):
     """
 
     names = ("gate_up_proj", "down_proj")
-
-    @staticmethod
-    def _projections(in_features: int, hidden_features: int) -> dict[str, tuple[int, int]]:
-        sizes = ((in_features, 2 * hidden_features), (hidden_features, in_features))
-        return dict(zip(PackedSwiGLU.names, sizes, strict=True))
-
-    @classmethod
-    def of(cls, mlp: nn.Module, activation: str, names: tuple[str, str]) -> PackedSwiGLU:
-        """Makes one with the projections of another module, the modules themselves, by name."""
-        gated = cls(1, 1, activation=activation, device="meta")
-        for name in gated.names:
-            delattr(gated, name)
-        gated.names = names
-        for name in names:
-            setattr(gated, name, getattr(mlp, name))
-        return gated.train(mlp.training)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to the same."""

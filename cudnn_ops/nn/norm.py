@@ -52,7 +52,6 @@ class UnitRMSNorm(nn.Module):
     """
 
     def __init__(self, eps: float) -> None:
-        """Stores ``eps``."""
         super().__init__()
         self.eps = eps
 

@@ -39,7 +39,13 @@ _DROPOUT_FUNCTIONS = {
     *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
     "stochastic_depth",  # torchvision's
 }
-_RELUS = (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")
+#: Functions, methods and modules without arguments that matter.
+_ACTIVATIONS: dict[object, Activation] = {
+    **dict.fromkeys((F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_", nn.ReLU), "relu"),
+    **dict.fromkeys((F.silu, nn.SiLU), "silu"),
+    **dict.fromkeys((F.hardswish, nn.Hardswish), "hardswish"),
+    F.relu6: "relu6",
+}
 _LEAKY_RELUS = (F.leaky_relu, F.leaky_relu_)
 _CLAMPS = (torch.clamp, torch.clamp_, torch.clip, torch.clip_, "clamp", "clamp_", "clip", "clip_")
 _HARDTANHS = (F.hardtanh, F.hardtanh_)
@@ -116,14 +122,8 @@ def activation_of(node: fx.Node, module: nn.Module | None, of: fx.Node) -> Activ
         return None
     if node.op == "call_module":
         return None if module is None or has_hooks(module) else _of_module(module)
-    if node.target in _RELUS:
-        return "relu"
-    if node.target is F.relu6:
-        return "relu6"
-    if node.target is F.hardswish:
-        return "hardswish"
-    if node.target is F.silu:
-        return "silu"
+    if node.target in _ACTIVATIONS:
+        return _ACTIVATIONS[node.target]
     if node.target is F.gelu:
         return _gelu(node.kwargs.get("approximate", "none"))
     # fx keeps what was written: by position, or by keyword, or not at all.
@@ -150,14 +150,10 @@ def name_of(node: fx.Node) -> str:
 
 
 def _of_module(module: nn.Module) -> Activation | None:
-    if type(module) is nn.ReLU:
-        return "relu"
-    if type(module) is nn.SiLU:
-        return "silu"
+    if type(module) in _ACTIVATIONS:
+        return _ACTIVATIONS[type(module)]
     if type(module) is nn.GELU:
         return _gelu(module.approximate)
-    if type(module) is nn.Hardswish:
-        return "hardswish"
     if type(module) is nn.LeakyReLU:
         return "leaky_relu" if module.negative_slope == 0.01 else None
     if type(module) in (nn.ReLU6, nn.Hardtanh):

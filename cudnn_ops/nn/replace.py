@@ -272,7 +272,6 @@ def _like_gated_mlp(module: nn.Module, names: tuple[str, ...]) -> SwiGLU | Packe
         for activation, function in activations.items():
             if not _computes(probe, x, getattr(probe, out)(function(gate) * up)):
                 continue
-            if len(into) == 2:
-                return SwiGLU.of(module, activation)
-            return PackedSwiGLU.of(module, activation, (into[0], out))
+            kind = SwiGLU if len(into) == 2 else PackedSwiGLU
+            return kind.of(module, activation, names)
     return None
