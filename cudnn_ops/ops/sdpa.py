@@ -262,20 +262,11 @@ def empty_gradients(
     )
 
 
-def is_regular(
-    query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool = False, **_: Any
-) -> bool:
-    """Whether the kernels support the tensors of a call without broadcasting or padding.
-
-    Other calls reach a kernel only where autograd is skipped, as in inference mode.
-    """
-    return _ops._sdpa_is_regular.default(query, key, value, enable_gqa)
-
-
 def with_lse_fake(
     query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    if not is_regular(query, key, value, **kwargs):
+    # Other calls reach a kernel only where autograd is skipped, as in inference mode.
+    if not _ops._sdpa_is_regular.default(query, key, value, kwargs.get("enable_gqa", False)):
         return _ops._sdpa_as_regular.default(query, key, value, *args, **kwargs)
     _ops._sdpa_check.default(query, key, value, *args, **kwargs)
     sizes = [*query.shape[:3], value.shape[3]]

@@ -164,11 +164,11 @@ def without_keys(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor
 
 
 def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    if not sdpa.is_regular(*args[:3], **kwargs):
-        return _ops._sdpa_as_regular.default(*args, **kwargs)
-    _ops._sdpa_check.default(*args, **kwargs)
     call = bind(_ops.sdpa.default, args, kwargs)
     query = call.query
+    if not _ops._sdpa_is_regular.default(query, call.key, call.value, call.enable_gqa):
+        return _ops._sdpa_as_regular.default(*args, **kwargs)
+    _ops._sdpa_check.default(*args, **kwargs)
     out = sdpa.empty_like_order([*query.shape[:3], call.value.shape[3]], query)
     lse = query.new_empty(query.shape[:3], dtype=sdpa.lse_dtype(query.dtype))
     if _has_no_scores(call):
