@@ -50,6 +50,9 @@ from cudnn_ops.support.known_bad import KnownBad, known_bad
 __version__ = "0.1.0"
 
 _when_imported("torch.utils.flop_counter", lambda _: _import_module("cudnn_ops.ops.flops"))
+_when_imported(
+    "torch.distributed.tensor", lambda _: _import_module("cudnn_ops.distributed.sharding")
+)
 
 __all__ = [
     "CacheInfo",

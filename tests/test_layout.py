@@ -20,6 +20,7 @@ IMPORTS: dict[str, set[str]] = {
     "support": {"ops"},
     "plans": {"ops", "support"},
     "serving": {"ops"},
+    "distributed": {"ops"},
     "integrations": {"", "ops"},
 }
 #: Names at the package's root that stand for no room: what the library is asked.

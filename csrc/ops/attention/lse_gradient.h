@@ -7,7 +7,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/stack.h>
 #include <ATen/ops/zeros_like.h>
 
 namespace cudnn_ops {
@@ -25,8 +24,8 @@ struct LseGradient {
     auto sizes = g.sym_sizes().vec();
     sizes.push_back(attended.sym_size(-1));
     out = attended.new_zeros_symint(sizes);
-    grad_out =
-        at::cat({at::stack({high, low}, -1), out.narrow_symint(-1, 2, sizes.back() - 2)}, -1);
+    grad_out = at::cat(
+        {high.unsqueeze(-1), low.unsqueeze(-1), out.narrow_symint(-1, 2, sizes.back() - 2)}, -1);
   }
 };
 

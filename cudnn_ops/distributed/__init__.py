@@ -1,0 +1,1 @@
+"""Many GPUs: sharded tensors in torch's own framework."""

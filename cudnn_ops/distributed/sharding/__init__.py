@@ -1,0 +1,10 @@
+"""Sharding rules of all operators for ``torch.distributed.tensor.DTensor``.
+
+Imported when ``torch.distributed.tensor`` is, which takes long and which few programs need.
+"""
+
+from cudnn_ops.distributed.sharding import attention as attention
+from cudnn_ops.distributed.sharding import conv as conv
+from cudnn_ops.distributed.sharding import norm as norm
+from cudnn_ops.distributed.sharding import paged as paged
+from cudnn_ops.distributed.sharding import pointwise as pointwise

@@ -1,0 +1,265 @@
+"""Sharding rules of attention, dense and packed: over the batch, and over heads.
+
+A process that has some query heads has their key heads too. One key head for all is replicated, and
+its gradient is a sum over the processes. The forward chooses what is cheapest; its log-sum-exp
+tells the backward what that was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
+
+from cudnn_ops.distributed.sharding.keywords import register_with_keywords
+from cudnn_ops.distributed.sharding.rules import (
+    Call,
+    Rule,
+    call_of,
+    cheapest,
+    chosen,
+    matching,
+    name_of,
+    placements_of,
+)
+from cudnn_ops.ops.arguments import bind
+
+_ops = torch.ops.cudnn_ops
+
+
+def _parts(size: int, count: int) -> list[int]:
+    """The sizes of the parts that a dimension is sharded into, as torch.chunk makes them."""
+    most = -(-size // count)
+    return [max(0, min(most, size - i * most)) for i in range(count)]
+
+
+def keeps_groups(heads: int, heads_kv: int, counts: Sequence[int]) -> bool:
+    """Whether key heads lie where the query heads of their groups do, sharded so many times."""
+    if heads == heads_kv or heads_kv == 1:
+        return True
+    parts = [(heads, heads_kv)]
+    for count in counts:
+        parts = [
+            pair
+            for one, other in parts
+            for pair in zip(_parts(one, count), _parts(other, count), strict=True)
+        ]
+    return all(one * heads_kv == other * heads for one, other in parts)
+
+
+class Groups:
+    """How the heads of a call's query and key belong together.
+
+    Args:
+        op: the operator.
+        query: the argument, and its name.
+        key: likewise.
+        dim: where the query's heads are.
+        dim_kv: where the key's heads are.
+    """
+
+    def __init__(
+        self,
+        op: OpOverload,
+        query: tuple[str, OpStrategy],
+        key: tuple[str, OpStrategy],
+        dim: int,
+        dim_kv: int,
+    ) -> None:
+        """Notes the numbers of heads."""
+        self.op, self.dim, self.query, self.key_name = op, dim, query, key[0]
+        self.heads, self.heads_kv = query[1].shape[dim], key[1].shape[dim_kv]
+
+    @property
+    def is_one(self) -> bool:
+        """Whether all query heads share one key head, which is replicated then."""
+        return self.heads_kv == 1 and self.heads > 1
+
+    def kept_by(self, query: DTensorSpec) -> bool:
+        """Whether a query so sharded leaves groups together."""
+        counts = [
+            query.mesh.size(i)
+            for i, placement in enumerate(query.placements)
+            if placement == Shard(self.dim)
+        ]
+        return keeps_groups(self.heads, self.heads_kv, counts)
+
+    def check(self) -> None:
+        """Refuses a query that comes sharded over more heads than the key has."""
+        name, query = self.query
+        spec = query.strategies[0].output_spec
+        if self.kept_by(spec):
+            return
+        raise ValueError(
+            f"{name_of(self.op)}: {name} has {self.heads} heads, sharded as {spec.placements} over "
+            f"a mesh {tuple(spec.mesh.shape)}, and {self.key_name} has {self.heads_kv}: processes "
+            f"can share them only if each gets whole groups of {self.heads // self.heads_kv} query "
+            "heads and their key head. Shard heads over fewer processes, or replicate or shard "
+            "them over the batch"
+        )
+
+
+def forward(
+    rules: Callable[[Call], Sequence[Rule]], groups: Callable[[OpOverload, Call], Groups]
+) -> Callable[[OpSchema], OpStrategy]:
+    def strategy(schema: OpSchema) -> OpStrategy:
+        call = call_of(schema)
+        of_call = groups(schema.op, call)
+        of_call.check()
+        return cheapest(schema, rules(call), lambda specs: of_call.kept_by(specs[0]))
+
+    return strategy
+
+
+def _backward(rules: Callable[[Call], Sequence[Rule]]) -> Callable[[OpSchema], OpStrategy]:
+    def strategy(schema: OpSchema) -> OpStrategy:
+        call = call_of(schema)
+        return chosen(schema, matching(schema.op, rules(call), "lse", placements_of(call.lse)))
+
+    return strategy
+
+
+# Dense attention: [batch, heads, length, head size].
+
+
+def _dense_groups(op: OpOverload, call: Call) -> Groups:
+    return Groups(op, ("query", call.query), ("key", call.key), 1, 1)
+
+
+def _mask(call: Call, dim: int) -> dict[str, Placement]:
+    """The mask's placement where dimension ``dim`` of the scores is sharded.
+
+    A mask that is the same for all of that dimension is replicated.
+    """
+    mask = call.attn_mask
+    place = 0 if mask is None else len(mask.shape) - 4 + dim
+    if mask is None or place < 0 or mask.shape[place] == 1:
+        return {}
+    return {"attn_mask": Shard(place)}
+
+
+def _dense_inputs(call: Call) -> list[dict[str, Placement]]:
+    of_batch = ("query", "key", "value", "seq_lens_q", "seq_lens_kv")
+    is_one = call.key.shape[1] == 1 and call.query.shape[1] > 1
+    of_heads = ("query",) if is_one else ("query", "key", "value")
+    return [
+        {**dict.fromkeys(of_batch, Shard(0)), **_mask(call, 0)},
+        {
+            **dict.fromkeys(of_heads, Shard(1)),
+            **dict.fromkeys(("alibi_slopes", "sinks"), Shard(0)),
+            **_mask(call, 1),
+        },
+    ]
+
+
+def _dense_rules(returns: int) -> Callable[[Call], list[Rule]]:
+    def rules(call: Call) -> list[Rule]:
+        return [
+            Rule(inputs, (Shard(dim),) * returns) for dim, inputs in enumerate(_dense_inputs(call))
+        ]
+
+    return rules
+
+
+def _dense_backward_rules(call: Call) -> list[Rule]:
+    rules = []
+    for dim, inputs in enumerate(_dense_inputs(call)):
+        of_tensors = [inputs.get(name, Partial()) for name in ("query", "key", "value")]
+        of_mask = inputs.get("attn_mask", Partial()) if call.grad_mask else Replicate()
+        of_sinks = inputs.get("sinks", Partial()) if call.sinks is not None else Replicate()
+        saved = dict.fromkeys(("grad_out", "out", "lse"), Shard(dim))
+        rules.append(Rule({**inputs, **saved}, (*of_tensors, of_mask, of_sinks)))
+    return rules
+
+
+def _is_dense(call: Call) -> bool:
+    """Whether query, key and value agree in rank, batch size and heads, as the rules require."""
+    shapes = [tensor.shape for tensor in (call.query, call.key, call.value)]
+    return all(len(shape) == 4 for shape in shapes) and (
+        shapes[0][0] == shapes[1][0] == shapes[2][0]
+        and shapes[1][1] == shapes[2][1]
+        and (call.enable_gqa or shapes[0][1] == shapes[1][1])
+    )
+
+
+def _as_regular(returns: int) -> Callable[..., object]:
+    """Where autograd is skipped, calls come with any ranks and sizes that broadcast."""
+
+    def compute(*args: Any, **kwargs: Any) -> object:
+        if _is_dense(bind(_ops.sdpa.default, args, kwargs)):
+            return NotImplemented
+        out, lse = _ops._sdpa_as_regular.default.decompose(*args, **kwargs)
+        return out if returns == 1 else (out, lse)
+
+    return compute
+
+
+for _returns, _op in enumerate((_ops.sdpa.default, _ops.sdpa_with_lse.default), 1):
+    _rules = _dense_rules(_returns)
+    register_with_keywords(
+        _op, forward(_rules, _dense_groups), _rules, "query", _as_regular(_returns)
+    )
+register_with_keywords(
+    _ops._sdpa_backward.default, _backward(_dense_backward_rules), _dense_backward_rules, "lse"
+)
+
+
+# Packed attention: [tokens, heads, head size], its log-sum-exp [heads, tokens].
+
+
+def _packed_groups(op: OpOverload, call: Call) -> Groups:
+    return Groups(op, ("q", call.q), ("k", call.k), 1, 1)
+
+
+def _packed_inputs(call: Call) -> dict[str, Placement]:
+    is_one = call.k.shape[1] == 1 and call.q.shape[1] > 1
+    of_heads = ("q",) if is_one else ("q", "k", "v")
+    return {
+        **dict.fromkeys(of_heads, Shard(1)),
+        **dict.fromkeys(("alibi_slopes", "sinks"), Shard(0)),
+    }
+
+
+def _packed_rules(returns: int) -> Callable[[Call], list[Rule]]:
+    return lambda call: [Rule(_packed_inputs(call), (Shard(1), Shard(0))[:returns])]
+
+
+def _packed_backward_rules(call: Call) -> list[Rule]:
+    inputs = _packed_inputs(call)
+    of_tensors = [inputs.get(name, Partial()) for name in ("q", "k", "v")]
+    of_sinks = Shard(0) if call.sinks is not None else Replicate()
+    saved = {"grad_out": Shard(1), "out": Shard(1), "lse": Shard(0)}
+    return [Rule({**inputs, **saved}, (*of_tensors, of_sinks))]
+
+
+for _returns, _op in enumerate(
+    (_ops.varlen_attention.default, _ops.varlen_attention_with_lse.default), 1
+):
+    _rules = _packed_rules(_returns)
+    register_with_keywords(_op, forward(_rules, _packed_groups), _rules, "q")
+register_with_keywords(
+    _ops._varlen_backward.default, _backward(_packed_backward_rules), _packed_backward_rules, "lse"
+)
+
+
+def _draw_rng_state(op_call: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One state for all processes, the first one's, whatever state their generators are in."""
+    query = args[0]
+    mesh = query.device_mesh
+    state: Tensor = op_call(query._local_tensor, *args[1:], **kwargs)
+    for dim in range(mesh.ndim):
+        if mesh.size(dim) > 1:
+            state = collectives.wait_tensor(collectives.broadcast(state, 0, (mesh, dim)))
+    meta = TensorMeta(state.shape, state.stride(), state.dtype)
+    spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
+    return DTensor(state, spec, requires_grad=False)
+
+
+DTensor._op_dispatcher._custom_op_handlers[_ops._attention_rng_state.default] = _draw_rng_state

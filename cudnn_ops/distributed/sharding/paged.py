@@ -1,0 +1,77 @@
+"""Sharding rules of attention over a paged cache and of writing into it: over heads.
+
+Each process has the pages of its heads, and the same page table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
+
+from cudnn_ops.distributed.sharding.attention import Groups, forward
+from cudnn_ops.distributed.sharding.keywords import register_with_keywords
+from cudnn_ops.distributed.sharding.rules import (
+    Call,
+    Rule,
+    call_of,
+    chosen,
+    matching,
+    placements_of,
+    register,
+)
+
+_ops = torch.ops.cudnn_ops
+
+
+def _head_dim(call: Call) -> int:
+    """Where the heads of a page are."""
+    return 1 if call.head_major else 2
+
+
+def _groups(op: OpOverload, call: Call) -> Groups:
+    dim = len(call.query.shape) - 2
+    return Groups(op, ("query", call.query), ("key_cache", call.key_cache), dim, _head_dim(call))
+
+
+def _rules(returns: int) -> Callable[[Call], list[Rule]]:
+    def rules(call: Call) -> list[Rule]:
+        dim = len(call.query.shape) - 2
+        inputs: dict[str, Any] = {"query": Shard(dim), "sinks": Shard(0), "out": Shard(dim)}
+        heads_kv = call.key_cache.shape[_head_dim(call)]
+        if heads_kv > 1 or call.query.shape[dim] == 1:
+            inputs |= dict.fromkeys(("key_cache", "value_cache"), Shard(_head_dim(call)))
+        # The log-sum-exp is [batch, heads, length], or packed [heads, tokens].
+        return [Rule(inputs, (Shard(dim), Shard(dim - 1))[:returns])]
+
+    return rules
+
+
+def _append(schema: OpSchema) -> OpStrategy:
+    """The caches stay as they are, and what is written into them follows."""
+    call = call_of(schema)
+    cache = Shard(_head_dim(call))
+    rule = Rule({"key_cache": cache, "value_cache": cache, "key": Shard(1), "value": Shard(1)}, ())
+    found = [
+        matching(schema.op, [rule], name, placements_of(getattr(call, name)))
+        for name in ("key_cache", "value_cache")
+    ]
+    if found[0] != found[1]:
+        raise ValueError(
+            "cudnn_ops.paged_kv_append_: key_cache and value_cache must be sharded alike, got "
+            f"{placements_of(call.key_cache)} and {placements_of(call.value_cache)}"
+        )
+    return chosen(schema, found[0])
+
+
+for _op, _returns in (
+    (_ops.paged_attention.default, 1),
+    (_ops.paged_attention_with_lse.default, 2),
+    (_ops._paged_attention_out.default, 0),
+):
+    register_with_keywords(_op, forward(_rules(_returns), _groups), _rules(_returns), "query")
+register(_ops.paged_kv_append_.default, _append)

@@ -1,0 +1,97 @@
+"""Spreads the Llama of `llama.py` over a mesh of processes, by what PyTorch has for that.
+
+Tensor parallelism splits heads and the feed-forward network's width; between them the residual
+stream and its norms are split by tokens. Data parallelism splits the batch, and stores a part of
+every weight in each process.
+"""
+
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from examples.llama import Llama
+
+
+def shard_tensors(model: Llama, mesh: DeviceMesh) -> None:
+    """Tensor parallelism over a mesh of one dimension, in place.
+
+    The tokens are the same in all processes of the mesh, and so are the logits.
+
+    Raises:
+        ValueError: processes cannot share the heads evenly.
+    """
+    config, size = model.config, mesh.size()
+    if config.kv_heads % size != 0:
+        raise ValueError(f"{size} processes cannot share {config.kv_heads} key heads evenly")
+    of_tokens = Shard(1)
+    whole_rows = PrepareModuleInput(input_layouts=of_tokens, desired_input_layouts=Replicate())
+    reduced = RowwiseParallel(output_layouts=of_tokens, use_local_output=False)
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "": PrepareModuleOutput(output_layouts=Shard(2), desired_output_layouts=Replicate()),
+            "embedding": RowwiseParallel(
+                input_layouts=Replicate(), output_layouts=of_tokens, use_local_output=False
+            ),
+            "norm": SequenceParallel(),
+        },
+    )
+    # The output projection, tied to the embedding, is split by the vocabulary.
+    gathered = PrepareModuleOutput(
+        output_layouts=of_tokens, desired_output_layouts=Replicate(), use_local_output=False
+    )
+    parallelize_module(model, mesh, {"norm": gathered})
+    for block in model.blocks:
+        parallelize_module(
+            block,
+            mesh,
+            {
+                "attention_norm": SequenceParallel(),
+                "attention": whole_rows,
+                # Attention itself sees this process's heads as plain tensors.
+                **{f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")},
+                "attention.out": reduced,
+                "feed_forward_norm": SequenceParallel(),
+                "feed_forward": whole_rows,
+                "feed_forward.gate": ColwiseParallel(),
+                "feed_forward.up": ColwiseParallel(),
+                "feed_forward.down": reduced,
+            },
+        )
+
+
+def checkpoint_blocks(model: Llama) -> None:
+    """Keeps of each block its input alone, and computes it again in the backward."""
+    for name, block in model.blocks.named_children():
+        model.blocks.register_module(name, checkpoint_wrapper(block))
+
+
+def compile_blocks(model: Llama, backend: str = "inductor") -> None:
+    """Compiles one block for all; collectives of data parallelism stay between them."""
+    for block in model.blocks:
+        block.compile(backend=backend)
+
+
+def shard_data(model: Llama, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> None:
+    """Fully sharded data parallelism over a mesh of one dimension, in place.
+
+    Args:
+        model: may be tensor parallel over another mesh.
+        mesh: each of its processes has other tokens.
+        dtype: what blocks compute in; gradients are summed in float32. None for the weights' own.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -1,0 +1,347 @@
+"""Calls of every operator with sharded arguments, in float64 on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+import cudnn_ops
+
+B, H, S, D = 4, 8, 6, 8
+S0, S1, S2, S3 = (Shard(dim) for dim in range(4))
+R = Replicate()
+#: One for a mesh of one dimension, or one for each dimension.
+Placements = Placement | tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call, and how its arguments are sharded over one dimension of a mesh.
+
+    Attributes:
+        name: of the case.
+        call: gives the results from the tensors, which it is given by name.
+        tensors: shapes of random tensors by name, or the tensors themselves.
+        placements: those of tensors that are not replicated.
+        silent: whether neither forward nor backward may communicate.
+        sizes: the numbers of processes that it is for.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    tensors: Mapping[str, tuple[int, ...] | Tensor]
+    placements: Mapping[str, Placements] = field(default_factory=dict)
+    silent: bool = False
+    sizes: tuple[int, ...] = (2, 4)
+
+    def make(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The tensors, the same in every process."""
+        generator = torch.Generator().manual_seed(sum(map(ord, self.name)))
+
+        def tensor(given: tuple[int, ...] | Tensor) -> Tensor:
+            if isinstance(given, Tensor):
+                return given.to(device)
+            random = torch.randn(given, generator=generator, dtype=torch.float64)
+            return random.to(device, dtype)
+
+        return {name: tensor(given) for name, given in self.tensors.items()}
+
+
+sdpa = cudnn_ops.scaled_dot_product_attention
+sdpa_with_lse = cudnn_ops.scaled_dot_product_attention_with_lse
+MHA = dict.fromkeys(("query", "key", "value"), (B, H, S, D))
+GQA = {"query": (B, H, S, D), "key": (B, 4, 5, D), "value": (B, 4, 5, 16)}
+MQA = {"query": (B, H, S, D), "key": (B, 1, 5, D), "value": (B, 1, 5, D)}
+QKV = ("query", "key", "value")
+
+
+def every(placement: Placements, *names: str) -> dict[str, Placements]:
+    """The same for several tensors."""
+    return dict.fromkeys(names, placement)
+
+
+def lengths(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+causal = partial(sdpa, is_causal=True)
+grouped = partial(sdpa, enable_gqa=True)
+SLOPES = torch.linspace(0.1, 0.9, H)
+HIDDEN = torch.rand(B, 1, 1, S, generator=torch.Generator().manual_seed(1)) < 0.7
+
+ATTENTION = [
+    Case("batch", causal, MHA, every(S0, *QKV), silent=True),
+    Case("heads", causal, MHA, every(S1, *QKV), silent=True),
+    Case("grouped batch", grouped, GQA, every(S0, *QKV), silent=True),
+    Case("grouped heads", grouped, GQA, every(S1, *QKV), silent=True),
+    Case("one key head", grouped, MQA, {"query": S1}, silent=True),
+    Case("one key head by batch", grouped, MQA, every(S0, *QKV), silent=True),
+    Case("uneven batch", causal, dict.fromkeys(QKV, (5, 2, S, D)), every(S0, *QKV), silent=True),
+    Case("uneven heads", causal, dict.fromkeys(QKV, (2, 6, S, D)), every(S1, *QKV), silent=True),
+    Case("query alone by heads", causal, MHA, {"query": S1}, silent=True),
+    Case("by tokens", causal, MHA, every(S2, *QKV)),
+    Case("by head size", causal, MHA, every(S3, *QKV)),
+    Case("partial sums", causal, MHA, every(Partial(), *QKV)),
+    Case("mixed", causal, MHA, {"query": S0, "key": S1}),
+    Case("mask of scores", sdpa, {**MHA, "attn_mask": (S, S)}, every(S0, *QKV)),
+    Case("mask of heads", sdpa, {**MHA, "attn_mask": (1, H, S, S)}, every(S1, *QKV, "attn_mask")),
+    Case("replicated mask of heads", sdpa, {**MHA, "attn_mask": (H, 1, S)}, every(S1, *QKV)),
+    Case("mask of batch", sdpa, {**MHA, "attn_mask": (B, 1, S, S)}, every(S0, *QKV, "attn_mask")),
+    Case("mask of batch by heads", sdpa, {**MHA, "attn_mask": (B, 1, S, S)}, every(S1, *QKV)),
+    Case("mask of all", sdpa, {**MHA, "attn_mask": (B, H, S, S)}, every(S1, *QKV)),
+    Case("hidden keys", sdpa, {**MHA, "attn_mask": HIDDEN}, every(S0, *QKV)),
+    Case("sinks by batch", sdpa_with_lse, {**MHA, "sinks": (H,)}, every(S0, *QKV)),
+    Case("sinks by heads", sdpa_with_lse, {**MHA, "sinks": (H,)}, every(S1, *QKV)),
+    Case("sharded sinks", causal, {**MHA, "sinks": (H,)}, {**every(S1, *QKV), "sinks": S0}),
+    Case(
+        "sharded sinks by batch", causal, {**MHA, "sinks": (H,)}, {**every(S0, *QKV), "sinks": S0}
+    ),
+    Case("slopes", causal, {**MHA, "alibi_slopes": SLOPES}, every(S1, *QKV)),
+    Case(
+        "lengths by batch",
+        sdpa_with_lse,
+        {**MHA, "seq_lens_q": lengths(6, 1, 0, 4), "seq_lens_kv": lengths(2, 6, 3, 5)},
+        every(S0, *QKV),
+    ),
+    Case("lengths by heads", causal, {**MHA, "seq_lens_kv": lengths(2, 6, 3, 5)}, every(S1, *QKV)),
+    Case("no batch", causal, dict.fromkeys(QKV, (H, S, D)), every(S0, *QKV)),
+    Case("broadcast keys", causal, {**MHA, "key": (1, H, S, D)}, {"query": S0, "value": S0}),
+    Case("two batch dimensions", causal, dict.fromkeys(QKV, (4, 2, H, S, D)), every(S0, *QKV)),
+    Case("odd head size", causal, dict.fromkeys(QKV, (B, H, S, 5)), every(S1, *QKV)),
+]
+
+STARTS = lengths(0, 3, 3, 8)
+
+
+def _packed(attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Any:
+    starts = rest.pop("starts")
+    return attend(q, k, v, starts, starts, 5, 5, causal=True, **rest)
+
+
+packed = partial(_packed, cudnn_ops.varlen_attention)
+packed_with_lse = partial(_packed, cudnn_ops.varlen_attention_with_lse)
+TOKENS = {**dict.fromkeys("qkv", (8, H, D)), "starts": STARTS}
+GROUPED_TOKENS = {**TOKENS, "k": (8, 4, D), "v": (8, 4, D)}
+
+PACKED = [
+    Case("packed heads", packed, TOKENS, every(S1, *"qkv"), silent=True),
+    Case("packed groups", packed_with_lse, GROUPED_TOKENS, every(S1, *"qkv")),
+    Case("packed one key head", packed, {**TOKENS, "k": (8, 1, D), "v": (8, 1, D)}, {"q": S1}),
+    Case("packed by tokens", packed, TOKENS, every(S0, *"qkv")),
+    Case(
+        "packed options",
+        packed_with_lse,
+        {
+            **TOKENS,
+            "sinks": (H,),
+            "alibi_slopes": SLOPES,
+            "seqused_k": lengths(3, 0, 2),
+        },
+        every(S1, *"qkv"),
+    ),
+]
+
+PAGES = torch.tensor([[3, 0], [7, 5]], dtype=torch.int32)
+CACHE = {"key_cache": (8, 4, 4, D), "value_cache": (8, 4, 4, D)}
+PAGED = {
+    "query": (2, 3, H, D),
+    **CACHE,
+    "page_table": PAGES,
+    "seq_lens_kv": lengths(5, 8),
+}
+CACHES = tuple(CACHE)
+HEADS_FIRST = {**PAGED, **dict.fromkeys(CACHES, (8, 4, 4, D))}
+paged = cudnn_ops.paged_attention_with_lse
+
+
+def _paged_into(query: Tensor, **tensors: Tensor) -> Tensor:
+    out = torch.zeros_like(query)
+    return cudnn_ops.paged_attention(query, **tensors, out=out)  # type: ignore[arg-type]
+
+
+def _append(
+    key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, **new: Tensor
+) -> tuple[Tensor, Tensor]:
+    caches = key_cache.clone(), value_cache.clone()
+    cudnn_ops.paged_kv_append_(*caches, slot_mapping=slot_mapping, **new)
+    return caches
+
+
+APPENDED = {
+    **CACHE,
+    "key": (2, 4, D),
+    "value": (2, 4, D),
+    "slot_mapping": torch.tensor([5, 30]),
+}
+
+#: Without gradients.
+SERVING = [
+    Case("pages", paged, PAGED, {**every(S2, "query", *CACHES)}, silent=True),
+    Case(
+        "pages of heads first",
+        partial(paged, kv_layout="HND"),
+        HEADS_FIRST,
+        {"query": S2, **every(S1, *CACHES)},
+        silent=True,
+    ),
+    Case("pages of sinks", paged, {**PAGED, "sinks": (H,)}, every(S2, "query", *CACHES)),
+    Case(
+        "pages of one head",
+        paged,
+        {**PAGED, "key_cache": (8, 4, 1, D), "value_cache": (8, 4, 1, D)},
+        {"query": S2},
+        silent=True,
+    ),
+    Case(
+        "pages of packed queries",
+        partial(paged, max_seqlen_q=2),
+        {**PAGED, "query": (3, H, D), "cu_seqlens_q": lengths(0, 2, 3)},
+        {"query": S1, **every(S2, *CACHES)},
+        silent=True,
+    ),
+    Case("pages by batch", paged, PAGED, {"query": S0}, sizes=(2,)),
+    Case("pages into", _paged_into, PAGED, every(S2, "query", *CACHES), silent=True),
+    Case("append", _append, APPENDED, {**every(S2, *CACHES), **every(S1, "key", "value")}),
+    Case("append what is replicated", _append, APPENDED, every(S2, *CACHES), silent=True),
+    Case("append what is sharded", _append, APPENDED, every(S1, "key", "value")),
+]
+
+
+def _rms(x: Tensor, weight: Tensor | None = None, **rest: Any) -> Tensor:
+    return cudnn_ops.rms_norm(x, (D,), weight, **rest)
+
+
+def _layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return cudnn_ops.layer_norm(x, (D,), weight, bias)
+
+
+def _planes(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return cudnn_ops.layer_norm(x, tuple(weight.shape), weight, bias)
+
+
+def _add_rms(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return cudnn_ops.add_rms_norm(x, residual, (D,), weight)
+
+
+def _of_sum_alone(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+    return _add_rms(x, residual, weight)[1]
+
+
+ROWS = {"x": (B, 5, D), "weight": (D,)}
+ROWS_BIAS = {**ROWS, "bias": (D,)}
+ADDED = {**ROWS, "residual": (B, 5, D)}
+
+NORMS = [
+    Case("rms by batch", _rms, ROWS, {"x": S0}, silent=True),
+    Case("rms by tokens", _rms, ROWS, {"x": S1}, silent=True),
+    Case("rms by width", _rms, ROWS, {"x": S2}),
+    Case("rms of partial sums", _rms, ROWS, {"x": Partial()}),
+    Case("rms of uneven rows", _rms, {**ROWS, "x": (5, 3, D)}, {"x": S0}, silent=True),
+    Case("rms without weight", _rms, {"x": (B, 5, D)}, {"x": S1}, silent=True),
+    Case("rms sharded weight", partial(_rms, zero_centered=True), ROWS, {"x": S1, "weight": S0}),
+    Case("layer by batch", _layer, ROWS_BIAS, {"x": S0}, silent=True),
+    Case("layer by tokens", _layer, ROWS_BIAS, {"x": S1}, silent=True),
+    Case(
+        "layer of planes",
+        _planes,
+        {"x": (B, 5, D), "weight": (5, D), "bias": (5, D)},
+        {"x": S1, "weight": S0},
+    ),
+    Case("sum by tokens", _add_rms, ADDED, {"x": S1, "residual": S1}, silent=True),
+    Case("sum of partial sums", _add_rms, ADDED, {"x": Partial(), "residual": S1}),
+    Case("sum of a sharded residual", _add_rms, ADDED, {"residual": S0}, silent=True),
+    Case("sum alone", _of_sum_alone, ADDED, {"x": S1, "residual": S1}),
+]
+
+PAIR = {"gate": (B, 5, D), "up": (B, 5, D)}
+TURNED = {"input": (B, H, 4, D), "cos": (1, 4, D), "sin": (1, 4, D)}
+
+
+def _rotary(input: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return cudnn_ops.rotary_embedding(input, cos.detach(), sin.detach())
+
+
+POINTWISE = [
+    *(
+        Case(f"swiglu {dim}", cudnn_ops.swiglu, PAIR, every(Shard(dim), "gate", "up"), silent=True)
+        for dim in range(3)
+    ),
+    Case("geglu of a sharded gate", cudnn_ops.geglu, PAIR, {"gate": S1}),
+    Case("swiglu of partial sums", cudnn_ops.swiglu, PAIR, every(Partial(), "gate", "up")),
+    Case("rotary by batch", _rotary, TURNED, {"input": S0}, silent=True),
+    Case("rotary by heads", _rotary, TURNED, {"input": S1}, silent=True),
+    Case("rotary by tokens", _rotary, TURNED, {"input": S2, "cos": S1, "sin": S1}, silent=True),
+    Case("rotary of replicated angles", _rotary, TURNED, {"input": S2}, silent=True),
+    Case("rotary by head size", _rotary, TURNED, {"input": S3}),
+    Case("rotary of partial sums", _rotary, TURNED, {"input": Partial()}),
+    Case(
+        "rotary of a batch of angles",
+        _rotary,
+        {**TURNED, "cos": (B, 4, D), "sin": (B, 4, D)},
+        {"input": S0, "cos": S0, "sin": S0},
+        silent=True,
+    ),
+]
+
+
+def _conv(input: Tensor, weight: Tensor, **rest: Any) -> Tensor:
+    return cudnn_ops.conv2d(input, weight, rest.pop("bias", None), padding=1, **rest)
+
+
+IMAGES = {"input": (B, 4, 6, 5), "weight": (8, 4, 3, 3), "bias": (8,)}
+CHANNELS = {"weight": S0, "bias": S0}
+silu = partial(_conv, activation="silu")
+relu = partial(_conv, activation="relu")
+ADDED_TO = {**IMAGES, "residual": (B, 8, 6, 5)}
+
+CONVOLUTIONS = [
+    Case("images", _conv, IMAGES, {"input": S0}, silent=True),
+    Case("channels", _conv, IMAGES, CHANNELS, silent=True),
+    Case("images of silu", silu, ADDED_TO, {"input": S0, "residual": S0}, silent=True),
+    Case("channels of silu", silu, ADDED_TO, {**CHANNELS, "residual": S1}, silent=True),
+    Case("channels of relu", relu, ADDED_TO, CHANNELS, silent=True),
+    Case("input channels", _conv, IMAGES, {"input": S1, "weight": S1}),
+    Case("rows of images", silu, IMAGES, {"input": S2}),
+    Case(
+        "groups",
+        partial(silu, groups=2),
+        {**IMAGES, "weight": (8, 2, 3, 3)},
+        {"input": S0, "weight": S0},
+    ),
+    Case("one image", _conv, {**IMAGES, "input": (4, 6, 5)}, CHANNELS),
+]
+
+DIFFERENTIABLE = [*ATTENTION, *PACKED, *NORMS, *POINTWISE, *CONVOLUTIONS]
+
+#: Over a mesh of two dimensions, with a placement for each.
+TWO_DIMENSIONS = [
+    Case("batch and heads", grouped, GQA, every((S0, S1), *QKV), silent=True),
+    Case("heads and heads", grouped, GQA, every((S1, S1), *QKV), silent=True),
+    Case(
+        "batch and one key head",
+        grouped,
+        MQA,
+        {"query": (S0, S1), **every((S0, R), "key", "value")},
+    ),
+    Case(
+        "batch, heads and sinks",
+        sdpa_with_lse,
+        {**MHA, "sinks": (H,), "attn_mask": (B, 1, S, S)},
+        {**every((S0, S1), *QKV), "attn_mask": (S0, R), "sinks": (R, S0)},
+    ),
+    Case("sum by batch and tokens", _add_rms, ADDED, every((S0, S1), "x", "residual"), silent=True),
+    Case("swiglu by batch and width", cudnn_ops.swiglu, PAIR, every((S0, S2), "gate", "up")),
+    Case(
+        "images and channels",
+        silu,
+        ADDED_TO,
+        {"input": (S0, R), "residual": (S0, S1), **every((R, S0), "weight", "bias")},
+        silent=True,
+    ),
+]
