@@ -134,6 +134,10 @@ void set_context_parallel(bool active) {
   cudnn_ops::set_context_parallel(active);
 }
 
+bool set_computes_parts(bool computes) {
+  return cudnn_ops::set_computes_parts(computes);
+}
+
 std::string known_bad(const Words& words, int64_t sm_version, int64_t cudnn_version) {
   return graph::known_bad(graph::PlanKey(words, 0), sm_version, cudnn_version);
 }

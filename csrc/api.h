@@ -82,6 +82,7 @@ CUDNN_OPS_API std::string known_bad(const Words& words, int64_t sm_version, int6
 
 // Whether torch's context_parallel is in force (ops/context_parallel.h).
 CUDNN_OPS_API void set_context_parallel(bool active);
+CUDNN_OPS_API bool set_computes_parts(bool computes);
 
 // The store on disk (graph/plan_store.h).
 CUDNN_OPS_API void set_store(const std::string& folder, int64_t limit);

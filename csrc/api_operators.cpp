@@ -146,6 +146,7 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   m.def("_known_bad(int[] words, int sm_version, int cudnn_version) -> str",
         with_errors<api::known_bad>);
   m.def("_set_context_parallel(bool active) -> ()", api::set_context_parallel);
+  m.def("_set_computes_parts(bool computes) -> bool", api::set_computes_parts);
 
   m.def("_set_store(str folder, int limit) -> ()", api::set_store);
   m.def("_store_info() -> (str, str, int, int, int)", store_info);

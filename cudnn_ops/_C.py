@@ -147,6 +147,10 @@ def set_context_parallel(active: bool) -> None:
     _call("_set_context_parallel", active)
 
 
+def set_computes_parts(computes: bool) -> bool:
+    return _call("_set_computes_parts", computes)
+
+
 def set_store(folder: str, limit: int) -> None:
     _call("_set_store", folder, limit)
 

@@ -7,7 +7,6 @@ from importlib import import_module as _import_module
 
 from cudnn_ops import _library as _library  # first: it registers the operators
 from cudnn_ops import support
-from cudnn_ops.ops import _torch_context_parallel as _torch_context_parallel
 from cudnn_ops.ops import _vmap_attention as _vmap_attention
 from cudnn_ops.ops import _vmap_conv as _vmap_conv
 from cudnn_ops.ops import _vmap_rows as _vmap_rows
@@ -52,6 +51,10 @@ __version__ = "0.1.0"
 _when_imported("torch.utils.flop_counter", lambda _: _import_module("cudnn_ops.ops.flops"))
 _when_imported(
     "torch.distributed.tensor", lambda _: _import_module("cudnn_ops.distributed.sharding")
+)
+_when_imported(
+    "torch.distributed.tensor.experimental._context_parallel._attention",
+    lambda module: _import_module("cudnn_ops.distributed.context").watch(module),
 )
 
 __all__ = [

@@ -57,6 +57,29 @@ def merge_attention_states(
             f"{tuple(out_a.shape)}, got "
             f"{tuple(lse_a.shape)}"
         )
+    share_a, share_b, lse = _shares(lse_a, lse_b)
+    out = _beside(share_a, out_a) * out_a + _beside(share_b, out_b) * out_b
+    return out.to(out_a.dtype), lse
+
+
+def merge_attention_state_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merges the attention over more keys into ``out`` and ``lse``, in place.
+
+    No second output is in memory, as it would be by :func:`merge_attention_states`.
+
+    Args:
+        out: the output so far, which may be of a wider dtype than ``part``.
+        lse: its log-sum-exp.
+        part: the output over the other keys, of ``out``'s shape.
+        part_lse: likewise.
+    """
+    share, share_of_part, both = _shares(lse, part_lse)
+    out.mul_(_beside(share, out)).addcmul_(part, _beside(share_of_part, part))
+    lse.copy_(both)
+
+
+def _shares(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What either part's output is multiplied with, and the log-sum-exp over both."""
     # Relative to the larger one; where both are -inf the difference would be NaN.
     peak = torch.maximum(lse_a, lse_b).detach()
     peak = peak.masked_fill(peak == -torch.inf, 0.0)
@@ -65,10 +88,9 @@ def merge_attention_states(
     nothing = total == 0
     total = total.masked_fill(nothing, 1.0)
     lse = (total.log() + peak).masked_fill(nothing, -torch.inf)
+    return weight_a / total, weight_b / total, lse
 
-    def beside(weight: Tensor) -> Tensor:
-        share = weight / total
-        return (share if out_a.dim() == 4 else share.t()).unsqueeze(-1)
 
-    out = beside(weight_a) * out_a + beside(weight_b) * out_b
-    return out.to(out_a.dtype), lse
+def _beside(share: Tensor, out: Tensor) -> Tensor:
+    """A share of each row, laid beside the rows of ``out``."""
+    return (share if out.dim() == 4 else share.t()).unsqueeze(-1)

@@ -6,7 +6,7 @@ kernels in ``ops/sdpa_cpu.py``, which registers both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,16 @@ from torch import Tensor
 from cudnn_ops.ops.arguments import bind, refuse_lists, refuse_one_number
 
 _ops = torch.ops.cudnn_ops
+
+#: What attends, with the arguments of ``sdpa_with_lse``, where each rank has a part of the
+#: sequence: inside torch's context_parallel.
+_split_attention: Callable[..., tuple[Tensor, Tensor]] | None = None
+
+
+def set_split_attention(attend: Callable[..., tuple[Tensor, Tensor]] | None) -> None:
+    """Replaces the operators behind the public functions, for all threads; None ends that."""
+    global _split_attention
+    _split_attention = attend
 
 
 def scaled_dot_product_attention(
@@ -113,14 +123,17 @@ def scaled_dot_product_attention(
     if (
         window_size == (-1, -1)
         and not (bottom_right or softcap)
+        and _split_attention is None
         and alibi_slopes is sinks is seq_lens_q is seq_lens_kv is deterministic is rng_state is None
     ):  # each keyword argument costs host time
         return _ops.sdpa.default(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     refuse_one_number("scaled_dot_product_attention", window_size)
+    split = _split_attention
+    attend = _ops.sdpa.default if split is None else lambda *args, **kw: split(*args, **kw)[0]
     try:
-        return _ops.sdpa.default(
+        return attend(
             query,
             key,
             value,
@@ -191,8 +204,9 @@ def scaled_dot_product_attention_with_lse(
         (torch.Size([2, 8, 10]), torch.float32)
     """
     refuse_one_number("scaled_dot_product_attention_with_lse", options.get("window_size"))
+    attend = _split_attention or _ops.sdpa_with_lse.default
     try:
-        return _ops.sdpa_with_lse.default(
+        return attend(
             query,
             key,
             value,
