@@ -6,9 +6,11 @@
 #include "graph/device_query.h"
 #include "graph/engine_table.h"
 #include "graph/known_bad.h"
+#include "graph/plan_bundle.h"
 #include "graph/plan_cache.h"
 #include "graph/plan_kind.h"
 #include "graph/plan_policy.h"
+#include "graph/plan_record.h"
 #include "graph/plan_source.h"
 #include "graph/plan_store.h"
 #include "graph/target.h"
@@ -25,7 +27,7 @@ Versions versions() {
 #else
   constexpr bool with_cuda = false;
 #endif
-  return {TORCH_VERSION, CUDNN_VERSION, CUDNN_FRONTEND_VERSION, with_cuda};
+  return {TORCH_VERSION, CUDNN_VERSION, CUDNN_FRONTEND_VERSION, with_cuda, graph::graphs_version()};
 }
 
 void set_warner(void (*warner)(const char* message)) {
@@ -154,6 +156,25 @@ StoreInfo store_info() {
 
 int64_t store_clear() {
   return graph::PlanStore::global().clear();
+}
+
+std::tuple<bool, std::string, std::string> write_plan(const Words& words, const std::string& device,
+                                                      const std::string& folder) {
+  return graph::write_plan(words, device, folder);
+}
+
+void set_bundle(const std::string& path, int descriptor, const std::string& gpu,
+                const std::vector<int64_t>& devices, const std::string& described,
+                const std::vector<std::string>& names, const std::vector<int64_t>& offsets) {
+  auto& bundles = graph::PlanBundles::global();
+  if (names.empty()) {
+    bundles.remove(path);
+    return;
+  }
+  auto targets = devices;
+  if (!described.empty()) targets.push_back(graph::Target::described(described).id());
+  bundles.add(std::make_shared<graph::PlanBundle>(descriptor, path, gpu, std::move(targets), names,
+                                                  offsets));
 }
 
 void set_cudnn_fallback_path(const std::string& path) {

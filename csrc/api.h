@@ -28,6 +28,7 @@ struct Versions {
   int64_t cudnn_headers;     // built against, 91900 for 9.19.0; 0 in a build without cuDNN
   int64_t frontend_headers;  // built against, 13200 for 1.32.0; 0 in a build without cuDNN
   bool with_cuda;            // whether the CUDA kernels are in this build
+  std::string graphs;        // hash of the sources that say what plans' keys mean
 };
 
 CUDNN_OPS_API Versions versions();
@@ -88,6 +89,19 @@ CUDNN_OPS_API bool set_computes_parts(bool computes);
 CUDNN_OPS_API void set_store(const std::string& folder, int64_t limit);
 CUDNN_OPS_API StoreInfo store_info();
 CUDNN_OPS_API int64_t store_clear();
+
+// Bundles of plans (graph/plan_bundle.h, plans/bundle.py). write_plan makes a record of one
+// (graph/device_query.h); its file's name becomes the record's. A bundle serves the live GPUs in
+// `devices` and, unless it is empty, the one that `described` describes; `gpu` is the description
+// that its plans were made for. It takes the place of one of the same path, and without names there
+// is none any more. Both throw std::invalid_argument.
+CUDNN_OPS_API std::tuple<bool, std::string, std::string> write_plan(const Words& words,
+                                                                    const std::string& device,
+                                                                    const std::string& folder);
+CUDNN_OPS_API void set_bundle(const std::string& path, int descriptor, const std::string& gpu,
+                              const std::vector<int64_t>& devices, const std::string& described,
+                              const std::vector<std::string>& names,
+                              const std::vector<int64_t>& offsets);
 
 // libcudnn (graph/cudnn_library.h). Those that load it throw std::runtime_error if they can't.
 CUDNN_OPS_API void set_cudnn_fallback_path(const std::string& path);

@@ -44,9 +44,10 @@ void set_warns_in_python(bool is_running) {
   api::set_warner(is_running ? warn_in_python : [](const char*) {});
 }
 
-std::tuple<std::string, int64_t, int64_t, bool> versions() {
+std::tuple<std::string, int64_t, int64_t, bool, std::string> versions() {
   const auto versions = api::versions();
-  return {versions.torch, versions.cudnn_headers, versions.frontend_headers, versions.with_cuda};
+  return {versions.torch, versions.cudnn_headers, versions.frontend_headers, versions.with_cuda,
+          versions.graphs};
 }
 
 std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t> cache_info() {
@@ -111,12 +112,19 @@ void set_known_bad(const Strings& ids, const Strings& plans, const Rows& version
   api::set_known_bad(rules);
 }
 
+void set_bundle(const std::string& path, int64_t descriptor, const std::string& gpu,
+                const api::Words& devices, const std::string& described, const Strings& names,
+                const api::Words& offsets) {
+  with_errors<api::set_bundle>(path, static_cast<int>(descriptor), gpu, devices, described, names,
+                               offsets);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   m.def("_warn(str message) -> ()");
   m.def("_set_warns_in_python(bool is_running) -> ()", set_warns_in_python);
-  m.def("_versions() -> (str, int, int, bool)", versions);
+  m.def("_versions() -> (str, int, int, bool, str)", versions);
 
   m.def("_cache_info() -> (int, int, int, int, int, int)", cache_info);
   m.def("_cache_clear() -> ()", api::cache_clear);
@@ -151,6 +159,12 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   m.def("_set_store(str folder, int limit) -> ()", api::set_store);
   m.def("_store_info() -> (str, str, int, int, int)", store_info);
   m.def("_store_clear() -> int", api::store_clear);
+  m.def("_write_plan(int[] words, str device, str folder) -> (bool, str, str)",
+        with_errors<api::write_plan>);
+  m.def(
+      "_set_bundle(str path, int descriptor, str gpu, int[] devices, str described, str[] names, "
+      "int[] offsets) -> ()",
+      set_bundle);
 
   m.def("_set_cudnn_fallback_path(str path) -> ()", api::set_cudnn_fallback_path);
   m.def("_cudnn_version() -> int", api::cudnn_version);

@@ -30,15 +30,17 @@ class Versions(TypedDict):
     cudnn_headers: int
     frontend_headers: int
     with_cuda: bool
+    graphs: str
 
 
 def versions() -> Versions:
-    torch_version, cudnn_headers, frontend_headers, with_cuda = _call("_versions")
+    torch_version, cudnn_headers, frontend_headers, with_cuda, graphs = _call("_versions")
     return {
         "torch": torch_version,
         "cudnn_headers": cudnn_headers,
         "frontend_headers": frontend_headers,
         "with_cuda": with_cuda,
+        "graphs": graphs,
     }
 
 
@@ -161,6 +163,22 @@ def store_info() -> tuple[str, str, int, int, int]:
 
 def store_clear() -> int:
     return _call("_store_clear")
+
+
+def write_plan(words: Sequence[int], device: str, folder: str) -> tuple[bool, str, str]:
+    return _call("_write_plan", words, device, folder)
+
+
+def set_bundle(
+    path: str,
+    descriptor: int,
+    gpu: str,
+    devices: Sequence[int],
+    described: str,
+    names: Sequence[str],
+    offsets: Sequence[int],
+) -> None:
+    _call("_set_bundle", path, descriptor, gpu, devices, described, names, offsets)
 
 
 def set_cudnn_fallback_path(path: str) -> None:

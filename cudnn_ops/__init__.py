@@ -28,6 +28,13 @@ from cudnn_ops.ops.sdpa import (
     scaled_dot_product_attention_with_lse,
 )
 from cudnn_ops.ops.varlen import varlen_attention, varlen_attention_with_lse
+from cudnn_ops.plans.bundle import (
+    BundleReport,
+    PlanBundle,
+    build_bundle,
+    load_bundle,
+    unload_bundle,
+)
 from cudnn_ops.plans.cache import (
     CacheInfo,
     StoreInfo,
@@ -40,6 +47,7 @@ from cudnn_ops.plans.cache import (
 )
 from cudnn_ops.plans.norm_tuning import tune_norms
 from cudnn_ops.plans.policy import plan_policy, set_autotune, set_plan_policy, using_plan_policy
+from cudnn_ops.plans.request_file import load_requests, save_requests
 from cudnn_ops.plans.tables import NormTiming
 from cudnn_ops.plans.tune import TunedPlan, tune_sdpa
 from cudnn_ops.plans.warmup import PlanRequest, WarmupReport, plan_requests, record_shapes, warmup
@@ -58,6 +66,7 @@ _when_imported(
 )
 
 __all__ = [
+    "BundleReport",
     "CacheInfo",
     "CacheUsage",
     "KVSequence",
@@ -65,12 +74,14 @@ __all__ = [
     "NormTiming",
     "OutOfPages",
     "PagedKVCache",
+    "PlanBundle",
     "PlanRequest",
     "StoreInfo",
     "TunedPlan",
     "WarmupReport",
     "add_layer_norm",
     "add_rms_norm",
+    "build_bundle",
     "cache_clear",
     "cache_info",
     "checkpoint_ops",
@@ -81,6 +92,8 @@ __all__ = [
     "geglu",
     "known_bad",
     "layer_norm",
+    "load_bundle",
+    "load_requests",
     "merge_attention_states",
     "paged_attention",
     "paged_attention_with_lse",
@@ -90,6 +103,7 @@ __all__ = [
     "record_shapes",
     "rms_norm",
     "rotary_embedding",
+    "save_requests",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_with_lse",
     "set_autotune",
@@ -102,6 +116,7 @@ __all__ = [
     "swiglu",
     "tune_norms",
     "tune_sdpa",
+    "unload_bundle",
     "using_plan_policy",
     "varlen_attention",
     "varlen_attention_with_lse",

@@ -1,4 +1,4 @@
-"""``python -m cudnn_ops``: what cuDNN supports, the plans on disk, and measuring engines."""
+"""``python -m cudnn_ops``: what cuDNN supports, the plans on disk, and measuring."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from cudnn_ops import support
 from cudnn_ops.collect_env import collect_env
 from cudnn_ops.plans import cache
+from cudnn_ops.plans.bundle_command import add_bundle
 from cudnn_ops.plans.norm_tuning import tune_norms, write_table
 from cudnn_ops.plans.tables import EngineTable
 from cudnn_ops.plans.tune import tune_sdpa, tune_standard_shapes
@@ -196,6 +197,8 @@ def _parser() -> argparse.ArgumentParser:
     info.set_defaults(run=_cache_info)
     clear = store.add_parser("clear", help="delete them")
     clear.set_defaults(run=_cache_clear)
+
+    add_bundle(commands, _add_device)
 
     tune = commands.add_parser(
         "tune",

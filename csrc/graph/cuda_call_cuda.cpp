@@ -6,7 +6,6 @@
 #include "graph/plan_cache.h"
 #include "graph/plan_policy.h"
 #include "graph/plan_source.h"
-#include "graph/plan_store.h"
 #include "graph/warn.h"
 
 #include <ATen/cuda/CUDAContext.h>
@@ -101,11 +100,10 @@ bool takes_polymorphic(const PlanKey& exact, const PlanKey& polymorphic, const P
   }
   return policy.takes_polymorphic(exact, family, [&] {
     if (PlanCache::global().contains(polymorphic)) return true;
-    auto& store = PlanStore::global();
-    if (!store.is_on()) return false;
+    if (!any_stored()) return false;
     // Reading a plan is quick, building one is not.
     const std::string gpu = live_target().gpu();
-    return store.contains(polymorphic, gpu) && !store.contains(exact, gpu);
+    return is_stored(polymorphic, gpu) && !is_stored(exact, gpu);
   });
 }
 
@@ -139,11 +137,8 @@ PlanPtr often_called_plan(const Call& call, const PlanKey& key) {
   auto& policy = PlanPolicy::global();
   if (policy.policy() != Policy::kAuto) return nullptr;
   if (auto plan = PlanCache::global().find(key)) return plan;
-  const auto is_stored = [&] {
-    auto& store = PlanStore::global();
-    return store.is_on() && store.contains(key, live_target().gpu());
-  };
-  if (is_capturing() || !policy.is_due(key, is_stored)) return nullptr;
+  const auto is_at_hand = [&] { return any_stored() && is_stored(key, live_target().gpu()); };
+  if (is_capturing() || !policy.is_due(key, is_at_hand)) return nullptr;
   PlanPtr plan;
   try {
     plan = plan_or_null(call, key);

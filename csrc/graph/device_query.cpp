@@ -4,9 +4,11 @@
 #include "graph/cudnn_library.h"
 #include "graph/error.h"
 #include "graph/plan_cache.h"
+#include "graph/plan_record.h"
 #include "graph/plan_source.h"
 #include "graph/target.h"
 
+#include <fstream>
 #include <stdexcept>
 
 namespace cudnn_ops::graph {
@@ -38,6 +40,29 @@ Answer ask(c10::ArrayRef<int64_t> words, const std::string& device) {
     return {true, "", plan->engine(), plan->workspace_bytes()};
   } catch (const NotSupported& refusal) {
     return {false, refusal.what(), "", 0};
+  } catch (const CudnnError& error) {
+    throw CudnnError(std::string("cudnn_ops: ") + error.what());
+  }
+}
+
+Written write_plan(c10::ArrayRef<int64_t> words, const std::string& device,
+                   const std::string& folder) {
+  try {
+    const Target target = target_of(device);
+    const PlanKey key(words, target.id());
+    std::string why_not;
+    const std::string plan = make_plan_bytes(key, target, why_not);
+    if (plan.empty()) return {true, why_not, ""};
+    const std::string identity = identity_of(key, device);
+    const std::string name = name_of(identity);
+    std::ofstream file(folder + "/" + name, std::ios::binary);
+    const std::string record = make_record(identity, plan);
+    file.write(record.data(), static_cast<std::streamsize>(record.size()));
+    file.close();
+    if (!file) throw CudnnError("a plan could not be written to " + folder);
+    return {true, "", name};
+  } catch (const NotSupported& refusal) {
+    return {false, refusal.what(), ""};
   } catch (const CudnnError& error) {
     throw CudnnError(std::string("cudnn_ops: ") + error.what());
   }

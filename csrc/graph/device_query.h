@@ -1,5 +1,5 @@
 // Makes a plan without running it, for the live GPU or a described one: to ask whether cuDNN
-// supports it, or to have it ready.
+// supports it, to have it ready, or to write it to a file.
 #pragma once
 
 #include <c10/util/ArrayRef.h>
@@ -17,5 +17,14 @@ using Answer = std::tuple<bool, std::string, std::string, int64_t>;
 // one. The plan goes to the cache. Throws std::invalid_argument for words that are no key and for
 // what describes no GPU, CudnnError where no libcudnn can be had.
 Answer ask(c10::ArrayRef<int64_t> words, const std::string& device);
+
+// supported, reason (empty if supported and written), name of the record's file (empty if not
+// written)
+using Written = std::tuple<bool, std::string, std::string>;
+
+// Makes a plan for a bundle, for a described GPU, and writes its record into `folder`. Neither asks
+// the cache nor adds to it. Throws as ask(), and CudnnError where the file cannot be written.
+Written write_plan(c10::ArrayRef<int64_t> words, const std::string& device,
+                   const std::string& folder);
 
 }  // namespace cudnn_ops::graph

@@ -25,7 +25,7 @@ namespace cudnn_ops::graph {
 struct CacheInfo {
   int64_t hits;
   int64_t builds;     // plans built, successfully
-  int64_t loads;      // plans read from the store instead (plan_store.h)
+  int64_t loads;      // plans read from the store or a bundle instead
   int64_t evictions;  // plans dropped because the limit was reached
   int64_t size;       // plans held now
   int64_t limit;

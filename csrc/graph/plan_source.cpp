@@ -4,6 +4,7 @@
 #include "graph/engine_table.h"
 #include "graph/error.h"
 #include "graph/known_bad.h"
+#include "graph/plan_bundle.h"
 #include "graph/plan_kind.h"
 #include "graph/plan_store.h"
 
@@ -26,7 +27,8 @@ std::deque<Measurement>& measurements() {
   return *all;
 }
 
-std::shared_ptr<const Plan> load(const PlanKey& key, const Target& target, bool only_measured) {
+std::shared_ptr<const Plan> load_stored(const PlanKey& key, const Target& target,
+                                        bool only_measured) {
   const auto bytes = PlanStore::global().load(key, target.gpu());
   if (!bytes) return nullptr;
   try {
@@ -34,6 +36,18 @@ std::shared_ptr<const Plan> load(const PlanKey& key, const Target& target, bool 
     return Plan::deserialize(*bytes, target);
   } catch (const std::runtime_error&) {
     return nullptr;  // intact, yet cuDNN refuses it: building the plan tells why, if at all
+  }
+}
+
+std::shared_ptr<const Plan> load_bundled(const PlanKey& key, const Target& target) {
+  const auto bundle = PlanBundles::global().with(key);
+  const auto bytes = bundle == nullptr ? std::nullopt : bundle->load(key);
+  if (!bytes) return nullptr;
+  try {
+    return Plan::deserialize(*bytes, target);
+  } catch (const std::runtime_error& error) {
+    bundle->warn_once(error.what());  // it was made for this GPU: whoever made it wants to know
+    return nullptr;
   }
 }
 
@@ -79,19 +93,50 @@ void refuse_known_bad(const PlanKey& key, const Target& target) {
   if (!reason.empty()) throw NotSupported("it accepts this and is known to " + reason);
 }
 
-}  // namespace
-
-std::shared_ptr<const Plan> make_plan(const PlanKey& key, const Target& target) {
+// With the engine that the tuned table or cuDNN's heuristics name.
+std::pair<std::shared_ptr<const Plan>, EngineChoice> build_chosen(const PlanKey& key,
+                                                                  const Target& target) {
   const auto& kind = kind_of(key);
-  refuse_known_bad(key, target);
-  if (auto plan = load(key, target, /*only_measured=*/false)) return plan;
   std::string engine = tuned_engine(key, target.sm_version());
   if (engine.empty()) engine = kind.engine(key, target);
   auto plan = build(kind, key, target, engine);
-  save(key, target, *plan,
-       !engine.empty() && plan->engine() == engine ? EngineChoice::kTable
-                                                   : EngineChoice::kHeuristic);
+  const bool is_chosen = !engine.empty() && plan->engine() == engine;
+  return {std::move(plan), is_chosen ? EngineChoice::kTable : EngineChoice::kHeuristic};
+}
+
+}  // namespace
+
+bool any_stored() {
+  return PlanStore::global().is_on() || PlanBundles::global().any();
+}
+
+bool is_stored(const PlanKey& key, const std::string& gpu) {
+  return PlanStore::global().contains(key, gpu) || PlanBundles::global().with(key) != nullptr;
+}
+
+std::shared_ptr<const Plan> make_plan(const PlanKey& key, const Target& target) {
+  kind_of(key);  // throws for what is no key
+  refuse_known_bad(key, target);
+  if (auto plan = load_stored(key, target, /*only_measured=*/false)) return plan;
+  if (auto plan = load_bundled(key, target)) return plan;
+  const auto [plan, choice] = build_chosen(key, target);
+  save(key, target, *plan, choice);
   return plan;
+}
+
+std::string make_plan_bytes(const PlanKey& key, const Target& target, std::string& why_not) {
+  kind_of(key);
+  refuse_known_bad(key, target);
+  if (auto bytes = PlanStore::global().load(key, target.gpu())) return *bytes;
+  const auto [plan, choice] = build_chosen(key, target);
+  if (plan->is_makeshift()) {
+    why_not = "an engine that cuDNN prefers cannot be built on this machine";
+    return {};
+  }
+  auto bytes = plan->serialize(choice);
+  if (bytes.empty()) why_not = "cuDNN cannot store a plan with engine " + plan->engine();
+  PlanStore::global().save(key, target.gpu(), bytes);
+  return bytes;
 }
 
 std::shared_ptr<const Plan> make_measured_plan(const PlanKey& key,
@@ -101,7 +146,7 @@ std::shared_ptr<const Plan> make_measured_plan(const PlanKey& key,
   const Target target = target_here();
   refuse_known_bad(key, target);
   if (!again) {
-    if (auto plan = load(key, target, /*only_measured=*/true)) return plan;
+    if (auto plan = load_stored(key, target, /*only_measured=*/true)) return plan;
   }
   auto plans = build_all(kind, key, target_here);
   const std::vector<double> ms = time(plans);

@@ -1,4 +1,4 @@
-// Where a plan that the cache lacks comes from: the store on disk, else a build.
+// Where a plan that the cache lacks comes from: the store on disk, a bundle, else a build.
 #pragma once
 
 #include "graph/plan.h"
@@ -29,9 +29,18 @@ struct Measurement {
 using TimePlans =
     c10::function_ref<std::vector<double>(const std::vector<std::shared_ptr<const Plan>>&)>;
 
-// Reads the plan of `key` from the store; where it is not there, builds it with the engine that
-// the tuned table or cuDNN's heuristics name, and stores it. Throws NotSupported.
+// Whether there is a store or a bundle to ask, and whether one of them has this plan. `gpu` is
+// Target::gpu().
+bool any_stored();
+bool is_stored(const PlanKey& key, const std::string& gpu);
+
+// Reads the plan of `key` from the store or a bundle; where neither has it, builds it with the
+// engine that the tuned table or cuDNN's heuristics name, and stores it. Throws NotSupported.
 std::shared_ptr<const Plan> make_plan(const PlanKey& key, const Target& target);
+
+// The same as bytes for a bundle (Plan::serialize), from the store or newly built; empty where the
+// plan cannot be kept, and `why_not` says so.
+std::string make_plan_bytes(const PlanKey& key, const Target& target, std::string& why_not);
 
 // The same, with the engine that `time` finds to be the fastest. Unless `again`, a stored plan
 // serves too if its engine was found so. `target_here` gives the target to the thread that calls

@@ -1,10 +1,7 @@
 #include "graph/plan_store.h"
 
-#include "graph/cudnn_library.h"
-#include "graph_hash.h"
+#include "graph/plan_record.h"
 #include "graph/warn.h"
-
-#include <cudnn_frontend_version.h>
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -22,45 +19,12 @@
 namespace cudnn_ops::graph {
 namespace {
 
-// Counts changes of the files' format. What is in a plan is told apart by kGraphs, a hash.
-constexpr uint32_t kFormat = 2;
-constexpr char kMagic[8] = {'c', 'u', 'D', 'N', 'N', 'o', 'p', 's'};
 constexpr const char* kSuffix = ".plan";
 constexpr const char* kTemporary = ".writing-";
-constexpr int64_t kMaxFileBytes = int64_t{64} << 20;
 constexpr time_t kAbandonedAfterSeconds = 3600;  // a file half written by a process that died
 
-struct Header {
-  char magic[8];
-  uint32_t format;
-  uint32_t identity_size;
-  uint64_t plan_size;
-  uint64_t checksum;  // of identity and plan
-};
-
-uint64_t fnv(const char* data, size_t size, uint64_t h = 0xCBF29CE484222325ull) {
-  for (size_t i = 0; i < size; ++i)
-    h = (h ^ static_cast<unsigned char>(data[i])) * 0x100000001B3ull;
-  return h;
-}
-
-// Everything that could make a stored plan wrong to use.
-std::string identity_of(const PlanKey& key, const std::string& gpu) {
-  std::string identity = "cudnn " + std::to_string(cudnn().version) + ", frontend " +
-                         std::to_string(CUDNN_FRONTEND_VERSION) + ", graphs " + kGraphs + ", gpu " +
-                         gpu + '\0';
-  identity.append(reinterpret_cast<const char*>(key.words().data()),
-                  key.words().size() * sizeof(int64_t));
-  return identity;
-}
-
-std::string file_name(const std::string& identity) {
-  char name[64];
-  const uint64_t first = fnv(identity.data(), identity.size());
-  std::snprintf(name, sizeof name, "%016llx%016llx%s", static_cast<unsigned long long>(first),
-                static_cast<unsigned long long>(fnv(identity.data(), identity.size(), ~first)),
-                kSuffix);
-  return name;
+std::string path_of(const std::string& folder, const std::string& identity) {
+  return folder + "/" + name_of(identity) + kSuffix;
 }
 
 class File {
@@ -191,21 +155,14 @@ std::optional<std::string> read_plan(const File& file, const std::string& identi
   }
   reason = distrust(status);
   if (!reason.empty()) return std::nullopt;
-  reason = "it is truncated or corrupted, or another version wrote it";
   const auto size = static_cast<int64_t>(status.st_size);
-  Header header{};
-  if (size < static_cast<int64_t>(sizeof header) || size > kMaxFileBytes) return std::nullopt;
-  std::string rest(static_cast<size_t>(size) - sizeof header, '\0');
-  if (!file.read_all(reinterpret_cast<char*>(&header), sizeof header) ||
-      !file.read_all(rest.data(), rest.size()) ||
-      std::memcmp(header.magic, kMagic, sizeof kMagic) != 0 || header.format != kFormat ||
-      header.identity_size + header.plan_size != rest.size() ||
-      header.checksum != fnv(rest.data(), rest.size()) ||
-      rest.compare(0, header.identity_size, identity) != 0) {
-    return std::nullopt;
+  std::optional<std::string> plan;
+  if (size <= kMaxRecordBytes) {
+    std::string record(static_cast<size_t>(size), '\0');
+    if (file.read_all(record.data(), record.size())) plan = plan_in(record, identity);
   }
-  reason.clear();
-  return rest.substr(header.identity_size);
+  if (!plan) reason = "it is truncated or corrupted, or another version wrote it";
+  return plan;
 }
 
 }  // namespace
@@ -259,7 +216,7 @@ bool PlanStore::contains(const PlanKey& key, const std::string& gpu) {
   int64_t limit = 0;
   const std::string folder = folder_and_limit(limit);
   if (folder.empty()) return false;
-  return access((folder + "/" + file_name(identity_of(key, gpu))).c_str(), R_OK) == 0;
+  return access(path_of(folder, identity_of(key, gpu)).c_str(), R_OK) == 0;
 }
 
 std::optional<std::string> PlanStore::load(const PlanKey& key, const std::string& gpu) {
@@ -267,7 +224,7 @@ std::optional<std::string> PlanStore::load(const PlanKey& key, const std::string
   const std::string folder = folder_and_limit(limit);
   if (folder.empty()) return std::nullopt;
   const std::string identity = identity_of(key, gpu);
-  const std::string path = folder + "/" + file_name(identity);
+  const std::string path = path_of(folder, identity);
   const File file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
   if (file.get() < 0) return std::nullopt;
   std::string reason;
@@ -285,23 +242,15 @@ void PlanStore::save(const PlanKey& key, const std::string& gpu, const std::stri
   const std::string folder = folder_and_limit(limit);
   if (folder.empty() || plan.empty()) return;
   const std::string identity = identity_of(key, gpu);
-  std::string rest = identity + plan;
-  Header header{};
-  std::memcpy(header.magic, kMagic, sizeof kMagic);
-  header.format = kFormat;
-  header.identity_size = static_cast<uint32_t>(identity.size());
-  header.plan_size = plan.size();
-  header.checksum = fnv(rest.data(), rest.size());
-
-  const std::string path = folder + "/" + file_name(identity);
+  const std::string record = make_record(identity, plan);
+  const std::string path = path_of(folder, identity);
   // Nobody else's, whichever machine or container shares the folder.
   std::string temporary = folder + "/" + kTemporary + "XXXXXX";
   bool written = make_folder(folder);
   if (written) {
     File file(mkostemp(temporary.data(), O_CLOEXEC));
     written = file.get() >= 0;
-    if (written && !(file.write_all(reinterpret_cast<const char*>(&header), sizeof header) &&
-                     file.write_all(rest.data(), rest.size()) && file.close() &&
+    if (written && !(file.write_all(record.data(), record.size()) && file.close() &&
                      std::rename(temporary.c_str(), path.c_str()) == 0)) {
       written = false;
       const int trouble = errno;

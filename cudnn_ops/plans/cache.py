@@ -24,7 +24,7 @@ class CacheInfo(NamedTuple):
     builds: int
     """Plans built; each costs 20 to 500 ms of host time."""
     loads: int
-    """Plans loaded from the store instead; each costs about 2 ms."""
+    """Plans loaded from the store or a bundle instead; each costs about 2 ms."""
     evictions: int
     """Plans dropped, least recently used first, because the limit was reached."""
     size: int

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
 from cudnn_ops import _C, support
 from cudnn_ops.plans.policy import plan_policy
+from cudnn_ops.support.device import sm_major
 from cudnn_ops.support.operators import Kind, find_operator
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
 class PlanRequest:
     """One plan, for any device, for :func:`warmup` to build.
 
-    ``words`` is its key. They are integers, so that a list of requests can be saved as JSON; they
-    are valid only for the version of cudnn_ops that created them.
+    ``words`` is its key: integers that are valid only for the version of cudnn_ops that created
+    them. :func:`save_requests` notes that version beside them.
     """
 
     words: tuple[int, ...]
@@ -43,7 +46,7 @@ class WarmupReport(NamedTuple):
     built: int
     """Plans built."""
     loaded: int
-    """Plans loaded from the store."""
+    """Plans loaded from the store or from a bundle."""
     ready: int
     """Plans that were in the cache already."""
     refused: dict[PlanRequest, str]
@@ -58,6 +61,7 @@ def plan_requests(
     *,
     training: bool = True,
     plans: Literal["exact", "polymorphic", "both"] | None = None,
+    device: str | Path | None = None,
     **options: Any,
 ) -> list[PlanRequest]:
     """The plans that calls with these shapes need.
@@ -72,15 +76,17 @@ def plan_requests(
         k: the key, or the weight of a convolution; None stands for a key like the query.
         v: the value; None stands for one like the key.
         training: the forward that a gradient follows, and the backward; else the forward alone.
-            Packed attention's plans for training differ between GPUs: they are those of the live
-            one, or of an H200 where there is none.
         plans: those of exactly these shapes, the polymorphic ones that serve them and others, or
             both. None stands for what the policy in force may need: both under ``"auto"``.
+        device: the GPU that they are for, as in :func:`cudnn_ops.support.explain`: packed
+            attention's plans for training differ between GPUs. None stands for the live one, or for
+            an H200 where there is none.
         options: of the call, such as ``is_causal=True``; as in
             :func:`cudnn_ops.support.explain`.
 
     Raises:
-        ValueError: an unknown op; shapes that do not fit each other, or that no GPU supports.
+        ValueError: an unknown op or device; shapes that do not fit each other, or that no GPU
+            supports.
         TypeError: an argument that the operator does not accept.
 
     Example:
@@ -106,7 +112,10 @@ def plan_requests(
     steps = [operator]
     if training and not operator.is_backward:
         steps.append(find_operator(f"{op}_backward"))
-    major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 9
+    if device is None:
+        major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 9
+    else:
+        major = sm_major(support.prepare(device))
     requests = []
     for polymorphic in wanted:
         kind = Kind(training=training, polymorphic=polymorphic, sm_major=major)
@@ -128,11 +137,10 @@ def record_shapes() -> Iterator[list[PlanRequest]]:
 
         with cudnn_ops.record_shapes() as shapes:
             train_one_epoch()
-        Path("shapes.json").write_text(json.dumps([shape.words for shape in shapes]))
+        cudnn_ops.save_requests(shapes, "shapes.json")
 
         # in the next process, before the first step
-        shapes = [PlanRequest(tuple(words)) for words in json.loads(...)]
-        cudnn_ops.warmup(shapes)
+        cudnn_ops.warmup(cudnn_ops.load_requests("shapes.json"))
 
     Example:
         >>> import torch, cudnn_ops
@@ -157,7 +165,7 @@ def warmup(
     threads: int | None = None,
     progress: bool = True,
 ) -> WarmupReport:
-    """Builds plans, or loads them from the store, so that no call has to.
+    """Builds plans, or loads them from the store or a bundle, so that no call has to.
 
     Args:
         requests: the result of :func:`plan_requests` for given shapes, or of
@@ -179,39 +187,61 @@ def warmup(
         >>> report.refused
         {}
     """
-    from tqdm.auto import tqdm  # here: importing the package must be quick
-
-    todo = list(dict.fromkeys(requests))
-    for request in todo:
-        str(request)  # raises for what is no request of this version
-    index, description = _resolve(device)
+    todo = distinct(requests)
+    index, description = resolve_device(device)
     before = _C.cache_info()
     refused: dict[PlanRequest, str] = {}
 
-    def make(request: PlanRequest) -> tuple[PlanRequest, str]:
+    def make(request: PlanRequest) -> str:
         if index is None:
             supported, reason, *_ = _C.make_plan(request.words, description)
         else:
             with torch.cuda.device(index):
                 supported, reason, *_ = _C.make_plan(request.words, description)
-        return request, "" if supported else reason
+        return "" if supported else reason
 
-    workers = threads or min(8, os.cpu_count() or 1)
-    with (
-        ThreadPoolExecutor(workers, thread_name_prefix="cudnn_ops-warmup") as pool,
-        tqdm(total=len(todo), desc="cuDNN plans", disable=not progress, leave=False) as bar,
-    ):
-        for done in as_completed([pool.submit(make, request) for request in todo]):
-            request, reason = done.result()
-            if reason:
-                refused[request] = reason
-            bar.update()
+    for request, reason in in_threads(make, todo, threads=threads, progress=progress):
+        if reason:
+            refused[request] = reason
     after = _C.cache_info()
     built, loaded = after[1] - before[1], after[2] - before[2]
     return WarmupReport(built, loaded, len(todo) - built - loaded - len(refused), refused)
 
 
-def _resolve(device: str | Path | int | torch.device) -> tuple[int | None, str]:
+def distinct(requests: Iterable[PlanRequest]) -> list[PlanRequest]:
+    """Each once.
+
+    Raises:
+        ValueError: one of another version of cudnn_ops.
+    """
+    todo = list(dict.fromkeys(requests))
+    for request in todo:
+        str(request)  # raises for what is no request of this version
+    return todo
+
+
+def in_threads(
+    make: Callable[[PlanRequest], Made],
+    requests: Sequence[PlanRequest],
+    *,
+    threads: int | None,
+    progress: bool,
+) -> Iterator[tuple[PlanRequest, Made]]:
+    """What ``make`` returns for each request, as soon as it does, under a progress bar."""
+    from tqdm.auto import tqdm  # here: importing the package must be quick
+
+    workers = threads or min(8, os.cpu_count() or 1)
+    with (
+        ThreadPoolExecutor(workers, thread_name_prefix="cudnn_ops-warmup") as pool,
+        tqdm(total=len(requests), desc="cuDNN plans", disable=not progress, leave=False) as bar,
+    ):
+        submitted = {pool.submit(make, request): request for request in requests}
+        for done in as_completed(submitted):
+            yield submitted[done], done.result()
+            bar.update()
+
+
+def resolve_device(device: str | Path | int | torch.device) -> tuple[int | None, str]:
     """The index of a live device, or None, and its description for C++."""
     if isinstance(device, int):
         device = torch.device("cuda", device)
