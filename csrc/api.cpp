@@ -1,4 +1,6 @@
-#include "api.h"
+// What Python (cudnn_ops/_C.py) asks and tells the library beside calling its operators: as
+// operators without tensors, so that the library needs no Python to be built and serves every
+// version of it. Tables, which schemas have no type for, come and go by their columns.
 
 #include "ops/context_parallel.h"
 #include "ops/norm/norm_choice.h"
@@ -16,12 +18,42 @@
 #include "graph/target.h"
 #include "graph/warn.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/Exception.h>
 #include <cudnn_frontend_version.h>
+#include <torch/library.h>
 #include <torch/version.h>
 
-namespace cudnn_ops::api {
+#include <stdexcept>
 
-Versions versions() {
+namespace cudnn_ops {
+namespace {
+
+using Words = std::vector<int64_t>;  // a plan's key (graph/plan_key.h), or numbers of a row
+using Rows = std::vector<Words>;
+using Strings = std::vector<std::string>;
+
+// What torch knows as no exception of its own would be a RuntimeError in Python.
+template <auto function>
+struct WithErrors;
+template <class Result, class... Args, Result (*function)(Args...)>
+struct WithErrors<function> {
+  static Result call(Args... args) {
+    try {
+      return function(args...);
+    } catch (const std::invalid_argument& error) {
+      TORCH_CHECK_VALUE(false, error.what());
+    }
+  }
+};
+template <auto function>
+constexpr auto with_errors = &WithErrors<function>::call;
+
+// --- the library -------------------------------------------------------------------------
+
+// Of torch, of cuDNN's and the frontend's headers (91900 for 9.19.0; 0 in a build without them);
+// whether the CUDA kernels are in this build; the hash of what says what plans' keys mean.
+std::tuple<std::string, int64_t, int64_t, bool, std::string> versions() {
 #ifdef CUDNN_OPS_WITH_CUDA
   constexpr bool with_cuda = true;
 #else
@@ -30,11 +62,22 @@ Versions versions() {
   return {TORCH_VERSION, CUDNN_VERSION, CUDNN_FRONTEND_VERSION, with_cuda, graph::graphs_version()};
 }
 
-void set_warner(void (*warner)(const char* message)) {
-  graph::set_warner(warner);
+// Its kernel is Python's, which torch calls with the GIL and whose exception it carries on. By no
+// key, because modes that see every operator have no use for this one.
+void warn_in_python(const char* message) {
+  static const auto warn = c10::Dispatcher::singleton().findSchemaOrThrow("cudnn_ops::_warn", "");
+  torch::jit::Stack stack{std::string(message)};
+  warn.redispatchBoxed(c10::DispatchKeySet(), &stack);
 }
 
-CacheInfo cache_info() {
+// A program that ends has no use for warnings, and Python that ends cannot give them.
+void set_warns_in_python(bool is_running) {
+  graph::set_warner(is_running ? warn_in_python : [](const char*) {});
+}
+
+// --- plans -------------------------------------------------------------------------------
+
+std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t> cache_info() {
   const auto info = graph::PlanCache::global().info();
   return {info.hits, info.builds, info.loads, info.evictions, info.size, info.limit};
 }
@@ -52,8 +95,8 @@ int64_t start_recording() {
   return graph::PlanCache::global().start_recording();
 }
 
-std::vector<Words> stop_recording(int64_t recording) {
-  std::vector<Words> result;
+Rows stop_recording(int64_t recording) {
+  Rows result;
   for (const auto& key : graph::PlanCache::global().stop_recording(recording)) {
     result.push_back(key.words().vec());
   }
@@ -65,83 +108,13 @@ std::string describe_plan(const Words& words) {
   return graph::kind_of(key).describe(key);
 }
 
-std::tuple<bool, std::string, std::string, int64_t> make_plan(const Words& words,
-                                                              const std::string& device) {
+graph::Answer make_plan(const Words& words, const std::string& device) {
   return graph::ask(words, device);
 }
 
-int64_t policy() {
-  return static_cast<int64_t>(graph::PlanPolicy::global().policy());
-}
-
-void set_policy(int64_t policy) {
-  graph::PlanPolicy::global().set_policy(static_cast<graph::Policy>(policy));
-}
-
-int64_t promote_after() {
-  return graph::PlanPolicy::global().promote_after();
-}
-
-void set_promote_after(int64_t calls) {
-  graph::PlanPolicy::global().set_promote_after(calls);
-}
-
-int64_t autotune() {
-  return static_cast<int64_t>(graph::PlanPolicy::global().autotune());
-}
-
-void set_autotune(int64_t autotune) {
-  graph::PlanPolicy::global().set_autotune(static_cast<graph::Autotune>(autotune));
-}
-
-std::vector<std::pair<Words, std::vector<std::pair<std::string, double>>>> take_measurements() {
-  std::vector<std::pair<Words, std::vector<std::pair<std::string, double>>>> result;
-  for (const auto& [words, engines] : graph::take_measurements()) {
-    result.push_back({words, {}});
-    auto& times = result.back().second;
-    for (const auto& [engine, ms] : engines) times.emplace_back(engine, ms);
-  }
-  return result;
-}
-
-void set_engine_table(int64_t sm_version, int64_t cudnn_version,
-                      const std::vector<std::pair<Words, std::string>>& engines) {
-  std::vector<graph::TunedEngine> table;
-  for (const auto& [words, engine] : engines) table.push_back({words, engine});
-  graph::set_engine_table(static_cast<int>(sm_version), static_cast<size_t>(cudnn_version), table);
-}
-
-void set_norm_table(int64_t sm_version, int64_t cudnn_version,
-                    const std::vector<NormEngine>& choices) {
-  std::vector<NormChoice> table;
-  for (const auto& [plan, is_layer, row_bytes, rows, is_faster, engine] : choices) {
-    table.push_back({static_cast<NormPlan>(plan), is_layer, row_bytes, rows, is_faster, engine});
-  }
-  cudnn_ops::set_norm_table(static_cast<int>(sm_version), static_cast<size_t>(cudnn_version),
-                            std::move(table));
-}
-
-void set_known_bad(const std::vector<KnownBad>& rules) {
-  std::vector<graph::KnownBad> all;
-  for (const auto& rule : rules) {
-    all.push_back({rule.id, rule.plan, rule.cudnn, rule.sm, {}, rule.reason});
-    for (const auto& [fact, comparison, value] : rule.when) {
-      all.back().when.push_back({fact, comparison, value});
-    }
-  }
-  graph::set_known_bad(std::move(all));
-}
-
-void set_context_parallel(bool active) {
-  cudnn_ops::set_context_parallel(active);
-}
-
-bool set_computes_parts(bool computes) {
-  return cudnn_ops::set_computes_parts(computes);
-}
-
-std::string known_bad(const Words& words, int64_t sm_version, int64_t cudnn_version) {
-  return graph::known_bad(graph::PlanKey(words, 0), sm_version, cudnn_version);
+std::tuple<std::string, std::string, int64_t, int64_t, int64_t> store_info() {
+  const auto info = graph::PlanStore::global().info();
+  return {info.folder, info.refusal, info.files, info.bytes, info.limit};
 }
 
 void set_store(const std::string& folder, int64_t limit) {
@@ -149,23 +122,17 @@ void set_store(const std::string& folder, int64_t limit) {
   graph::PlanStore::global().set_limit(limit);
 }
 
-StoreInfo store_info() {
-  const auto info = graph::PlanStore::global().info();
-  return {info.folder, info.refusal, info.files, info.bytes, info.limit};
-}
-
-int64_t store_clear() {
-  return graph::PlanStore::global().clear();
-}
-
-std::tuple<bool, std::string, std::string> write_plan(const Words& words, const std::string& device,
-                                                      const std::string& folder) {
+graph::Written write_plan(const Words& words, const std::string& device,
+                          const std::string& folder) {
   return graph::write_plan(words, device, folder);
 }
 
-void set_bundle(const std::string& path, int descriptor, const std::string& gpu,
-                const std::vector<int64_t>& devices, const std::string& described,
-                const std::vector<std::string>& names, const std::vector<int64_t>& offsets) {
+// A bundle (graph/plan_bundle.h, plans/bundle.py) serves the live GPUs in `devices` and, unless it
+// is empty, the one that `described` describes; `gpu` is the description that its plans were made
+// for. It takes the place of one of the same path, and without names there is none any more.
+void set_bundle(const std::string& path, int64_t descriptor, const std::string& gpu,
+                const Words& devices, const std::string& described, const Strings& names,
+                const Words& offsets) {
   auto& bundles = graph::PlanBundles::global();
   if (names.empty()) {
     bundles.remove(path);
@@ -173,24 +140,129 @@ void set_bundle(const std::string& path, int descriptor, const std::string& gpu,
   }
   auto targets = devices;
   if (!described.empty()) targets.push_back(graph::Target::described(described).id());
-  bundles.add(std::make_shared<graph::PlanBundle>(descriptor, path, gpu, std::move(targets), names,
-                                                  offsets));
+  bundles.add(std::make_shared<graph::PlanBundle>(static_cast<int>(descriptor), path, gpu,
+                                                  std::move(targets), names, offsets));
 }
 
-void set_cudnn_fallback_path(const std::string& path) {
-  graph::set_fallback_path(path);
+// --- what was measured, and what is wrong ------------------------------------------------
+
+std::tuple<Rows, std::vector<Strings>, std::vector<std::vector<double>>> take_measurements() {
+  std::tuple<Rows, std::vector<Strings>, std::vector<std::vector<double>>> columns;
+  auto& [keys, engines, times] = columns;
+  for (const auto& [words, measured] : graph::take_measurements()) {
+    keys.push_back(words);
+    engines.emplace_back();
+    times.emplace_back();
+    for (const auto& [engine, ms] : measured) {
+      engines.back().push_back(engine);
+      times.back().push_back(ms);
+    }
+  }
+  return columns;
 }
 
-int64_t cudnn_version() {
-  return static_cast<int64_t>(graph::cudnn().version);
+void set_engine_table(int64_t sm_version, int64_t cudnn_version, const Rows& keys,
+                      const Strings& engines) {
+  std::vector<graph::TunedEngine> table;
+  for (size_t i = 0; i < keys.size(); ++i) table.push_back({keys[i], engines.at(i)});
+  graph::set_engine_table(static_cast<int>(sm_version), static_cast<size_t>(cudnn_version), table);
 }
 
-std::string cudnn_path() {
-  return graph::cudnn().path;
+// The columns of a choice: the plan (a NormPlan), whether it is of a layer norm, bytes of a row,
+// rows, whether cuDNN is faster than our kernels.
+void set_norm_choices(int64_t sm_version, int64_t cudnn_version, const Rows& choices,
+                      const Strings& engines) {
+  std::vector<NormChoice> table;
+  for (size_t i = 0; i < choices.size(); ++i) {
+    const auto& choice = choices[i];
+    table.push_back({static_cast<NormPlan>(choice.at(0)), choice.at(1) != 0, choice.at(2),
+                     choice.at(3), choice.at(4) != 0, engines.at(i)});
+  }
+  cudnn_ops::set_norm_table(static_cast<int>(sm_version), static_cast<size_t>(cudnn_version),
+                            std::move(table));
 }
 
-std::string describe_device(int64_t index) {
-  return graph::describe_device(static_cast<int>(index));
+void set_known_bad(const Strings& ids, const Strings& plans, const Rows& versions,
+                   const std::vector<Strings>& facts, const std::vector<Strings>& comparisons,
+                   const Rows& values, const Strings& reasons) {
+  std::vector<graph::KnownBad> rules;
+  for (size_t i = 0; i < ids.size(); ++i) {
+    const auto& range = versions.at(i);
+    rules.push_back({ids[i],
+                     plans.at(i),
+                     {range.at(0), range.at(1)},
+                     {range.at(2), range.at(3)},
+                     {},
+                     reasons.at(i)});
+    for (size_t k = 0; k < facts.at(i).size(); ++k) {
+      rules.back().when.push_back({facts[i][k], comparisons.at(i).at(k), values.at(i).at(k)});
+    }
+  }
+  graph::set_known_bad(std::move(rules));
 }
 
-}  // namespace cudnn_ops::api
+std::string known_bad(const Words& words, int64_t sm_version, int64_t cudnn_version) {
+  return graph::known_bad(graph::PlanKey(words, 0), sm_version, cudnn_version);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
+  m.def("_versions() -> (str, int, int, bool, str)", versions);
+  m.def("_warn(str message) -> ()");
+  m.def("_set_warns_in_python(bool is_running) -> ()", set_warns_in_python);
+  m.def("_set_context_parallel(bool active) -> ()", set_context_parallel);
+  m.def("_set_computes_parts(bool computes) -> bool", set_computes_parts);
+
+  // libcudnn (graph/cudnn_library.h). Those that load it raise RuntimeError if they can't.
+  m.def("_set_cudnn_fallback_path(str path) -> ()", graph::set_fallback_path);
+  m.def("_cudnn_version() -> int", [] { return static_cast<int64_t>(graph::cudnn().version); });
+  m.def("_cudnn_path() -> str", [] { return std::string(graph::cudnn().path); });
+  m.def("_describe_device(int index) -> str",
+        [](int64_t index) { return graph::describe_device(static_cast<int>(index)); });
+
+  m.def("_cache_info() -> (int, int, int, int, int, int)", cache_info);
+  m.def("_cache_clear() -> ()", cache_clear);
+  m.def("_set_cache_limit(int limit) -> ()", with_errors<set_cache_limit>);
+  m.def("_start_recording() -> int", start_recording);
+  m.def("_stop_recording(int recording) -> int[][]", with_errors<stop_recording>);
+  m.def("_describe_plan(int[] words) -> str", with_errors<describe_plan>);
+  m.def("_make_plan(int[] words, str device) -> (bool, str, str, int)", with_errors<make_plan>);
+  m.def("_set_store(str folder, int limit) -> ()", set_store);
+  m.def("_store_info() -> (str, str, int, int, int)", store_info);
+  m.def("_store_clear() -> int", [] { return graph::PlanStore::global().clear(); });
+  m.def("_write_plan(int[] words, str device, str folder) -> (bool, str, str)",
+        with_errors<write_plan>);
+  m.def(
+      "_set_bundle(str path, int descriptor, str gpu, int[] devices, str described, str[] names, "
+      "int[] offsets) -> ()",
+      with_errors<set_bundle>);
+
+  // graph/plan_policy.h: 0 auto, 1 exact, 2 polymorphic; and 0 off, 1 once, 2 always.
+  using graph::PlanPolicy;
+  m.def("_policy() -> int", [] { return static_cast<int64_t>(PlanPolicy::global().policy()); });
+  m.def("_set_policy(int policy) -> ()", [](int64_t policy) {
+    PlanPolicy::global().set_policy(static_cast<graph::Policy>(policy));
+  });
+  m.def("_promote_after() -> int", [] { return PlanPolicy::global().promote_after(); });
+  m.def("_set_promote_after(int calls) -> ()",
+        [](int64_t calls) { PlanPolicy::global().set_promote_after(calls); });
+  m.def("_autotune() -> int", [] { return static_cast<int64_t>(PlanPolicy::global().autotune()); });
+  m.def("_set_autotune(int autotune) -> ()", [](int64_t autotune) {
+    PlanPolicy::global().set_autotune(static_cast<graph::Autotune>(autotune));
+  });
+
+  m.def("_take_measurements() -> (int[][], str[][], float[][])", take_measurements);
+  m.def("_set_engine_table(int sm_version, int cudnn_version, int[][] keys, str[] engines) -> ()",
+        set_engine_table);
+  m.def("_set_norm_table(int sm_version, int cudnn_version, int[][] choices, str[] engines) -> ()",
+        set_norm_choices);
+  m.def(
+      "_set_known_bad(str[] ids, str[] plans, int[][] versions, str[][] facts, "
+      "str[][] comparisons, int[][] values, str[] reasons) -> ()",
+      with_errors<set_known_bad>);
+  m.def("_known_bad(int[] words, int sm_version, int cudnn_version) -> str",
+        with_errors<known_bad>);
+}
+
+}  // namespace cudnn_ops
