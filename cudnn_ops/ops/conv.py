@@ -298,29 +298,26 @@ def _conv_backward_cpu(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     kept = None if call.saved is None else wide(call.saved)
     grad = before_activation(wide(call.grad_out), kept, ACTIVATIONS[call.activation])
     dims = len(stride)
-    of_padded, of_weight, _ = torch.ops.aten.convolution_backward(
+    of_padded, *others = torch.ops.aten.convolution_backward(
         grad,
         wide(_pad(input, padding)),
         wide(call.weight),
-        None,
+        [call.weight.shape[0]],
         stride,
         [0] * dims,
         dilation,
         False,
         [0] * dims,
         groups,
-        [output_mask[0], output_mask[1], False],
+        output_mask[:3],
     )
     if output_mask[0]:
         for i in range(dims):
             of_padded = of_padded.narrow(2 + i, padding[i], input.shape[2 + i])
-        results[0].copy_(of_padded)
-    if output_mask[1]:
-        results[1].copy_(of_weight)
-    if output_mask[2]:
-        results[2].copy_(grad.sum((0, *range(2, grad.dim()))))
-    if output_mask[3]:
-        results[3].copy_(grad)
+    found = (of_padded, *others, grad)
+    for wanted, result, part in zip(output_mask, results, found, strict=True):
+        if wanted:
+            result.copy_(part)
     return results
 
 
