@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cudnn_ops.serving.kv_cache import PagedKVCache
+from cudnn_ops.serving.memory import whole
 from cudnn_ops.serving.model_runner import Model, ModelRunner
 from cudnn_ops.serving.sampling import SamplingParams
 from cudnn_ops.serving.scheduler import Request, Scheduler
@@ -100,15 +101,9 @@ class Engine:
         """Allocates the inputs of a step; captures nothing yet."""
         room = cache.pages * cache.page_size
         max_length = room if max_length is None else max_length
-        for name, number in (
-            ("max_batch", max_batch),
-            ("chunk", chunk),
-            ("max_length", max_length),
-        ):
-            if not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name} must be a whole number, at least 1, got {number!r}")
-        self.cache, self.max_batch, self.chunk = cache, max_batch, chunk
-        self.max_length = min(max_length, room)
+        self.cache = cache
+        self.max_batch, self.chunk = whole("max_batch", max_batch, 1), whole("chunk", chunk, 1)
+        self.max_length = min(whole("max_length", max_length, 1), room)
         self._scheduler = Scheduler(cache, max_batch, chunk)
         self._runner = ModelRunner(model, cache, max_batch, chunk, self.max_length)
         self._stats = EngineStats()

@@ -112,7 +112,6 @@ class PagedKVCache(PagedMemory):
         kv_layout: Literal["NHD", "HND"] = "NHD",
         prefix_sharing: bool = True,
     ) -> None:
-        """Allocates the memory."""
         super().__init__(
             *(layers, pages, page_size, heads_kv, head_size),
             value_size=value_size,
@@ -175,11 +174,8 @@ class PagedKVCache(PagedMemory):
             ValueError: ``length`` is more than the sequence has; it is not one of this cache.
         """
         self._check(sequence)
-        length = sequence._length if length is None else whole("length", length, 0)
-        if length > sequence._length:
-            raise ValueError(
-                f"length must be at most the sequence's {sequence._length}, got {length}"
-            )
+        length = sequence._length if length is None else length
+        self._check_at_most("length", whole("length", length, 0), sequence)
         pages = sequence._pages[: -(-length // self.page_size)]
         self._pool.hold(pages)
         return self._sequence(pages, length, min(sequence._committed, length // self.page_size))
@@ -291,10 +287,7 @@ class PagedKVCache(PagedMemory):
                 cache.
         """
         self._check(sequence)
-        if whole("length", length, 0) > sequence._length:
-            raise ValueError(
-                f"length must be at most the sequence's {sequence._length}, got {length}"
-            )
+        self._check_at_most("length", whole("length", length, 0), sequence)
         kept = -(-length // self.page_size)
         self._pool.let_go(sequence._pages[kept:])
         del sequence._pages[kept:]
@@ -337,10 +330,7 @@ class PagedKVCache(PagedMemory):
                 same page; not 64-bit integers; the sequence is not one of this cache.
         """
         self._check(sequence)
-        if len(token_ids) > sequence._length:
-            raise ValueError(
-                f"token_ids must be at most the sequence's {sequence._length}, got {len(token_ids)}"
-            )
+        self._check_at_most("token_ids", len(token_ids), sequence)
         if not self.prefix_sharing:
             return 0
         done, size = sequence._committed, self.page_size
@@ -459,6 +449,12 @@ class PagedKVCache(PagedMemory):
             if type(sequence) is not KVSequence or sequence._pool is not pool:
                 self._check(sequence)
         return [sequence._pages for sequence in sequences]
+
+    def _check_at_most(self, name: str, tokens: int, sequence: KVSequence) -> None:
+        if tokens > sequence._length:
+            raise ValueError(
+                f"{name} must be at most the sequence's {sequence._length}, got {tokens}"
+            )
 
     def _check(self, sequence: KVSequence) -> None:
         pool = self._pool

@@ -11,6 +11,8 @@ from torch import Tensor
 ALIGNMENT = 256
 """Alignment, in bytes, of each layer's keys and values: kernels read 16 at once, TMA needs 128."""
 
+_append = torch.ops.cudnn_ops.paged_kv_append_
+
 
 class PagedMemory:
     """Keys and values of all layers, page by page; it does not know who holds which page."""
@@ -28,7 +30,6 @@ class PagedMemory:
         device: torch.device | str,
         kv_layout: Literal["NHD", "HND"],
     ) -> None:
-        """Allocates the memory."""
         self.layers = whole("layers", layers, 1)
         self.pages = whole("pages", pages, 1)
         self.page_size = whole("page_size", page_size, 1)
@@ -101,19 +102,6 @@ class PagedMemory:
         if not 0 <= layer < self.layers:
             raise ValueError(f"layer must be 0 to {self.layers - 1}, got {layer}")
         return layer
-
-
-def _append(
-    key_cache: Tensor,
-    value_cache: Tensor,
-    key: Tensor,
-    value: Tensor,
-    slot_mapping: Tensor,
-    head_major: bool,
-) -> None:
-    torch.ops.cudnn_ops.paged_kv_append_(
-        key_cache, value_cache, key, value, slot_mapping, head_major
-    )
 
 
 def whole(name: str, number: int, least: int) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import accumulate
+from math import prod
 from typing import Any, Literal, Protocol
 
 import torch
@@ -90,21 +91,17 @@ class _Inputs:
 
     def __init__(self, tokens: int, batch: int, width: int, device: torch.device) -> None:
         sizes = {  # The table comes last: the copy ends behind the rows that are used.
-            "tokens": (torch.int64, tokens, 1),
-            "positions": (torch.int64, tokens, 1),
-            "slots": (torch.int64, tokens, 1),
-            "last": (torch.int64, batch, 1),
-            "offsets": (torch.int32, batch + 1, 1),
-            "lengths": (torch.int32, batch, 1),
-            "table": (torch.int32, batch, width),
+            "tokens": (torch.int64, (tokens,)),
+            "positions": (torch.int64, (tokens,)),
+            "slots": (torch.int64, (tokens,)),
+            "last": (torch.int64, (batch,)),
+            "offsets": (torch.int32, (batch + 1,)),
+            "lengths": (torch.int32, (batch,)),
+            "table": (torch.int32, (batch, width)),
         }
+        lengths = [dtype.itemsize * prod(shape) for dtype, shape in sizes.values()]
         # Each begins where any kernel may read it in its largest pieces.
-        ends = list(
-            accumulate(
-                -(-dtype.itemsize * rows * row // ALIGNMENT) * ALIGNMENT
-                for dtype, rows, row in sizes.values()
-            )
-        )
+        ends = list(accumulate(-(-length // ALIGNMENT) * ALIGNMENT for length in lengths))
         self._device = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
         self._host = self._device
         if device.type == "cuda":
@@ -114,13 +111,15 @@ class _Inputs:
         memory = memoryview((ctypes.c_ubyte * ends[-1]).from_address(self._host.data_ptr()))
         self._views: dict[str, Tensor] = {}
         self._memory: dict[str, memoryview] = {}
-        for (name, (dtype, rows, row)), start in zip(sizes.items(), [0, *ends], strict=False):
-            stop = start + dtype.itemsize * rows * row
-            view = self._device[start:stop].view(dtype)
-            self._views[name] = view.view(rows, row) if name == "table" else view
-            self._memory[name] = memory[start:stop].cast("B").cast(_FORMATS[dtype])
+        starts = [0, *ends[:-1]]
+        for (name, (dtype, shape)), start, length in zip(
+            sizes.items(), starts, lengths, strict=True
+        ):
+            part = slice(start, start + length)
+            self._views[name] = self._device[part].view(dtype).view(shape)
+            self._memory[name] = memory[part].cast("B").cast(_FORMATS[dtype])
         self._width = width
-        self._table_start = ([0, *ends])[-2]
+        self._table_start = starts[-1]
 
     def __getitem__(self, name: str) -> Tensor:
         """One of the inputs on the device."""
@@ -160,7 +159,6 @@ class ModelRunner:
     def __init__(
         self, model: Model, cache: PagedKVCache, max_batch: int, chunk: int, max_length: int
     ) -> None:
-        """Takes the arguments of :class:`cudnn_ops.generation.Engine`."""
         self._model, self._cache, self._chunk = model, cache, chunk
         self._device = cache.key_cache(0).device
         self._max_batch = padded_batch(max_batch)
@@ -249,57 +247,35 @@ class ModelRunner:
         requests, total = len(counts), sum(counts)
         batch = padded_batch(requests)
         if total > requests:
-            logits, greedy = self._prefill(total, batch)
+            offsets = self._inputs["offsets"][: batch + 1]
+            # The bound is the same for all steps, for plans differ by it.
+            logits, greedy = self._call(
+                total, batch, cu_seqlens_q=offsets, max_seqlen_q=self._chunk, is_causal=True
+            )
         elif self._device.type == "cuda":
             if batch not in self._graphs:
                 self._capture(batch)
             graph, logits, greedy = self._graphs[batch]
             graph.replay()
         else:
-            logits, greedy = self._decode(batch)
+            logits, greedy = self._call(batch, batch)
         return logits[:requests], greedy[:requests]
 
-    def _decode(self, batch: int) -> tuple[Tensor, Tensor]:
-        lengths, table = self._inputs["lengths"][:batch], self._inputs["table"][:batch]
-
-        def attention(query: Tensor, caches: tuple[Tensor, Tensor], options: Any) -> Tensor:
-            out = paged_attention(query.unsqueeze(1), *caches, table, lengths, **options)
-            return out.squeeze(1)
-
-        return self._call(batch, batch, attention)
-
-    def _prefill(self, total: int, batch: int) -> tuple[Tensor, Tensor]:
-        lengths, table = self._inputs["lengths"][:batch], self._inputs["table"][:batch]
-        offsets = self._inputs["offsets"][: batch + 1]
-
-        def attention(query: Tensor, caches: tuple[Tensor, Tensor], options: Any) -> Tensor:
-            # The bound is the same for all steps, for plans differ by it.
-            return paged_attention(
-                query,
-                *caches,
-                table,
-                lengths,
-                cu_seqlens_q=offsets,
-                max_seqlen_q=self._chunk,
-                is_causal=True,
-                **options,
-            )
-
-        return self._call(total, batch, attention)
-
-    def _call(
-        self,
-        tokens: int,
-        batch: int,
-        attention: Callable[[Tensor, tuple[Tensor, Tensor], Any], Tensor],
-    ) -> tuple[Tensor, Tensor]:
+    def _call(self, tokens: int, batch: int, **packing: Any) -> tuple[Tensor, Tensor]:
+        """The model; without ``packing``, each of the batch has one query."""
         inputs, cache = self._inputs, self._cache
-        slots = inputs["slots"][:tokens]
+        slots, lengths = inputs["slots"][:tokens], inputs["lengths"][:batch]
+        table = inputs["table"][:batch]
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
             cache.append(layer, key, value, slots)
-            options["kv_layout"] = cache.kv_layout
-            return attention(query, (cache.key_cache(layer), cache.value_cache(layer)), options)
+            caches = cache.key_cache(layer), cache.value_cache(layer)
+            rows = query if packing else query.unsqueeze(1)
+            options |= packing
+            out = paged_attention(
+                rows, *caches, table, lengths, kv_layout=cache.kv_layout, **options
+            )
+            return out if packing else out.squeeze(1)
 
         logits = self._model(
             inputs["tokens"][:tokens], inputs["positions"][:tokens], inputs["last"][:batch], attend
@@ -315,9 +291,9 @@ class ModelRunner:
         current, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            self._decode(batch)
+            self._call(batch, batch)
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            outputs = self._decode(batch)
+            outputs = self._call(batch, batch)
         self._graphs[batch] = (graph, *outputs)

@@ -28,12 +28,10 @@ class OutOfPages(RuntimeError):
     """
 
     def __init__(self, needed: int, free: int, evictable: int, total: int) -> None:
-        """Stores the four counts."""
         super().__init__(needed, free, evictable, total)
         self.needed, self.free, self.evictable, self.total = needed, free, evictable, total
 
     def __str__(self) -> str:
-        """The counts, and a remedy."""
         return (
             f"out of pages: needed {self.needed}, free {self.free}, evictable {self.evictable}, "
             f"total {self.total}; free or truncate sequences, or create a cache with more pages"

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cudnn_ops.serving.memory import whole
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -36,11 +38,7 @@ class SamplingParams:
     """Tokens that end a request; the one that did is the last of its output."""
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
-        if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
-            raise ValueError(
-                f"max_tokens must be a whole number, at least 1, got {self.max_tokens!r}"
-            )
+        whole("max_tokens", self.max_tokens, 1)
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be at least 0 and finite, got {self.temperature!r}")
         if not isinstance(self.top_k, int) or self.top_k < 0:

@@ -90,7 +90,6 @@ class Request:
             stats.seconds = elapsed
 
     def __repr__(self) -> str:
-        """Its size and state."""
         state = self.finish_reason or ("running" if self.sequence else "waiting")
         return f"Request(prompt={len(self.prompt)} tokens, output={self.output}, {state})"
 
@@ -128,7 +127,6 @@ class Scheduler:
     """
 
     def __init__(self, cache: PagedKVCache, max_batch: int, chunk: int) -> None:
-        """Accepts arguments of :class:`cudnn_ops.generation.Engine`."""
         self.cache, self.max_batch, self.chunk = cache, max_batch, chunk
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # the oldest first

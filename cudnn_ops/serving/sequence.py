@@ -32,7 +32,6 @@ class KVSequence:
         return tuple(self._pages)
 
     def __repr__(self) -> str:
-        """Its length and pages."""
         freed = "" if self._pool else ", freed"
         return f"KVSequence(length={self._length}, pages={self._pages.tolist()}{freed})"
 
