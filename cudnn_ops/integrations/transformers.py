@@ -159,7 +159,7 @@ def cudnn_ops_attention(
 
     given = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     has_equal_tokens = query.shape[0] * length == key.shape[0] * length_kv
-    packing = _packing(compact, *given, is_one=causal and has_equal_tokens)
+    packing = _packing(compact, given, is_one=causal and has_equal_tokens)
     if packing is not None:
         if position_bias is not None:
             raise NotImplementedError(
@@ -194,21 +194,10 @@ def cudnn_ops_attention(
 
 
 def _packing(
-    compact: CompactMask | None,
-    cu_seq_lens_q: Tensor | None,
-    cu_seq_lens_k: Tensor | None,
-    max_length_q: int | Tensor | None,
-    max_length_k: int | Tensor | None,
-    *,
-    is_one: bool,
+    compact: CompactMask | None, given: tuple[Any, Any, Any, Any], *, is_one: bool
 ) -> Packing | None:
     """The offsets of packed sequences; ``is_one``: queries and keys have the same."""
-    if (
-        cu_seq_lens_q is None
-        or cu_seq_lens_k is None
-        or max_length_q is None
-        or max_length_k is None
-    ):
+    if any(part is None for part in given):
         if compact is None or compact.cu_seqlens is None:
             return None
         return compact.cu_seqlens, compact.cu_seqlens, compact.longest, compact.longest
@@ -220,8 +209,8 @@ def _packing(
     if is_one:
         # No key is older than its sequence's first query: equal offsets, and as one tensor they
         # make the backward faster.
-        return cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q
-    return cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+        return given[0], given[0], given[2], given[2]
+    return given
 
 
 def _packed(
@@ -235,19 +224,9 @@ def _packed(
 ) -> Tensor:
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    longest_q, longest_k = (int(n) if isinstance(n, Tensor) else n for n in packing[2:])
-    out = cudnn_ops.varlen_attention(
-        q,
-        k,
-        v,
-        packing[0],
-        packing[1],
-        longest_q,
-        longest_k,
-        softmax_scale=scaling,
-        causal=causal,
-        **options,
-    )
+    bounds = [int(n) if isinstance(n, Tensor) else n for n in packing[2:]]
+    given = (q, k, v, packing[0], packing[1], bounds[0], bounds[1])
+    out = cudnn_ops.varlen_attention(*given, softmax_scale=scaling, causal=causal, **options)
     return out.unflatten(0, (query.shape[0], query.shape[2]))
 
 

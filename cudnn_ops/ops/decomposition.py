@@ -32,9 +32,10 @@ def decompositions() -> _Decompositions:
         program = program.run_decompositions(cudnn_ops.decompositions())
         torch.onnx.export(program, f="model.onnx", dynamo=True)
 
-    Shapes may be dynamic. Results equal those of the operators up to rounding. Packed attention
-    computes the scores of all pairs of tokens. There are no decompositions of derivatives, of
-    dropout, and of operators that write to their arguments (``paged_kv_append_``, and
+    Shapes may be dynamic. Results equal those of the operators up to rounding.
+    ``varlen_attention`` computes the scores of all pairs of tokens; packed queries of
+    ``paged_attention`` are padded to ``max_seqlen_q``. There are no decompositions of derivatives,
+    of dropout, and of operators that write to their arguments (``paged_kv_append_``, and
     ``paged_attention`` with ``out``): ``torch.export`` functionalizes these before a decomposition
     can apply, so write ``cache[slots // page_size, slots % page_size] = new`` in a model to be
     exported.
