@@ -21,84 +21,54 @@ from cudnn_ops.plans.tables import EngineTable, NormTiming, load_tables
 
 #: Row sizes and numbers of rows that the package's table is measured with, in bfloat16. Below 4 MiB
 #: calls always use our kernels, for only the host's time matters there.
-STANDARD_SIZES = (
-    (64, 1 << 20),
-    (128, 1 << 17),
-    (128, 1 << 20),
-    (256, 1 << 18),
-    (512, 1 << 15),
-    (512, 1 << 18),
-    (1024, 8192),
-    (1024, 1 << 17),
-    (2048, 2048),
-    (2048, 8192),
-    (2048, 1 << 16),
-    (4096, 2048),
-    (4096, 8192),
-    (4096, 1 << 15),
-    (8192, 2048),
-    (8192, 8192),
-    (8192, 1 << 15),
-    (16384, 2048),
-    (16384, 8192),
-    (32768, 512),
-    (32768, 4096),
-)
+_STANDARD_ROWS = {
+    64: (1 << 20,),
+    128: (1 << 17, 1 << 20),
+    256: (1 << 18,),
+    512: (1 << 15, 1 << 18),
+    1024: (8192, 1 << 17),
+    2048: (2048, 8192, 1 << 16),
+    4096: (2048, 8192, 1 << 15),
+    8192: (2048, 8192, 1 << 15),
+    16384: (2048, 8192),
+    32768: (512, 4096),
+}
+STANDARD_SIZES = tuple((size, rows) for size, of_it in _STANDARD_ROWS.items() for rows in of_it)
 
 
-class _Norm:
-    """Tensors of one size, and the calls by the name of their plan."""
+def _make_calls(is_layer: bool, columns: int, rows: int) -> dict[str, Callable[[], object]]:
+    """Calls with tensors of one size, by the name of their plan."""
 
-    def __init__(self, is_layer: bool, columns: int, rows: int) -> None:
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
 
-        self.shape, self.is_layer = (columns,), is_layer
-        self.input, self.grad_out, self.weight = (
-            draw(rows, columns),
-            draw(rows, columns),
-            draw(columns),
-        )
-        self.bias = draw(columns) if is_layer else None
-        _, _, self.mean, self.rstd = self._forward(True)
-        self.calls: dict[str, Callable[[], object]] = {
-            "inference": lambda: self._forward(False),
-            "training": lambda: self._forward(True),
-            "backward": self._backward,
-        }
+    shape = (columns,)
+    input, grad_out, weight = draw(rows, columns), draw(rows, columns), draw(columns)
+    parameters = (shape, weight, draw(columns) if is_layer else None, 1e-5)
 
-    def _forward(self, with_stats: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        parameters = (self.shape, self.weight, self.bias, 1e-5)
-        return torch.ops.cudnn_ops._norm(
-            self.input, None, *parameters, self.is_layer, False, with_stats
-        )
+    def forward(with_stats: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return torch.ops.cudnn_ops._norm(input, None, *parameters, is_layer, False, with_stats)
 
-    def _backward(self) -> object:
-        return torch.ops.cudnn_ops._norm_backward(
-            self.grad_out,
-            None,
-            self.input,
-            self.shape,
-            self.weight,
-            self.mean,
-            self.rstd,
-            self.is_layer,
-            False,
-            (True, True, self.is_layer),
-        )
+    saved = (input, shape, weight, *forward(True)[2:])
+    options = (is_layer, False, (True, True, is_layer))
+    return {
+        "inference": lambda: forward(False),
+        "training": lambda: forward(True),
+        "backward": lambda: torch.ops.cudnn_ops._norm_backward(grad_out, None, *saved, *options),
+    }
 
 
 def _fastest_engines(size: tuple[bool, int, int]) -> dict[str, str]:
     """The engine for each plan, all that cuDNN offers tried; the winners go to the store."""
     with using_plan_policy("polymorphic"):
-        norm = _Norm(*size)
+        calls = _make_calls(*size)
     before = _C.autotune()
     _C.take_measurements()
     engines = {}
     _C.set_autotune(2)
     try:
         with using_plan_policy("exact"):
-            for plan, call in norm.calls.items():
+            for plan, call in calls.items():
                 call()
                 ((_, times),) = _C.take_measurements()
                 engines[plan] = min(times, key=lambda item: item[1])[0]
@@ -148,8 +118,8 @@ def _compare(size: tuple[bool, int, int], engines: dict[str, str]) -> list[NormT
     _C.cache_clear()
     try:
         with using_plan_policy("polymorphic"):
-            norm = _Norm(*size)
-        times = {plan: _gpu_ms(call) for plan, call in norm.calls.items()}
+            calls = _make_calls(*size)
+        times = {plan: _gpu_ms(call) for plan, call in calls.items()}
     finally:
         _C.set_norm_table(sm, 0, [])
         load_tables()

@@ -12,7 +12,7 @@ from typing import Any
 from cudnn_ops import _C
 
 _FILE = Path(__file__).with_name("known_bad.json")
-_NO_END = 2**31
+_NO_END = 2**31  # above all versions
 _CONDITION = re.compile(r"([\w.]+(?: % [1-9]\d*)?) (==|!=|<=?|>=?) (-?\d+)")
 
 
@@ -67,16 +67,8 @@ def version_number(text: str) -> int:
     return major * 10000 + minor * 100 + patch
 
 
-def _range(rule: KnownBad) -> tuple[int, int]:
-    """The versions as numbers; an open end is a number above all versions."""
-    first, last = rule.cudnn
-    return (
-        0 if first is None else version_number(first),
-        _NO_END if last is None else version_number(last),
-    )
-
-
 def _as_numbers(rule: KnownBad) -> _C.KnownBad:
+    first, last = rule.cudnn
     conditions = []
     for text in rule.when:
         found = _CONDITION.fullmatch(text)
@@ -86,7 +78,10 @@ def _as_numbers(rule: KnownBad) -> _C.KnownBad:
     return {
         "id": rule.id,
         "plan": rule.plan,
-        "cudnn": _range(rule),
+        "cudnn": (
+            0 if first is None else version_number(first),
+            _NO_END if last is None else version_number(last),
+        ),
         "sm": rule.sm,
         "when": conditions,
         "reason": rule.reason,

@@ -12,6 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -149,6 +150,14 @@ def _one(words: Sequence[int], refusal: str = "") -> Parts:
     return [iter([Attempt(words, refusal=refusal)])]
 
 
+def _make_optional(
+    options: dict[str, Any], names: Sequence[str], size: int, dtype: torch.dtype
+) -> None:
+    """Puts tensors of one dimension in place of what describes them."""
+    for name in names:
+        options[name] = optional_tensor(options.get(name), name, (size,), dtype)
+
+
 def _attention(
     kind: Kind,
     query: Tensor,
@@ -160,13 +169,8 @@ def _attention(
 ) -> Parts:
     heads = query.shape[-3] if query.dim() > 2 else 1
     batch = math.prod(query.shape[:-3])
-    for name, size, dtype in (
-        ("alibi_slopes", heads, torch.float32),
-        ("sinks", heads, torch.float32),
-        ("seq_lens_q", batch, torch.int32),
-        ("seq_lens_kv", batch, torch.int32),
-    ):
-        options[name] = optional_tensor(options.get(name), name, (size,), dtype)
+    _make_optional(options, ("alibi_slopes", "sinks"), heads, torch.float32)
+    _make_optional(options, ("seq_lens_q", "seq_lens_kv"), batch, torch.int32)
     words, refusal = _ops._sdpa_plan_key(
         query,
         key,
@@ -195,14 +199,8 @@ def _packed(
     offsets = offsets_tensor(cu_seqlens_q, "cu_seqlens_q")
     is_same = cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q
     offsets_kv = offsets if is_same else offsets_tensor(cu_seqlens_k, "cu_seqlens_k")
-    sequences = offsets.shape[0] - 1
-    for name, size, dtype in (
-        ("alibi_slopes", q.shape[1], torch.float32),
-        ("sinks", q.shape[1], torch.float32),
-        ("seqused_q", sequences, torch.int32),
-        ("seqused_k", sequences, torch.int32),
-    ):
-        options[name] = optional_tensor(options.get(name), name, (size,), dtype)
+    _make_optional(options, ("alibi_slopes", "sinks"), q.shape[1], torch.float32)
+    _make_optional(options, ("seqused_q", "seqused_k"), offsets.shape[0] - 1, torch.int32)
     most = q.shape[0] if max_seqlen_q is None else max_seqlen_q
     most_kv = (most if is_same else k.shape[0]) if max_seqlen_k is None else max_seqlen_k
     words = _ops._varlen_plan_key(
@@ -248,30 +246,28 @@ def _paged(
     return _one(words)
 
 
-def _norm(is_layer: bool) -> Callable[..., Parts]:
-    def plans(
-        kind: Kind,
-        x: Tensor,
-        *,
-        normalized_shape: Sequence[int] | None = None,
-        weight: TensorSpec | torch.dtype | bool | None = True,
-        bias: TensorSpec | torch.dtype | bool | None = None,
-        zero_centered: bool = False,
-    ) -> Parts:
-        shape = x.shape[-1:] if normalized_shape is None else normalized_shape
-        words = _ops._norm_plan_key(
-            x,
-            shape,
-            weight=optional_tensor(weight, "weight", shape, x.dtype),
-            bias=optional_tensor(bias, "bias", shape, x.dtype),
-            is_layer=is_layer,
-            zero_centered=zero_centered,
-            with_stats=kind.training,
-            backward=kind.backward,
-        )
-        return _one(words)
-
-    return plans
+def _norm(
+    kind: Kind,
+    x: Tensor,
+    *,
+    is_layer: bool,
+    normalized_shape: Sequence[int] | None = None,
+    weight: TensorSpec | torch.dtype | bool | None = True,
+    bias: TensorSpec | torch.dtype | bool | None = None,
+    zero_centered: bool = False,
+) -> Parts:
+    shape = x.shape[-1:] if normalized_shape is None else normalized_shape
+    words = _ops._norm_plan_key(
+        x,
+        shape,
+        weight=optional_tensor(weight, "weight", shape, x.dtype),
+        bias=optional_tensor(bias, "bias", shape, x.dtype),
+        is_layer=is_layer,
+        zero_centered=zero_centered,
+        with_stats=kind.training,
+        backward=kind.backward,
+    )
+    return _one(words)
 
 
 #: What runs in one graph, by csrc's ConvFusion.
@@ -283,36 +279,32 @@ _FUSIONS = (
 )
 
 
-def _conv(dims: int) -> Callable[..., Parts]:
-    def plans(
-        kind: Kind,
-        x: Tensor,
-        w: Tensor,
-        *,
-        stride: int | Sequence[int] = 1,
-        padding: int | Sequence[int] | str = 0,
-        dilation: int | Sequence[int] = 1,
-        groups: int = 1,
-        activation: str = "none",
-        bias: TensorSpec | bool | None = None,
-        residual: TensorSpec | bool | None = None,
-    ) -> Parts:
-        if activation not in ACTIVATIONS:
-            raise ValueError(
-                f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
-            )
-        pads = padding if isinstance(padding, str) else as_list(padding)
-        geometry = _ops._conv_geometry(dims, w, as_list(stride), pads, as_list(dilation), groups)
-        added = optional_tensor(bias, "bias", w.shape[:1], x.dtype)
-        size = _ops._conv_size(x, w, None, None, geometry)
-        total = optional_tensor(residual, "residual", size, x.dtype)
-        _ops._conv_size(x, w, added, total, geometry)  # raises where they do not fit
-        if kind.backward:
-            return [_conv_gradient(x, w, geometry, is_of_weight) for is_of_weight in (False, True)]
-        call = (x, w, added, total, geometry, ACTIVATIONS.index(activation))
-        return [_conv_forward(call, kind.training and needs_before(activation))]
-
-    return plans
+def _conv(
+    kind: Kind,
+    x: Tensor,
+    w: Tensor,
+    *,
+    dims: int,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    activation: str = "none",
+    bias: TensorSpec | bool | None = None,
+    residual: TensorSpec | bool | None = None,
+) -> Parts:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    pads = padding if isinstance(padding, str) else as_list(padding)
+    geometry = _ops._conv_geometry(dims, w, as_list(stride), pads, as_list(dilation), groups)
+    added = optional_tensor(bias, "bias", w.shape[:1], x.dtype)
+    size = _ops._conv_size(x, w, None, None, geometry)
+    total = optional_tensor(residual, "residual", size, x.dtype)
+    _ops._conv_size(x, w, added, total, geometry)  # raises where they do not fit
+    if kind.backward:
+        return [_conv_gradient(x, w, geometry, is_of_weight) for is_of_weight in (False, True)]
+    call = (x, w, added, total, geometry, ACTIVATIONS.index(activation))
+    return [_conv_forward(call, kind.training and needs_before(activation))]
 
 
 def _conv_gradient(
@@ -377,7 +369,7 @@ def _families() -> Iterator[Operator]:
             function.__name__,
             function,
             ("input",),
-            _norm(is_layer=function in (layer_norm, add_layer_norm)),
+            partial(_norm, is_layer=function in (layer_norm, add_layer_norm)),
             without_effect=("eps", "residual"),
             training="with_stats",
         )
@@ -386,7 +378,7 @@ def _families() -> Iterator[Operator]:
             convolution.__name__,
             convolution,
             ("input", "weight"),
-            _conv(dims),
+            partial(_conv, dims=dims),
             required=2,
             training="with_before",
         )

@@ -174,7 +174,7 @@ TABLES = {
 }
 
 
-def _answer(table: Table, row: str, column: str, direction: str, description: str) -> Answer:
+def _answer(table: Table, description: str, row: str, column: str, direction: str) -> Answer:
     op, operands, options = table.ask(table.rows[row], table.columns[column])
     options = dict(options)
     operator = find_operator(op)
@@ -218,18 +218,12 @@ def support_table(
     description = prepare(device)
 
     cells = list(product(table.rows, table.columns, DIRECTIONS))
-
-    def answer(cell: tuple[str, str, str]) -> Answer:
-        return _answer(table, *cell, description)
+    bar = {"total": len(cells), "desc": "cuDNN plans", "disable": not progress, "leave": False}
 
     def answers() -> Iterator[Answer]:
-        with (
-            ThreadPoolExecutor(threads or cpu_count() or 1) as pool,
-            tqdm(total=len(cells), desc="cuDNN plans", disable=not progress, leave=False) as bar,
-        ):
-            for one in pool.map(answer, cells):
-                bar.update()
-                yield one
+        with ThreadPoolExecutor(threads or cpu_count() or 1) as pool:
+            found = pool.map(lambda cell: _answer(table, description, *cell), cells)
+            yield from tqdm(found, **bar)
 
     return answers()
 
