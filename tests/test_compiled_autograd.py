@@ -124,6 +124,30 @@ def test_saved_tensors_by_hooks(derivative, hooks):
     assert _graphs() == 1
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_samples_of_vmap(device):
+    """The graph has the call of all samples."""
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
+    x = torch.randn(3, 2, 2, 6, 16, dtype=dtype, device=device, requires_grad=True)
+    weight = torch.randn(16, dtype=dtype, device=device, requires_grad=True)
+
+    def loss(x: Tensor, weight: Tensor, by: Any) -> Tensor:
+        def of_one(x: Tensor) -> Tensor:
+            q = by.rms_norm(x, (16,), weight, 1e-6)
+            return by.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+        return torch.vmap(of_one)(x).double().square().sum()
+
+    with _compiled():
+        found = torch.autograd.grad(loss(x, weight, cudnn_ops), (x, weight))
+    assert _graphs() == 1
+    wide = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+    expected = torch.autograd.grad(loss(*wide, F), wide)
+    for grad, exact in zip(found, expected, strict=True):
+        error = (grad.double() - exact).abs().max() / exact.abs().max()
+        assert error <= (3e-2 if device == "cuda" else 1e-12)
+
+
 def test_leaves_accumulate_and_a_second_backward_is_an_error():
     gate, up = (torch.randn(3, 8, requires_grad=True) for _ in range(2))
     for _ in range(2):

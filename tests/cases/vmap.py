@@ -102,11 +102,13 @@ def _by_us(**options: Any) -> Callable[..., Tensor]:
     return attend
 
 
-_QKV = {"q": (2, 4, 5, 8), "k": (2, 2, 7, 8), "v": (2, 2, 7, 16)}
+_Shapes = dict[str, tuple[int, ...]]
+
+_QKV: _Shapes = {"q": (2, 4, 5, 8), "k": (2, 2, 7, 8), "v": (2, 2, 7, 16)}
 _INPUTS = ("q", "k", "v")
 
 
-def _plain(name: str, shapes: dict[str, tuple[int, ...]], **options: Any) -> Problem:
+def _plain(name: str, shapes: _Shapes, **options: Any) -> Problem:
     return Problem(name, _by_us(**options), _by_torch(**options), _drawing(**shapes), _INPUTS)
 
 
@@ -242,9 +244,9 @@ def _packed(name: str, case: Features, same: bool, used: bool, first: tuple[str,
             starts_q[:-1], starts_q[1:], starts_k[:-1], lengths_k, strict=True
         ):
             rows, keys = slice(start, end), slice(start_k, start_k + length_k)
-            one = [part.transpose(0, 1)[None] for part in (q[rows], k[keys], v[keys])]
+            query, key, value = (t.transpose(0, 1)[None] for t in (q[rows], k[keys], v[keys]))
             of_one = replace(case, batch=1, length=end - start, length_kv=length_k)
-            out, lse = sdpa_features.attention(of_one, *one, others, None)
+            out, lse = sdpa_features.attention(of_one, query, key, value, others, None)
             outs.append(out[0].transpose(0, 1))
             lses.append(lse[0])
         return torch.cat(outs), torch.cat(lses, 1)
@@ -317,17 +319,18 @@ def _paged(name: str, *, packed: bool, head_major: bool, sinks: bool) -> Problem
 
             mine = query[starts[index] : starts[index + 1]] if packed else query[index]
             parts = mine, tokens(key_cache), tokens(value_cache)
-            one = [part.transpose(0, 1)[None] for part in parts]
+            q, k, v = (part.transpose(0, 1)[None] for part in parts)
             case = Features(
                 1, heads, heads_kv, len(mine), length_kv, 8, 16, is_causal=True, bottom_right=True
             )
-            out, lse = sdpa_features.attention(case, *one, extras, None)
+            out, lse = sdpa_features.attention(case, q, k, v, extras, None)
             outs.append(out[0].transpose(0, 1))
             lses.append(lse[0])
         if packed:
             return torch.cat(outs), torch.cat(lses, 1)
         return torch.stack(outs), torch.stack(lses)
 
+    first: tuple[str, ...]
     first = ("query", "key_cache", "value_cache", "page_table", "seq_lens_kv")
     if packed:
         first = ("query", "key_cache", "page_table", "cu_seqlens_q")
