@@ -114,3 +114,11 @@ def much_memory():
 def without_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Convolutions of float32 by float32: torch itself takes TF32 at some shapes only."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+@pytest.fixture
+def without_vmap_fallback():
+    """Torch's loop over samples, which it takes for operators without a rule, raises."""
+    torch._C._functorch._set_vmap_fallback_enabled(False)
+    yield
+    torch._C._functorch._set_vmap_fallback_enabled(True)

@@ -1,4 +1,4 @@
-"""vmap rules: what all of them share. the files beside this one have the families'.
+"""vmap rules: what all of them share. Those of the families are in the files beside this one.
 
 A rule gets the call of all samples at once and makes one call of it, in which the samples are part
 of the batch, of the rows, of the heads or of the channels. It calls operators, which torch sends on
@@ -117,13 +117,14 @@ class Samples:
         return tuple(map(none_of, results))
 
     def results(self, rule: Rule) -> Results:
+        """What the rule gives; a mistake raises what it raises in one sample."""
         if self.size == 0:
             return self._empty()
         try:
             return rule(self)
         except Exception as error:
             problem = error
-        self.one(0)  # raises in words about one sample
+        self.one(0)
         raise problem
 
 
