@@ -18,7 +18,7 @@ import sys, time
 import torch
 from benchmarks import peers
 
-name = sys.argv[1]
+name, *bundles = sys.argv[1:]
 attention = peers.sdpa(name)[name]
 
 def timed(function):
@@ -35,6 +35,12 @@ first_cuda = (time.perf_counter() - start) * 1e3
 def draw(heads):
     return torch.randn(4, 2048, heads, 128, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
 
+start = time.perf_counter()
+for bundle in bundles:
+    import cudnn_ops
+    cudnn_ops.load_bundle(bundle)
+loading = (time.perf_counter() - start) * 1e3
+
 inputs = [draw(heads).requires_grad_() for heads in (32, 8, 8)]
 grad_out = draw(32)
 # Autograd's threads, and the memory, are torch's own first costs too.
@@ -45,7 +51,10 @@ def step():
         out = attention(*inputs, is_causal=True, enable_gqa=True)
         torch.autograd.grad(out, inputs, grad_out)
 
-print(first_cuda, timed(step), timed(step))
+print(first_cuda, timed(step), timed(step), loading)
+if name == "cudnn_ops":
+    import cudnn_ops
+    print(cudnn_ops.cache_info().builds)
 """
 
 
@@ -61,16 +70,19 @@ def run(rows: Rows, rounds: int) -> None:
             ):
                 samples.setdefault((name, state), []).append(child(name, folder))
     for (name, state), found in samples.items():
-        first_cuda, first, second = (median(column) for column in zip(*found, strict=True))
+        first_cuda, first, second, *_ = (median(column) for column in zip(*found, strict=True))
         rows.add(f"{CASE}, {state}", name, "first_call_ms", first)
         rows.add(f"{CASE}, {state}, second call", name, "first_call_ms", second)
         rows.add(f"{CASE}, {state}, torch's first CUDA call", name, "first_call_ms", first_cuda)
 
 
-def child(name: str, store: str) -> list[float]:
-    """Milliseconds: torch's first CUDA call, the first forward + backward, the second."""
+def child(name: str, store: str, *bundles: str) -> list[float]:
+    """Milliseconds: torch's first CUDA call, the first forward + backward, the second, loading.
+
+    Loading is that of the bundles. Of ours one more: how many plans it built.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, name],
+        [sys.executable, "-c", CHILD, name, *bundles],
         cwd=ROOT,
         env=os.environ | {"CUDNN_OPS_CACHE_DIR": store},
         capture_output=True,

@@ -2,14 +2,17 @@
 
 import sys
 from dataclasses import replace
+from importlib import resources
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+import cudnn_ops
 from benchmarks import (
     bench_attention_features,
+    bench_bundle,
     bench_cold_start,
     bench_host_overhead,
     bench_paged_decode,
@@ -246,6 +249,44 @@ def test_bench_cold_start_rows_make_its_table(monkeypatch: pytest.MonkeyPatch) -
 def test_bench_cold_start_tells_why_a_process_failed() -> None:
     with pytest.raises(RuntimeError, match="nobody"):
         bench_cold_start.child("nobody", "")
+
+
+def test_bench_bundle_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def child(name: str, store: str, *bundles: str) -> list[float]:
+        calls.append((name, store, *bundles))
+        times = [100.0, 20.0 if bundles else 90.0, 1.0, 3.0 if bundles else 0.0]
+        return [*times, 0.0 if bundles else 2.0] if name == "cudnn_ops" else times
+
+    monkeypatch.setattr(bench_bundle, "child", child)
+    monkeypatch.setattr(bench_bundle, "build", lambda folder: "plans.bundle")
+    rows = Rows(ENV)
+    bench_bundle.run(rows, rounds=1)
+    assert set(calls) == {
+        ("cudnn_ops", "", "plans.bundle"),
+        ("cudnn_ops", ""),
+        ("torch_default", ""),
+    }
+    case = bench_bundle.CASE
+    assert harness.pivot(rows.rows, "first_call_ms") == {
+        f"{case}, a bundle": {"cudnn_ops": 20.0},
+        f"{case}, a bundle, loading it": {"cudnn_ops": 3.0},
+        f"{case}, no bundle": {"cudnn_ops": 90.0, "eager": 90.0},
+    }
+    assert harness.pivot(rows.rows, "plans_built") == {
+        f"{case}, a bundle": {"cudnn_ops": 0.0},
+        f"{case}, no bundle": {"cudnn_ops": 2.0},
+    }
+
+
+def test_bench_bundle_has_the_plans_of_its_case(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    h200 = resources.files("cudnn_ops.support") / "devices/h200.json"
+    monkeypatch.setattr(cudnn_ops.support, "describe_device", h200.read_text)
+    bundle = cudnn_ops.load_bundle(bench_bundle.build(tmp_path), device="h200")
+    cudnn_ops.unload_bundle(bundle.path)
+    assert [request.op for request in bundle.requests] == ["sdpa", "sdpa_backward"]
+    assert all("bf16[4, 32, 2048, 128]" in str(request) for request in bundle.requests)
 
 
 def test_soak_shapes_are_distinct() -> None:

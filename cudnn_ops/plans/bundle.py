@@ -338,11 +338,11 @@ def _require_gpu(path: Path, gpu: str, description: str, device: str) -> None:
 
 
 def _difference(name: str, made: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    was, is_ = made.get(name), here.get(name)
-    if name == "driverVer":
-        was, is_ = (f"{v // 1000}.{v % 1000 // 10}" for v in (was, is_))
-        return f"its driver is for CUDA {is_}, the bundle for {was}"
-    return f"its {name} is {is_}, the bundle's {was}"
+    if name != "driverVer":
+        return f"its {name} is {here.get(name)}, the bundle's {made.get(name)}"
+    versions = (int(gpu.get(name, 0)) for gpu in (made, here))
+    was, is_ = (f"{version // 1000}.{version % 1000 // 10}" for version in versions)
+    return f"its driver is for CUDA {is_}, the bundle for {was}"
 
 
 def _name(description: str) -> str:
