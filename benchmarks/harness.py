@@ -8,12 +8,10 @@ import gc
 import json
 import os
 import platform
-import random
-import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypedDict
@@ -24,12 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 OURS = "cudnn_ops"
 
 FULL_ROUNDS, QUICK_ROUNDS = 50, 5
-WARM_UP_CALLS = 10
-GPU_CALLS = 10  # a sample
 # The driver blocks a caller with 1024 launches pending: 50 calls of up to 10 kernels stay clear.
 HOST_CALLS = 50  # a sample
-SLEEP_CYCLES = 4_000_000  # about 2 ms
-SLEEP_DOUBLINGS = 8
 
 Functions = Mapping[str, Callable[[], object]]
 Around = Callable[[str], AbstractContextManager[object]]
@@ -43,12 +37,11 @@ class Row(TypedDict):
 
 
 def gpu_ms(functions: Functions, *, rounds: int, around: Around | None = None) -> dict[str, float]:
-    """Median GPU time of one call of each function, in milliseconds, with no host time in it.
+    """Median GPU time of one call of each function, in milliseconds, as the package's own clock."""
+    # Inside: results are written even where the operators' library does not load.
+    from cudnn_ops.plans import timing
 
-    A sample is GPU_CALLS calls in a row over the same tensors; every function gives one sample a
-    round. `around(name)` is a context entered around a sample, outside the timed part.
-    """
-    return _medians(functions, _gpu_sample, rounds, around)
+    return timing.gpu_ms(functions, rounds=rounds, around=around)
 
 
 def host_us(functions: Functions, *, rounds: int, around: Around | None = None) -> dict[str, float]:
@@ -56,10 +49,12 @@ def host_us(functions: Functions, *, rounds: int, around: Around | None = None) 
 
     A sample is HOST_CALLS calls that start on an idle GPU. `around` is as for `gpu_ms`.
     """
+    from cudnn_ops.plans import timing
+
     gc.collect()
     gc.disable()
     try:
-        return _medians(functions, _host_sample, rounds, around)
+        return timing.medians(functions, _host_sample, rounds, around)
     finally:
         gc.enable()
 
@@ -69,7 +64,9 @@ def step_ms(functions: Functions, *, rounds: int) -> dict[str, float]:
 
     From the call to the end of its last kernel: the host's time counts where the GPU waits for it.
     """
-    return _medians(functions, _step_sample, rounds, None)
+    from cudnn_ops.plans import timing
+
+    return timing.medians(functions, _step_sample, rounds)
 
 
 def peak_bytes(function: Callable[[], object]) -> int:
@@ -80,56 +77,6 @@ def peak_bytes(function: Callable[[], object]) -> int:
     function()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
-
-
-def _medians(
-    functions: Functions,
-    sample: Callable[[Callable[[], object]], float],
-    rounds: int,
-    around: Around | None,
-) -> dict[str, float]:
-    enter = around or (lambda _: nullcontext())
-    for name, function in functions.items():
-        with enter(name):
-            for _ in range(WARM_UP_CALLS):
-                function()
-    samples: dict[str, list[float]] = {name: [] for name in functions}
-    for name in _interleaved(functions, rounds):
-        with enter(name):
-            try:
-                samples[name].append(sample(functions[name]))
-            except RuntimeError as error:
-                raise RuntimeError(f"{name}: {error}") from error
-    return {name: statistics.median(values) for name, values in samples.items()}
-
-
-def _interleaved(names: Iterable[str], rounds: int) -> Iterator[str]:
-    """Every name once a round, in a new order each round.
-
-    In a fixed order one function would always run on the GPU that the same other one has heated.
-    """
-    order, draw = list(names), random.Random(0)
-    for _ in range(rounds):
-        draw.shuffle(order)
-        yield from order
-
-
-def _gpu_sample(function: Callable[[], object]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for doubling in range(SLEEP_DOUBLINGS):
-        torch.cuda.synchronize()
-        torch.cuda._sleep(SLEEP_CYCLES << doubling)
-        start.record()
-        for _ in range(GPU_CALLS):
-            function()
-        end.record()
-        # Had the sleep ended before the last launch, the GPU could have waited for the host.
-        all_queued = not start.query()
-        end.synchronize()
-        if all_queued:
-            elapsed: float = start.elapsed_time(end)
-            return elapsed / GPU_CALLS
-    raise RuntimeError("the function waits for the GPU, which hides its GPU time")
 
 
 def _host_sample(function: Callable[[], object]) -> float:

@@ -15,6 +15,7 @@
 #include "graph/plan_record.h"
 #include "graph/plan_source.h"
 #include "graph/plan_store.h"
+#include "graph/profile_names.h"
 #include "graph/target.h"
 #include "graph/warn.h"
 
@@ -251,6 +252,10 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   m.def("_set_autotune(int autotune) -> ()", [](int64_t autotune) {
     PlanPolicy::global().set_autotune(static_cast<graph::Autotune>(autotune));
   });
+
+  // graph/profile_names.h: 0 none, 1 the engine, 2 the whole plan.
+  m.def("_set_profile_names(int names) -> ()",
+        [](int64_t names) { graph::set_profile_names(static_cast<graph::ProfileNames>(names)); });
 
   m.def("_take_measurements() -> (int[][], str[][], float[][])", take_measurements);
   m.def("_set_engine_table(int sm_version, int cudnn_version, int[][] keys, str[] engines) -> ()",

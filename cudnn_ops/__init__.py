@@ -47,6 +47,7 @@ from cudnn_ops.plans.cache import (
 )
 from cudnn_ops.plans.norm_tuning import tune_norms
 from cudnn_ops.plans.policy import plan_policy, set_autotune, set_plan_policy, using_plan_policy
+from cudnn_ops.plans.profile import profile_names
 from cudnn_ops.plans.request_file import load_requests, save_requests
 from cudnn_ops.plans.tables import NormTiming
 from cudnn_ops.plans.tune import TunedPlan, tune_sdpa
@@ -100,6 +101,7 @@ __all__ = [
     "paged_kv_append_",
     "plan_policy",
     "plan_requests",
+    "profile_names",
     "record_shapes",
     "rms_norm",
     "rotary_embedding",

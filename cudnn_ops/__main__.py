@@ -13,6 +13,7 @@ import torch
 from cudnn_ops import support
 from cudnn_ops.collect_env import collect_env
 from cudnn_ops.plans import cache
+from cudnn_ops.plans.bench import add_bench
 from cudnn_ops.plans.bundle_command import add_bundle
 from cudnn_ops.plans.norm_tuning import tune_norms, write_table
 from cudnn_ops.plans.tables import EngineTable
@@ -199,6 +200,7 @@ def _parser() -> argparse.ArgumentParser:
     clear.set_defaults(run=_cache_clear)
 
     add_bundle(commands, _add_device)
+    add_bench(commands)
 
     tune = commands.add_parser(
         "tune",

@@ -16,6 +16,7 @@ from benchmarks import (
     peers,
 )
 from benchmarks.harness import Rows
+from cudnn_ops.plans import timing
 from tests.cases.benchmarks import ENV
 
 
@@ -66,17 +67,17 @@ def test_bad_arguments_end_with_a_line(has_gpu, arguments, message, monkeypatch,
 
 def test_host_time_leaves_synchronization_and_settings_out(gpu: Gpu) -> None:
     times = harness.host_us({"ours": lambda: gpu.log.append("call")}, rounds=1, around=gpu.around)
-    warm_up = ["enter ours", *["call"] * harness.WARM_UP_CALLS, "leave ours"]
+    warm_up = ["enter ours", *["call"] * timing.WARM_UP_CALLS, "leave ours"]
     batch = ["synchronize", *["call"] * harness.HOST_CALLS, "synchronize"]
     assert gpu.log == [*warm_up, "enter ours", *batch, "leave ours"]
     assert 0 < times["ours"] < 1000
 
 
 def test_gpu_time_is_taken_only_once_every_call_was_queued(gpu: Gpu) -> None:
-    gpu.sleep_needed = 4 * harness.SLEEP_CYCLES
+    gpu.sleep_needed = 4 * timing.SLEEP_CYCLES
     times = harness.gpu_ms({"ours": lambda: None}, rounds=1)
-    assert gpu.sleeps == [harness.SLEEP_CYCLES << doubling for doubling in range(3)]
-    assert times == {"ours": 3 / harness.GPU_CALLS}
+    assert gpu.sleeps == [timing.SLEEP_CYCLES << doubling for doubling in range(3)]
+    assert times == {"ours": 3 / timing.GPU_CALLS}
 
 
 def test_gpu_time_of_a_function_that_waits_is_refused(gpu: Gpu) -> None:
@@ -88,7 +89,7 @@ def test_gpu_time_of_a_function_that_waits_is_refused(gpu: Gpu) -> None:
 def test_a_step_begins_on_an_idle_gpu_and_is_not_put_off(gpu: Gpu) -> None:
     gpu.sleeps.append(0)  # what the events' time is made of
     assert harness.step_ms({"ours": lambda: gpu.log.append("call")}, rounds=2) == {"ours": 1.0}
-    assert gpu.log == [*["call"] * harness.WARM_UP_CALLS, *["synchronize", "call"] * 2]
+    assert gpu.log == [*["call"] * timing.WARM_UP_CALLS, *["synchronize", "call"] * 2]
 
 
 def test_rounds_hold_every_function_in_changing_order(gpu: Gpu) -> None:

@@ -92,6 +92,19 @@ def test_the_messages_under_troubleshooting_are_those_of_the_sources() -> None:
     assert [piece for piece in pieces if piece not in said] == []
 
 
+def test_a_report_has_its_environment() -> None:
+    """The form is one that GitHub accepts, as far as that can be seen here."""
+    yaml = pytest.importorskip("yaml")
+    form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text())
+    assert {"name", "description", "body"} <= set(form)
+    fields = {field["id"]: field for field in form["body"] if field["type"] != "markdown"}
+    assert {field["type"] for field in fields.values()} <= {"textarea", "dropdown"}
+    assert all(field["attributes"]["label"] for field in fields.values())
+    environment = fields["environment"]
+    assert environment["validations"]["required"]
+    assert "python -m cudnn_ops.collect_env" in environment["attributes"]["description"]
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 

@@ -6,10 +6,12 @@
 #include "graph/plan_cache.h"
 #include "graph/plan_policy.h"
 #include "graph/plan_source.h"
+#include "graph/profile_names.h"
 #include "graph/warn.h"
 
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cudnn/Handle.h>
+#include <ATen/record_function.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
@@ -17,7 +19,10 @@
 #include <cuda_runtime_api.h>
 
 #include <fstream>
+#include <optional>
 #include <sstream>
+#include <string>
+#include <utility>
 
 namespace cudnn_ops::graph {
 namespace {
@@ -171,6 +176,11 @@ c10::DataPtr allocate_workspace(const Call& call, const Plan& plan) {
 
 void execute(const Call& call, const Plan& plan) {
   const auto workspace = allocate_workspace(call, plan);
+  std::optional<at::RecordFunction> range;
+  if (std::string name = profile_name(call.op, plan); !name.empty()) {
+    range.emplace(at::RecordScope::USER_SCOPE);
+    if (range->isActive()) range->before(std::move(name));
+  }
   try {
     plan.execute(at::native::getCudnnHandle(), call.pointers, workspace.get(), is_capturing());
   } catch (const CudnnError& error) {

@@ -21,6 +21,14 @@ bool PlanCache::contains(const PlanKey& key) const {
   return index_.count(key) != 0;
 }
 
+std::optional<PlanKey> PlanCache::key_of(const Plan& plan) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [key, held] : entries_) {
+    if (held.get() == &plan) return key;
+  }
+  return std::nullopt;
+}
+
 PlanCache::PlanPtr PlanCache::get(const PlanKey& key, c10::function_ref<PlanPtr()> build) {
   if (PlanPtr plan = find(key)) return plan;
   return build_missing(key, build);

@@ -15,6 +15,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -43,6 +44,9 @@ class PlanCache {
 
   // Whether find() would give one. Counts and records nothing.
   bool contains(const PlanKey& key) const;
+
+  // What `plan` is the plan of; nothing if it has been dropped. Looks at all of them.
+  std::optional<PlanKey> key_of(const Plan& plan) const;
 
   // The plan of `key`, from `build` if it is not there yet. NotSupported reaches every thread that
   // waits for it; whatever else `build` throws may be this thread's own trouble, such as a capture,

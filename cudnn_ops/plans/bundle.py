@@ -298,6 +298,8 @@ def _read_header(path: Path, file: int, size: int) -> tuple[dict[str, Any], int]
                 + _AGAIN
             )
         begin = len(line) + len(newline) + int(length)
+        if int(length) < 0:
+            raise corrupted
     except ValueError:
         raise corrupted from None
     if begin > size:

@@ -92,7 +92,10 @@ def tune_sdpa(
     """
     if not torch.cuda.is_available():
         raise RuntimeError("tuning needs a GPU, and torch sees none")
-    tensors = [_random_like(tensor, training) for tensor in support.meta_tensors(q, k, v)]
+    tensors = [
+        random_like(tensor, "cuda").requires_grad_(training)
+        for tensor in support.meta_tensors(q, k, v)
+    ]
     before = _C.autotune()
     _C.take_measurements()
     _C.set_autotune(2)
@@ -124,7 +127,8 @@ def tune_standard_shapes() -> list[TunedPlan]:
     return tuned
 
 
-def _random_like(tensor: Tensor, requires_grad: bool) -> Tensor:
+def random_like(tensor: Tensor, device: str) -> Tensor:
+    """Random values in memory of the same sizes and strides."""
     extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = torch.randn(extent, dtype=tensor.dtype, device="cuda")
-    return memory.as_strided(tensor.shape, tensor.stride()).requires_grad_(requires_grad)
+    memory = torch.randn(extent, dtype=tensor.dtype, device=device)
+    return memory.as_strided(tensor.shape, tensor.stride())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -228,15 +228,19 @@ def arguments_of(operator: Operator) -> Arguments:
     return _ARGUMENTS[operator.name.removeprefix("add_").removesuffix("_backward")]
 
 
-def add_shapes(parser: argparse.ArgumentParser, arguments: Arguments) -> None:
-    """Adds shapes, dtype and layout."""
+def add_shapes(
+    parser: argparse.ArgumentParser, arguments: Arguments, *, many: bool = False
+) -> None:
+    """Adds shapes, dtype and layout; with ``many`` each shape may be several (:func:`cases`)."""
     for shape, name in zip(arguments.shapes, "qkv", strict=False):
-        default = "like the one before" if shape.default is None else "%(default)s"
+        default = ",".join(map(str, shape.default or ())) or "like the one before"
+        several: dict[str, Any] = {"nargs": "+"} if many else {}
         parser.add_argument(
             *shape.flags,
             dest=name,
             type=parse_shape(shape.labels),
-            default=shape.default,
+            default=[shape.default] if many and shape.default else shape.default,
+            **several,
             metavar="N,...",
             help=f"{shape.labels} (default: {default})",
         )
@@ -281,6 +285,27 @@ def tensors(args: argparse.Namespace, arguments: Arguments) -> list[Tensor | Non
         return torch.empty(memory, dtype=DTYPES[args.dtype], device="meta").permute(*order)
 
     return [tensor(getattr(args, name, None)) for name in "qkv"[: len(arguments.shapes)]]
+
+
+def cases(
+    args: argparse.Namespace, arguments: Arguments
+) -> Iterator[tuple[str, list[Tensor | None]]]:
+    """The name of each case, and its :func:`tensors`: as many as the first one has shapes.
+
+    Raises:
+        ValueError: another one has neither one shape nor as many.
+    """
+    names = "qkv"[: len(arguments.shapes)]
+    lists = {name: getattr(args, name, None) or [None] for name in names}
+    count = len(lists["q"])
+    for name, shapes in lists.items():
+        if len(shapes) not in (1, count):
+            raise ValueError(f"-{name} needs one shape or {count}, as -q has, got {len(shapes)}")
+    for index in range(count):
+        shapes = [lists[name][index if len(lists[name]) > 1 else 0] for name in names]
+        chosen = vars(args) | dict(zip(names, shapes, strict=True))
+        label = " x ".join(",".join(map(str, shape)) for shape in shapes if shape)
+        yield label, tensors(argparse.Namespace(**chosen), arguments)
 
 
 def options(args: argparse.Namespace, operator: Operator) -> dict[str, Any]:

@@ -1,0 +1,91 @@
+"""Clocks for functions that are compared: samples in turns, and their medians."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+WARM_UP_CALLS = 10
+GPU_CALLS = 10  # a sample
+SLEEP_CYCLES = 4_000_000  # about 2 ms
+SLEEP_DOUBLINGS = 8
+
+Functions = Mapping[str, Callable[[], object]]
+Around = Callable[[str], AbstractContextManager[object]]
+
+
+def gpu_ms(functions: Functions, *, rounds: int, around: Around | None = None) -> dict[str, float]:
+    """Median GPU time of one call of each function, in milliseconds, with no host time in it.
+
+    A sample is GPU_CALLS calls in a row over the same tensors; every function gives one sample a
+    round. ``around(name)`` is a context entered around a sample, outside the timed part.
+    """
+    return medians(functions, _gpu_sample, rounds, around)
+
+
+def cpu_ms(functions: Functions, *, rounds: int) -> dict[str, float]:
+    """Median time of one call of each function, in milliseconds, of functions that run on a CPU."""
+    return medians(functions, _cpu_sample, rounds, warm_up_calls=1)
+
+
+def medians(
+    functions: Functions,
+    sample: Callable[[Callable[[], object]], float],
+    rounds: int,
+    around: Around | None = None,
+    warm_up_calls: int = WARM_UP_CALLS,
+) -> dict[str, float]:
+    """The median of each function's samples, one a round."""
+    enter = around or (lambda _: nullcontext())
+    for name, function in functions.items():
+        with enter(name):
+            for _ in range(warm_up_calls):
+                function()
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    for name in _interleaved(functions, rounds):
+        with enter(name):
+            try:
+                samples[name].append(sample(functions[name]))
+            except RuntimeError as error:
+                raise RuntimeError(f"{name}: {error}") from error
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def _interleaved(names: Iterable[str], rounds: int) -> Iterator[str]:
+    """Every name once a round, in a new order each round.
+
+    In a fixed order one function would always run on the GPU that the same other one has heated.
+    """
+    order, draw = list(names), random.Random(0)
+    for _ in range(rounds):
+        draw.shuffle(order)
+        yield from order
+
+
+def _gpu_sample(function: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for doubling in range(SLEEP_DOUBLINGS):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(SLEEP_CYCLES << doubling)
+        start.record()
+        for _ in range(GPU_CALLS):
+            function()
+        end.record()
+        # Had the sleep ended before the last launch, the GPU could have waited for the host.
+        all_queued = not start.query()
+        end.synchronize()
+        if all_queued:
+            elapsed: float = start.elapsed_time(end)
+            return elapsed / GPU_CALLS
+    raise RuntimeError("the function waits for the GPU, which hides its GPU time")
+
+
+def _cpu_sample(function: Callable[[], object]) -> float:
+    start = time.perf_counter_ns()
+    function()
+    return (time.perf_counter_ns() - start) / 1e6
