@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import atexit
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, TypedDict
 
@@ -69,18 +69,7 @@ def set_norm_table(
     _operator("set_norm_table")(sm_version, cudnn_version, numbers, names)
 
 
-class KnownBad(TypedDict):
-    """A rule, whose conditions are facts, comparisons and numbers."""
-
-    id: str
-    plan: str
-    cudnn: tuple[int, int]
-    sm: tuple[int, int]
-    when: Sequence[tuple[str, str, int]]
-    reason: str
-
-
-def set_known_bad(rules: Sequence[KnownBad]) -> None:
+def set_known_bad(rules: Sequence[Mapping[str, Any]]) -> None:
     _operator("set_known_bad")(
         [rule["id"] for rule in rules],
         [rule["plan"] for rule in rules],

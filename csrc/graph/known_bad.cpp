@@ -1,6 +1,7 @@
 #include "graph/known_bad.h"
 
 #include "graph/plan_kind.h"
+#include "known_bad_rules.h"
 
 #include <algorithm>
 #include <mutex>
@@ -11,11 +12,6 @@ namespace cudnn_ops::graph {
 namespace {
 
 std::mutex mutex;
-
-std::vector<KnownBad>& rules() {
-  static auto* all = new std::vector<KnownBad>();
-  return *all;
-}
 
 // `name` is a fact's, or "fact % number".
 std::optional<int64_t> find(const Facts& facts, const std::string& name) {
@@ -42,9 +38,7 @@ bool is_within(int64_t version, const std::pair<int64_t, int64_t>& range) {
   return version >= range.first && version <= range.second;
 }
 
-}  // namespace
-
-void set_known_bad(std::vector<KnownBad> all) {
+std::vector<KnownBad> checked(std::vector<KnownBad> all) {
   for (const auto& rule : all) {
     const Facts facts = kind_named(rule.plan).facts_of_nothing();
     for (const auto& [fact, comparison, value] : rule.when) {
@@ -54,6 +48,19 @@ void set_known_bad(std::vector<KnownBad> all) {
       }
     }
   }
+  return all;
+}
+
+// Made at the first use, when every kind of plan is registered.
+std::vector<KnownBad>& rules() {
+  static auto* all = new std::vector<KnownBad>(checked(rules_of_the_package()));
+  return *all;
+}
+
+}  // namespace
+
+void set_known_bad(std::vector<KnownBad> all) {
+  all = checked(std::move(all));
   const std::lock_guard<std::mutex> lock(mutex);
   rules() = std::move(all);
 }

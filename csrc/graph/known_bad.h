@@ -1,5 +1,6 @@
 // What cuDNN accepts and is known to compute wrongly or to crash with: rules about a plan's
-// parameters, from cudnn_ops/support/known_bad.json. Consulted whenever a plan is made.
+// parameters. Those of cudnn_ops/support/known_bad.json are part of the library, so that they hold
+// in programs without Python too. Consulted whenever a plan is made.
 #pragma once
 
 #include "graph/plan_key.h"
@@ -27,7 +28,8 @@ struct KnownBad {
   std::string reason;
 };
 
-// Replaces the rules. Throws std::invalid_argument for a plan, fact or comparison that is none.
+// Replaces the rules, for tests. Throws std::invalid_argument for a plan, fact or comparison that
+// is none.
 void set_known_bad(std::vector<KnownBad> rules);
 
 // "reason (id)" of the first rule that a plan meets; empty where it meets none.

@@ -1,4 +1,8 @@
-"""What cuDNN supports but computes wrongly: ``known_bad.json``, checked for every plan."""
+"""What cuDNN supports but computes wrongly: ``known_bad.json``, checked for every plan.
+
+The build puts the rules into the operators' library (``csrc/cmake/embed_known_bad.py``), so that
+they hold in programs without Python. It imports this file by itself, without the package.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-from cudnn_ops import _C
 
 _FILE = Path(__file__).with_name("known_bad.json")
 _NO_END = 2**31  # above all versions
@@ -67,7 +69,8 @@ def version_number(text: str) -> int:
     return major * 10000 + minor * 100 + patch
 
 
-def _as_numbers(rule: KnownBad) -> _C.KnownBad:
+def as_numbers(rule: KnownBad) -> dict[str, Any]:
+    """A rule as C++ reads it."""
     first, last = rule.cudnn
     conditions = []
     for text in rule.when:
@@ -90,7 +93,6 @@ def _as_numbers(rule: KnownBad) -> _C.KnownBad:
 
 def set_known_bad(rules: tuple[KnownBad, ...]) -> None:
     """Replaces the rules, for tests."""
-    _C.set_known_bad([_as_numbers(rule) for rule in rules])
+    from cudnn_ops import _C  # not above: the build imports this file before there is one
 
-
-set_known_bad(known_bad())
+    _C.set_known_bad([as_numbers(rule) for rule in rules])
