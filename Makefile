@@ -25,7 +25,7 @@ test-transformers: build
 docs: build
 	$(PYTHON) -m sphinx -W --keep-going -q -b html docs build/docs
 
-CXX_FILES := 'csrc/*.c' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'csrc/*.h'
+CXX_FILES := 'csrc/*.c' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'csrc/*.h' 'examples/*.cpp'
 lint: $(VENV)/ready
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .

@@ -7,6 +7,7 @@ from importlib import import_module as _import_module
 
 from cudnn_ops import _library as _library  # first: it registers the operators
 from cudnn_ops import support
+from cudnn_ops._library import cmake_prefix_path
 from cudnn_ops.ops import _vmap_attention as _vmap_attention
 from cudnn_ops.ops import _vmap_conv as _vmap_conv
 from cudnn_ops.ops import _vmap_rows as _vmap_rows
@@ -86,6 +87,7 @@ __all__ = [
     "cache_clear",
     "cache_info",
     "checkpoint_ops",
+    "cmake_prefix_path",
     "conv1d",
     "conv2d",
     "conv3d",

@@ -8,6 +8,9 @@ import torch
 
 PACKAGE = Path(__file__).parent
 
+#: Where CMake's ``find_package(cudnn_ops)`` looks; see :data:`cudnn_ops.cmake_prefix_path`.
+cmake_prefix_path = str(PACKAGE / "share" / "cmake")
+
 
 def load() -> None:
     """Registers ``torch.ops.cudnn_ops``. Needs no GPU, no driver and no libcudnn."""

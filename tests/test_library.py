@@ -56,7 +56,7 @@ def test_errors_keep_their_types_and_messages(call, error, message):
 
 
 def test_tables_arrive_whole():
-    rule: _C.KnownBad = {
+    rule = {
         "id": "one",
         "plan": "no such plan",
         "cudnn": (0, 1),
