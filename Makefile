@@ -1,6 +1,6 @@
 # `make demo` and `make test` do their own set-up; `make gpu` is the one command for a machine
 # with a GPU, torch and no network. CONTRIBUTING.md tells more.
-.PHONY: demo test test-transformers docs lint format build setup gpu sanitize clean
+.PHONY: demo test test-transformers docs lint format build wheel sdist setup gpu sanitize clean
 
 SYSTEM_PYTHON ?= python3
 VENV := .venv
@@ -41,6 +41,16 @@ format: $(VENV)/ready
 # Ninja knows what is stale, so this runs every time.
 build: $(VENV)/ready
 	$(PYTHON) setup.py --quiet build_ext --inplace
+
+# For every Python and the torch of this environment. Torch's libraries are torch's.
+wheel: $(VENV)/ready
+	rm -rf build/wheel
+	$(PYTHON) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
+	$(PYTHON) -m auditwheel repair --plat manylinux_2_28_$$(uname -m) --only-plat --exclude 'libtorch*.so' \
+		--exclude 'libc10*.so' --wheel-dir dist build/wheel/*.whl
+
+sdist: $(VENV)/ready
+	$(PYTHON) -c 'from setuptools.build_meta import build_sdist; build_sdist("dist")'
 
 setup: $(VENV)/ready
 

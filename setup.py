@@ -1,49 +1,87 @@
 """Hands the build to CMake (CMakeLists.txt), with ninja; everything else is in pyproject.toml."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
+BUILD = Path(os.environ.get("CUDNN_OPS_BUILD_DIR", ROOT / "build"))
+NO_TORCH = (
+    "cudnn_ops is built against the torch that it will run with, and there is none here. Install "
+    "it first (pip install torch==2.11.0), then build without isolation: pip install "
+    "--no-build-isolation ."
+)
+
+
+def torch_version() -> str | None:
+    """Major and minor version, which a build is for."""
+    try:
+        return ".".join(version("torch").split(".")[:2])
+    except PackageNotFoundError:
+        return None
 
 
 class CMakeBuild(build_ext):
-    """Builds the whole tree at once; ``--inplace`` leaves the products in the package folder."""
+    """Builds the whole tree at once, into the package folder; a wheel has its part of that."""
 
     def run(self) -> None:
-        if find_spec("torch") is None:
-            sys.exit(
-                "cudnn_ops is built against the torch that it will run with, and there is none "
-                "here. Install it first (pip install torch==2.11.0), then build without "
-                "isolation: pip install --no-build-isolation ."
-            )
+        if torch_version() is None:
+            sys.exit(NO_TORCH)
         for tool in ("cmake", "ninja"):
             if shutil.which(tool) is None:
                 sys.exit(f"cudnn_ops needs {tool} to build: pip install {tool}")
-        package = ROOT if self.inplace else Path(self.build_lib).resolve()
-        build = Path(os.environ.get("CUDNN_OPS_BUILD_DIR", ROOT / "build"))
         configure = [
             "cmake",
             "-GNinja",
             f"-S{ROOT}",
-            f"-B{build}",
+            f"-B{BUILD}",
             f"-DPython_EXECUTABLE={sys.executable}",
-            f"-DCUDNN_OPS_OUTPUT_DIR={package / 'cudnn_ops'}",
         ]
+        package = Path(self.build_lib).resolve() / "cudnn_ops"
+        install = ["cmake", "--install", BUILD, "--component", "wheel", "--prefix", package]
         try:
             subprocess.run(configure, check=True)
-            subprocess.run(["cmake", "--build", build], check=True)
+            subprocess.run(["cmake", "--build", BUILD], check=True)
+            if not self.inplace:
+                subprocess.run([*install, "--strip"], check=True)
         except subprocess.CalledProcessError:
             sys.exit("cudnn_ops was not built; CMake's message above says what is missing")
 
 
-# The extension's only purpose is to make the wheel one of this platform.
+class WheelOfOneTorch(bdist_wheel):
+    """For every Python: the library has none in it."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+def facts() -> tuple[str, list[str]]:
+    """The version and what is required, which a wheel has of the torch that it was built against.
+
+    The sources are for every torch.
+    """
+    text = (ROOT / "cudnn_ops" / "__init__.py").read_text()
+    (number,) = re.findall(r'^__version__ = "(.*)"$', text, re.MULTILINE)
+    others = ["tqdm>=4.60"]  # warmup's progress bar
+    torch = None if "sdist" in sys.argv else torch_version()
+    if torch is None:
+        return number, ["torch>=2.11", *others]
+    return f"{number}+torch{torch}", [f"torch=={torch}.*", *others]
+
+
+_version, _requirements = facts()
 setup(
-    ext_modules=[Extension("cudnn_ops.libtorch_cudnn_ops", [])], cmdclass={"build_ext": CMakeBuild}
+    version=_version,
+    install_requires=_requirements,
+    # The extension's only purpose is to make the wheel one of this platform.
+    ext_modules=[Extension("cudnn_ops.libtorch_cudnn_ops", [])],
+    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": WheelOfOneTorch},
 )

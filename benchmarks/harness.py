@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TypedDict
 
@@ -180,7 +180,7 @@ def environment() -> dict[str, str | int]:
         "cudnn_ops": version,
         "python": platform.python_version(),
         "commit": commit(),
-        "date": datetime.now(UTC).date().isoformat(),
+        "date": datetime.now(timezone.utc).date().isoformat(),
     }
 
 

@@ -27,6 +27,19 @@
 
 #include <stdexcept>
 
+// Read by cudnn_ops/_library.py before it loads the library: beside another torch that may fail.
+// A note, because notes are the first that a library has in it.
+__asm__(
+    ".pushsection .note.cudnn_ops, \"a\", %note\n"
+    ".balign 4\n"
+    ".long 1f - 0f, 3f - 2f, 1\n"
+    "0: .asciz \"cudnn_ops\"\n"
+    "1: .balign 4\n"
+    "2: .asciz \"built against torch " TORCH_VERSION
+    "\"\n"
+    "3: .balign 4\n"
+    ".popsection\n");
+
 namespace cudnn_ops {
 namespace {
 

@@ -1,12 +1,31 @@
-"""Loads the operators' shared library and the Python module beside it."""
+"""Loads the operators' shared library, which is for one minor version of torch."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import torch
 
-PACKAGE = Path(__file__).parent
+LIBRARY = Path(__file__).parent / "libtorch_cudnn_ops.so"
+
+#: A note in the library (csrc/api.cpp), which stands among its first bytes.
+_BUILT_AGAINST = re.compile(rb"built against torch (\d+\.\d+)")
+
+
+def _built_against() -> str:
+    try:
+        with LIBRARY.open("rb") as file:
+            found = _BUILT_AGAINST.search(file.read(4096))
+    except FileNotFoundError:
+        raise ImportError(
+            f"{LIBRARY} is not there: cudnn_ops has not been built. Run "
+            "`pip install --no-build-isolation .` in its source folder, or `make build` to work "
+            "in that folder"
+        ) from None
+    if found is None:
+        raise ImportError(f"{LIBRARY} is not whole, or of another version: build it again")
+    return found[1].decode()
 
 #: Where CMake's ``find_package(cudnn_ops)`` looks; see :data:`cudnn_ops.cmake_prefix_path`.
 cmake_prefix_path = str(PACKAGE / "share" / "cmake")
@@ -14,27 +33,26 @@ cmake_prefix_path = str(PACKAGE / "share" / "cmake")
 
 def load() -> None:
     """Registers ``torch.ops.cudnn_ops``. Needs no GPU, no driver and no libcudnn."""
-    library = PACKAGE / "libtorch_cudnn_ops.so"
-    if not library.exists():
+    built_against = _built_against()
+    here = ".".join(torch.__version__.split(".")[:2])
+    # Asked before it is loaded, which another torch may end with an undefined symbol.
+    if here != built_against:
         raise ImportError(
-            f"{library} is not there: cudnn_ops has not been built. Run "
-            "`pip install --no-build-isolation .` in its source folder, or `make build` to work "
-            "in that folder"
+            f"this cudnn_ops was built for torch {built_against} and this is torch "
+            f"{torch.__version__}: install the wheel of cudnn_ops whose version ends in "
+            f"+torch{here}, or build it against this torch with `pip install "
+            "--no-build-isolation .` in its source folder"
         )
     try:
-        torch.ops.load_library(str(library))
-        from cudnn_ops import _C
-    except (ImportError, OSError) as error:
+        torch.ops.load_library(str(LIBRARY))
+    except OSError as error:
+        if "libtorch_cuda" not in str(error):
+            raise
         raise ImportError(
-            f"cudnn_ops was built for another Python or torch than this one (torch "
-            f"{torch.__version__}); build it again with `pip install --no-build-isolation .`"
+            f"this cudnn_ops was built for a torch with CUDA and this one, {torch.__version__}, "
+            "has none: install torch with CUDA, or build cudnn_ops against this torch with `pip "
+            "install --no-build-isolation .` in its source folder"
         ) from error
-    built_against = _C.versions()["torch"]
-    if torch.__version__.split("+")[0] != built_against.split("+")[0]:
-        raise ImportError(
-            f"cudnn_ops was built against torch {built_against}, and this is torch "
-            f"{torch.__version__}; build it again with `pip install --no-build-isolation .`"
-        )
 
 
 load()

@@ -18,7 +18,7 @@ file(CONFIGURE OUTPUT stub/entry_points.inc CONTENT "${entry_points}" @ONLY)
 
 add_library(cuda_stub SHARED csrc/stub/libcuda.c)
 target_include_directories(cuda_stub PRIVATE ${PROJECT_BINARY_DIR}/stub)
-target_link_libraries(cuda_stub PRIVATE ${CMAKE_DL_LIBS})
+target_link_libraries(cuda_stub PRIVATE old_glibc)
 set_target_properties(cuda_stub PROPERTIES
   OUTPUT_NAME cuda SUFFIX ".so.1" NO_SONAME ON C_VISIBILITY_PRESET default
   LINK_OPTIONS "-Wl,-soname,libcuda.so.1"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -12,6 +12,9 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from cudnn_ops.ops.activation import ACTIVATIONS, Activation
 from cudnn_ops.ops.conv import conv1d, conv2d, conv3d
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class _ConvAct(_ConvNd):

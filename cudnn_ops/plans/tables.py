@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +53,7 @@ class EngineTable:
             driver=_driver(),
             cudnn=_C.cudnn_version(),
             torch=torch.__version__,
-            date=datetime.now(UTC).date().isoformat(),
+            date=datetime.now(timezone.utc).date().isoformat(),
         )
 
     @classmethod

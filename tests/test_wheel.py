@@ -1,0 +1,157 @@
+"""The wheel: made from what is built already, installed apart, used where there is no compiler."""
+
+from __future__ import annotations
+
+import email
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import cudnn_ops
+
+ROOT = Path(__file__).parents[1]
+TORCH = ".".join(torch.__version__.split(".")[:2])
+#: The newest symbols that manylinux_2_28 has.
+NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11)}
+
+EXAMPLE = """
+import shutil
+assert not [tool for tool in ("c++", "cc", "cmake", "g++", "gcc", "ninja") if shutil.which(tool)]
+import torch, cudnn_ops
+x = torch.randn(2, 3, 5, 8, dtype=torch.float64, requires_grad=True)
+out = cudnn_ops.scaled_dot_product_attention(x, x, x, is_causal=True)
+out.sum().backward()
+exact = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+torch.testing.assert_close(out, exact)
+torch.library.opcheck(torch.ops.cudnn_ops.swiglu.default, (x.detach(), x.detach()))
+answer = cudnn_ops.support.explain("rms_norm", ((64, 1024), torch.bfloat16), device="h200")
+assert answer.supported, answer
+print(cudnn_ops.__file__)
+"""
+
+
+def run(*command: str | Path, **kwargs) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, check=False, **kwargs
+    )
+
+
+def setup(*command: str | Path, temporary: Path) -> None:
+    """``setup.py``, which leaves nothing in the source folder."""
+    done = run(
+        *(sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", temporary),
+        *("build", "--build-base", temporary / "build", *command),
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def symbol_versions(library: Path) -> dict[str, tuple[int, ...]]:
+    """The newest version of each family of symbols that a library needs of the system."""
+    text = run("objdump", "-T", library).stdout
+    newest: dict[str, tuple[int, ...]] = {}
+    for family, numbers in re.findall(r"\((GLIBC|GLIBCXX|CXXABI)_([\d.]+)\)", text):
+        version = tuple(map(int, numbers.split(".")))
+        newest[family] = max(version, newest.get(family, ()))
+    return newest
+
+
+def import_error(torch_version: str) -> str:
+    code = f"import torch; torch.__version__ = {torch_version!r}; import cudnn_ops"
+    done = run(sys.executable, "-c", code, cwd=ROOT)
+    assert done.returncode != 0
+    return done.stderr.splitlines()[-1]
+
+
+@pytest.mark.skipif(
+    not (ROOT / "build" / "build.ninja").exists(), reason="`make build` has not been run here"
+)
+def test_the_wheel(tmp_path):
+    setup("bdist_wheel", "--dist-dir", tmp_path, temporary=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    name = f"cudnn_ops-{cudnn_ops.__version__}+torch{TORCH}"
+    assert re.fullmatch(rf"{re.escape(name)}-py3-none-linux_\w+\.whl", wheel.name)
+
+    with zipfile.ZipFile(wheel) as archive:
+        text = archive.read(f"{name}.dist-info/METADATA").decode()
+        names = set(archive.namelist())
+    metadata = email.message_from_string(text)
+    required = [line for line in metadata.get_all("Requires-Dist", []) if "extra" not in line]
+    assert f"torch=={TORCH}.*" in required
+    assert metadata["Requires-Python"] == ">=3.10"
+    for needed in ("LICENSE", "NOTICE"):
+        assert f"{name}.dist-info/licenses/{needed}" in names
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "cudnn_ops").rglob("*.py")}
+    assert names >= sources | {"cudnn_ops/stub/libcuda.so.1", "cudnn_ops/py.typed"}
+
+    site = tmp_path / "site"
+    done = run(
+        *(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"),
+        *("--target", site, wheel),
+    )
+    assert done.returncode == 0, done.stderr
+    for library in (site / "cudnn_ops").rglob("*.so*"):
+        for family, version in symbol_versions(library).items():
+            assert version <= NEWEST[family], (library.name, family)
+    dynamic = run("objdump", "-p", site / "cudnn_ops" / "libtorch_cudnn_ops.so").stdout
+    assert re.findall(r"R(?:UN)?PATH +(.*)", dynamic) == ["$ORIGIN/../torch/lib"]
+
+    nothing = tmp_path / "nothing"
+    nothing.mkdir()
+    shutil.rmtree(tmp_path / "build")
+    environment = os.environ | {"PYTHONPATH": str(site), "PATH": str(nothing)}
+    done = run(sys.executable, "-c", EXAMPLE, env=environment, cwd=nothing)
+    assert done.stdout.strip() == str(site / "cudnn_ops" / "__init__.py"), done.stderr
+
+
+def test_the_sources_are_enough_to_build(tmp_path):
+    setup("sdist", "--dist-dir", tmp_path, temporary=tmp_path)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    assert archive.name == f"cudnn_ops-{cudnn_ops.__version__}.tar.gz"
+    with tarfile.open(archive) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+        file = tar.extractfile(f"cudnn_ops-{cudnn_ops.__version__}/PKG-INFO")
+        assert file is not None
+        assert "Requires-Dist: torch>=2.11\n" in file.read().decode()
+    wanted = {"CMakeLists.txt", "LICENSE", "NOTICE", "pyproject.toml", "setup.py"}
+    wanted |= {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.is_file()}
+    assert not wanted - names
+    assert not [name for name in names if name.endswith((".so", ".so.1"))]
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.12.0+cu130", "3.0.0"])
+def test_under_another_torch_it_says_which_wheel_to_take(version):
+    minor = ".".join(version.split(".")[:2])
+    assert import_error(version) == (
+        f"ImportError: this cudnn_ops was built for torch {TORCH} and this is torch {version}: "
+        f"install the wheel of cudnn_ops whose version ends in +torch{minor}, or build it against "
+        "this torch with `pip install --no-build-isolation .` in its source folder"
+    )
+
+
+def test_a_patch_release_of_torch_is_the_same():
+    code = f"import torch; torch.__version__ = '{TORCH}.9'; import cudnn_ops"
+    assert run(sys.executable, "-c", code, cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [("none", "has not been built"), ("cut", "is not whole, or of another version")],
+)
+def test_without_a_library(damage, message, tmp_path):
+    package = tmp_path / "cudnn_ops"
+    package.mkdir()
+    for name in ("__init__.py", "_library.py"):
+        shutil.copy(ROOT / "cudnn_ops" / name, package)
+    if damage == "cut":
+        (package / "libtorch_cudnn_ops.so").write_bytes(b"\x7fELF" + bytes(100))
+    done = run(sys.executable, "-c", "import cudnn_ops", cwd=tmp_path)
+    assert message in done.stderr.splitlines()[-1]
