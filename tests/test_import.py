@@ -10,7 +10,12 @@ import cudnn_ops
 
 #: Packages that take long to import and that a program may never need.
 SLOW = {"mpmath", "platformdirs", "sympy", "tqdm", "triton"}
-SLOW_OF_TORCH = {"torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes"}
+SLOW_OF_TORCH = {
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.tensor",
+    "torch.fx.experimental.symbolic_shapes",
+}
 
 
 def modules_after(code: str) -> set[str]:
@@ -35,6 +40,16 @@ def test_flop_formulas_come_with_the_flop_counter():
     )
     modules_after(f"import torch, cudnn_ops; {count}")
     modules_after(f"import torch, torch.utils.flop_counter, cudnn_ops; {count}")
+
+
+def test_sharding_rules_come_with_sharded_tensors():
+    count = (
+        "from torch.distributed.tensor import DTensor; "
+        "known = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs; "
+        "assert torch.ops.cudnn_ops.sdpa.default in known"
+    )
+    modules_after(f"import torch, cudnn_ops; {count}")
+    modules_after(f"import torch, torch.distributed.tensor, cudnn_ops; {count}")
 
 
 def test_every_public_name_is_there():

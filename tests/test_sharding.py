@@ -210,23 +210,36 @@ def check_dropout(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
         attend = cudnn_ops.scaled_dot_product_attention
         if compiled:
             attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
-        args = [distribute_tensor(x.contiguous(), mesh, placements) for x in (query, query, value)]
-        args[2].requires_grad_()
-        out = attend(*args, dropout_p=0.5)
-        out.backward(distribute_tensor(weights, mesh, placements))
+        q, k, v = (
+            distribute_tensor(x.contiguous(), mesh, placements) for x in (query, query, value)
+        )
+        v.requires_grad_()
+        out = attend(q, k, v, dropout_p=0.5)
+        assert isinstance(out, DTensor)
         assert out.placements == placements
+        out.backward(distribute_tensor(weights, mesh, placements))
         whole = out.detach().full_tensor()
         copies = [torch.empty_like(whole) for _ in range(distributed.get_world_size())]
         distributed.all_gather(copies, whole)
         assert all(torch.equal(whole, copy) for copy in copies)
         dropped = (whole == 0).float().mean().item()
         assert 0.4 < dropped < 0.6
-        assert args[2].grad is not None
+        assert isinstance(v.grad, DTensor)
         torch.testing.assert_close(
-            args[2].grad.full_tensor(), whole.transpose(-1, -2) @ weights, rtol=2e-3, atol=2e-3
+            v.grad.full_tensor(), whole.transpose(-1, -2) @ weights, rtol=2e-3, atol=2e-3
         )
         parts = {tuple((part != 0).flatten().tolist()) for part in whole.flatten(0, 1)}
         assert len(parts) == 4 * heads, "two heads of the batch drop the same"
+
+
+def test_every_operator_with_kernels_has_a_rule():
+    dispatcher = DTensor._op_dispatcher
+    known = {*dispatcher.sharding_propagator.op_strategy_funcs, *dispatcher._custom_op_handlers}
+    names = {str(op) for op in known}
+    kernels = torch._C._dispatch_get_registrations_for_dispatch_key("CPU")
+    ours = [name.replace("::", ".") for name in kernels if name.startswith("cudnn_ops::")]
+    assert len(ours) > 10
+    assert [name for name in ours if f"{name}.default" not in names] == []
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -18,6 +18,8 @@ S0, S1, S2, S3 = (Shard(dim) for dim in range(4))
 R = Replicate()
 #: One for a mesh of one dimension, or one for each dimension.
 Placements = Placement | tuple[Placement, ...]
+#: Shapes of random tensors by name, or the tensors themselves.
+Tensors = Mapping[str, tuple[int, ...] | Tensor]
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Case:
 
     name: str
     call: Callable[..., Any]
-    tensors: Mapping[str, tuple[int, ...] | Tensor]
+    tensors: Tensors
     placements: Mapping[str, Placements] = field(default_factory=dict)
     silent: bool = False
     sizes: tuple[int, ...] = (2, 4)
@@ -55,9 +57,9 @@ class Case:
 
 sdpa = cudnn_ops.scaled_dot_product_attention
 sdpa_with_lse = cudnn_ops.scaled_dot_product_attention_with_lse
-MHA = dict.fromkeys(("query", "key", "value"), (B, H, S, D))
-GQA = {"query": (B, H, S, D), "key": (B, 4, 5, D), "value": (B, 4, 5, 16)}
-MQA = {"query": (B, H, S, D), "key": (B, 1, 5, D), "value": (B, 1, 5, D)}
+MHA: Tensors = dict.fromkeys(("query", "key", "value"), (B, H, S, D))
+GQA: Tensors = {"query": (B, H, S, D), "key": (B, 4, 5, D), "value": (B, 4, 5, 16)}
+MQA: Tensors = {"query": (B, H, S, D), "key": (B, 1, 5, D), "value": (B, 1, 5, D)}
 QKV = ("query", "key", "value")
 
 
@@ -126,8 +128,8 @@ def _packed(attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, **rest:
 
 packed = partial(_packed, cudnn_ops.varlen_attention)
 packed_with_lse = partial(_packed, cudnn_ops.varlen_attention_with_lse)
-TOKENS = {**dict.fromkeys("qkv", (8, H, D)), "starts": STARTS}
-GROUPED_TOKENS = {**TOKENS, "k": (8, 4, D), "v": (8, 4, D)}
+TOKENS: Tensors = {**dict.fromkeys("qkv", (8, H, D)), "starts": STARTS}
+GROUPED_TOKENS: Tensors = {**TOKENS, "k": (8, 4, D), "v": (8, 4, D)}
 
 PACKED = [
     Case("packed heads", packed, TOKENS, every(S1, *"qkv"), silent=True),
@@ -148,15 +150,15 @@ PACKED = [
 ]
 
 PAGES = torch.tensor([[3, 0], [7, 5]], dtype=torch.int32)
-CACHE = {"key_cache": (8, 4, 4, D), "value_cache": (8, 4, 4, D)}
-PAGED = {
+CACHE: Tensors = {"key_cache": (8, 4, 4, D), "value_cache": (8, 4, 4, D)}
+PAGED: Tensors = {
     "query": (2, 3, H, D),
     **CACHE,
     "page_table": PAGES,
     "seq_lens_kv": lengths(5, 8),
 }
 CACHES = tuple(CACHE)
-HEADS_FIRST = {**PAGED, **dict.fromkeys(CACHES, (8, 4, 4, D))}
+HEADS_FIRST: Tensors = {**PAGED, **dict.fromkeys(CACHES, (8, 4, 4, D))}
 paged = cudnn_ops.paged_attention_with_lse
 
 
@@ -166,14 +168,14 @@ def _paged_into(query: Tensor, **tensors: Tensor) -> Tensor:
 
 
 def _append(
-    key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, **new: Tensor
+    key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor
 ) -> tuple[Tensor, Tensor]:
     caches = key_cache.clone(), value_cache.clone()
-    cudnn_ops.paged_kv_append_(*caches, slot_mapping=slot_mapping, **new)
+    cudnn_ops.paged_kv_append_(*caches, key, value, slot_mapping)
     return caches
 
 
-APPENDED = {
+APPENDED: Tensors = {
     **CACHE,
     "key": (2, 4, D),
     "value": (2, 4, D),
@@ -233,9 +235,9 @@ def _of_sum_alone(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
     return _add_rms(x, residual, weight)[1]
 
 
-ROWS = {"x": (B, 5, D), "weight": (D,)}
-ROWS_BIAS = {**ROWS, "bias": (D,)}
-ADDED = {**ROWS, "residual": (B, 5, D)}
+ROWS: Tensors = {"x": (B, 5, D), "weight": (D,)}
+ROWS_BIAS: Tensors = {**ROWS, "bias": (D,)}
+ADDED: Tensors = {**ROWS, "residual": (B, 5, D)}
 
 NORMS = [
     Case("rms by batch", _rms, ROWS, {"x": S0}, silent=True),
@@ -259,8 +261,8 @@ NORMS = [
     Case("sum alone", _of_sum_alone, ADDED, {"x": S1, "residual": S1}),
 ]
 
-PAIR = {"gate": (B, 5, D), "up": (B, 5, D)}
-TURNED = {"input": (B, H, 4, D), "cos": (1, 4, D), "sin": (1, 4, D)}
+PAIR: Tensors = {"gate": (B, 5, D), "up": (B, 5, D)}
+TURNED: Tensors = {"input": (B, H, 4, D), "cos": (1, 4, D), "sin": (1, 4, D)}
 
 
 def _rotary(input: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -294,11 +296,11 @@ def _conv(input: Tensor, weight: Tensor, **rest: Any) -> Tensor:
     return cudnn_ops.conv2d(input, weight, rest.pop("bias", None), padding=1, **rest)
 
 
-IMAGES = {"input": (B, 4, 6, 5), "weight": (8, 4, 3, 3), "bias": (8,)}
+IMAGES: Tensors = {"input": (B, 4, 6, 5), "weight": (8, 4, 3, 3), "bias": (8,)}
 CHANNELS = {"weight": S0, "bias": S0}
 silu = partial(_conv, activation="silu")
 relu = partial(_conv, activation="relu")
-ADDED_TO = {**IMAGES, "residual": (B, 8, 6, 5)}
+ADDED_TO: Tensors = {**IMAGES, "residual": (B, 8, 6, 5)}
 
 CONVOLUTIONS = [
     Case("images", _conv, IMAGES, {"input": S0}, silent=True),

@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpInfo, OpSchema, OpStrategy
@@ -74,20 +73,22 @@ def _follow(
     schema, sharding = info.schema, info.output_sharding
     assert schema is not None
     assert sharding is not None
-    if not any(isinstance(value, DTensorSpec) for value in schema.kwargs_schema.values()):
-        return
+    keywords = {
+        name: spec for name, spec in schema.kwargs_schema.items() if isinstance(spec, DTensorSpec)
+    }
     call = call_of(schema)
+    drops = call.__dict__.get("dropout_p", 0.0) != 0.0
+    if not keywords and not drops:
+        return
     positional = (sharding.redistribute_schema or schema).args_schema
     placements = bind(op, positional, {}).__dict__[leader].placements
     chosen = matching(op, rules(call), leader, placements)
-    for name, spec in schema.kwargs_schema.items():
-        if isinstance(spec, DTensorSpec):
-            local = info.local_kwargs[name]
-            wanted = tuple(rule.of(name) for rule in chosen)
-            info.local_kwargs[name] = _redistributed(op, name, cast(Tensor, local), spec, wanted)
-    if call.__dict__.get("dropout_p", 0.0) != 0.0:
-        state = cast(Tensor, info.local_kwargs["rng_state"])
-        info.local_kwargs["rng_state"] = _own_rng_state(state, info.compute_mesh, chosen)
+    for name, spec in keywords.items():
+        wanted = tuple(rule.of(name) for rule in chosen)
+        local = cast(Tensor, info.local_kwargs[name])
+        info.local_kwargs[name] = _redistributed(op, name, local, spec, wanted)
+    if drops:
+        _drop_apart(op, info, chosen)
 
 
 def _redistributed(
@@ -110,11 +111,12 @@ def _is_written(op: OpOverload, name: str) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def _own_rng_state(state: Tensor, mesh: DeviceMesh, rules: Sequence[Rule]) -> Tensor:
-    """A seed for each part of what is sharded; where it is replicated all have the same.
+def _drop_apart(op: OpOverload, info: OpInfo, rules: Sequence[Rule]) -> None:
+    """Gives each part of what is sharded a seed of its own; copies have the same.
 
     Dropout of the batch entries and heads of one process must not repeat that of another's.
     """
+    mesh = info.compute_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     part = 0
@@ -122,7 +124,17 @@ def _own_rng_state(state: Tensor, mesh: DeviceMesh, rules: Sequence[Rule]) -> Te
         if any(placement != Replicate() for placement in rule.outputs):
             part = part * mesh.size(dim) + coordinate[dim]
     if part == 0:
-        return state
-    seed, offset = state.unbind()
+        return
     step = (part * _SEED_STEP) % (1 << 63)
-    return torch.stack([seed + step, offset])
+
+    def of_part(state: object) -> Tensor:
+        seed, offset = cast(Tensor, state).unbind()
+        return torch.stack([seed + step, offset])
+
+    if "rng_state" in info.local_kwargs:
+        info.local_kwargs["rng_state"] = of_part(info.local_kwargs["rng_state"])
+        return
+    place = [argument.name for argument in op._schema.arguments].index("rng_state")
+    local = list(info.local_args)
+    local[place] = of_part(local[place])
+    info.local_args = tuple(local)
