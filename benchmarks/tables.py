@@ -237,6 +237,20 @@ def soak(rows: Sequence[Row]) -> Lines:
     ]
 
 
+def distributed(rows: Sequence[Row]) -> Lines:
+    """A line a case: tokens a second and memory, each over one GPU's; ours over each peer's."""
+    rates, peaks = pivot(rows, "tokens_per_s"), pivot(rows, "peak_mib")
+    one = "one gpu"
+    peers = [impl for impl in unique(row["impl"] for row in rows) if impl not in (OURS, one)]
+    lines = [["", "tokens/s", f"over {one}", "MiB", f"of {one}", *(f"vs {p}" for p in peers)]]
+    for case, rate in rates.items():
+        peak = peaks[case]
+        lines.append([_spaced(case), short(rate[OURS]), f"{rate[OURS] / rate[one]:.2f}x"])
+        lines[-1] += [short(peak[OURS]), f"{peak[OURS] / peak[one]:.2f}"]
+        lines[-1] += [f"{rate[OURS] / rate[p]:.2f}x" if p in rate else "" for p in peers]
+    return lines
+
+
 def _spaced(case: str) -> str:
     """Each comma with a space behind it, so that a table may break the line there."""
     return re.sub(r",(?! )", ", ", case)
@@ -316,6 +330,12 @@ TABLES = {
         "Milliseconds, forward + backward with the GPU's work; medians of processes.",
         "cold_start",
         samples=0,
+    ),
+    "distributed": Table(
+        distributed,
+        "Forward + backward over B, Hq, Hkv, S, D, bf16, the sequence in zigzag order; MiB at the "
+        "peak of a GPU, beyond its tensors; x is ours over the other's tokens/s.",
+        "distributed",
     ),
     "soak": Table(
         soak, "Forward + backward at distinct shapes, at most 48 plans held.", "soak", samples=0

@@ -111,7 +111,7 @@ def test_the_readme_is_short() -> None:
 
 def public_modules() -> Iterator[ModuleType]:
     pytest.importorskip("transformers")
-    for name in ("", ".generation", ".nn", ".integrations.transformers"):
+    for name in ("", ".distributed", ".generation", ".nn", ".integrations.transformers"):
         yield import_module(f"cudnn_ops{name}")
 
 

@@ -11,12 +11,19 @@ from types import ModuleType
 import pytest
 
 import cudnn_ops
+import cudnn_ops.distributed
 import cudnn_ops.generation
 import cudnn_ops.nn
 from cudnn_ops import support
 
 #: What is public, and where users find it.
-PUBLIC: tuple[ModuleType, ...] = (cudnn_ops, cudnn_ops.nn, cudnn_ops.generation, support)
+PUBLIC: tuple[ModuleType, ...] = (
+    cudnn_ops,
+    cudnn_ops.distributed,
+    cudnn_ops.nn,
+    cudnn_ops.generation,
+    support,
+)
 #: These measure on a GPU, or ask one.
 NEED_A_GPU = {"describe_device", "tune_norms", "tune_sdpa"}
 #: For what is made of the package itself, such as the command line.

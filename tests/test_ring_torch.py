@@ -180,6 +180,25 @@ def check_frozen_inputs() -> None:
         assert_equal(list(found), [expected[index] for index in wanted])
 
 
+def check_a_backward_in_groups_of_heads() -> None:
+    """As where one call's workspace would be too large."""
+    starts = torch.tensor([0, 5, 24])
+    packed = partial(ring_attention, mesh=world(), is_causal=True, cu_seqlens=starts)
+
+    def of_one(*tensors: Tensor) -> Tensor:
+        return packed(*(tensor[0].transpose(0, 1) for tensor in tensors))
+
+    for function in (causal(ring_attention), of_one):
+        expected = gradients(function, leaves())
+        for numbers in (1, 2 * 2 * 6 * 16):
+            with (
+                patch.object(ring_steps, "_BACKWARD_NUMBERS", numbers),
+                patch.object(ring_steps, "_one_gradient", wraps=ring_steps._one_gradient) as spy,
+            ):
+                assert_equal(gradients(function, leaves()), expected)
+                assert spy.call_count > 2
+
+
 def check_sinks_alone() -> None:
     sinks = torch.zeros(4, device=device_type(), requires_grad=True)
     whole = leaves()

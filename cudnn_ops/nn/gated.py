@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from cudnn_ops.ops.gated import geglu, swiglu
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": swiglu,

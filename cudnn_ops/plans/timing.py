@@ -47,7 +47,7 @@ def medians(
             for _ in range(warm_up_calls):
                 function()
     samples: dict[str, list[float]] = {name: [] for name in functions}
-    for name in _interleaved(functions, rounds):
+    for name in interleaved(functions, rounds):
         with enter(name):
             try:
                 samples[name].append(sample(functions[name]))
@@ -56,7 +56,7 @@ def medians(
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def _interleaved(names: Iterable[str], rounds: int) -> Iterator[str]:
+def interleaved(names: Iterable[str], rounds: int) -> Iterator[str]:
     """Every name once a round, in a new order each round.
 
     In a fixed order one function would always run on the GPU that the same other one has heated.

@@ -1,0 +1,186 @@
+"""Attention over a sequence split over GPUs: tokens a second, forward + backward, and peak memory.
+
+One process a GPU. `torchrun --nproc-per-node 2 -m benchmarks.bench_distributed --out FILE` gives
+them; run by itself it starts one for each GPU that is there, and with a single GPU measures
+nothing. The tensors are those of bench_sdpa, whole on every GPU, each of which attends to its part.
+"""
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.multiprocessing.spawn import spawn
+from torch.nn import functional as F
+
+import cudnn_ops
+from benchmarks import peers
+from benchmarks.bench_sdpa import TOLERANCE, Shape, tensors
+from benchmarks.harness import OURS, Rows, main, peak_bytes
+from cudnn_ops.plans.timing import interleaved
+from cudnn_ops.distributed import all_to_all_attention, ring_attention, zigzag_shard
+
+ONE = "one gpu"
+SHAPES = tuple(Shape(1, 32, 8, length, 128, causal=True) for length in (32768, 131072))
+WARM_UP_STEPS = 3
+
+Step = Callable[[], Sequence[Tensor]]
+
+
+def run(rows: Rows, rounds: int) -> None:
+    if "RANK" in os.environ:  # of torchrun
+        return as_rank(rows, rounds)
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        print("a sequence is split over two GPUs or more: nothing is measured on one")
+        sys.exit(0)
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_started, (gpus, Path(folder), rounds), nprocs=gpus)
+        rows.rows += json.loads((Path(folder) / "rows.json").read_text())
+    return None
+
+
+def _started(rank: int, gpus: int, folder: Path, rounds: int) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(gpus)}
+    rows = Rows({})
+    as_rank(rows, rounds, init_method=f"file://{folder / 'rendezvous'}")
+    if rank == 0:
+        (folder / "rows.json").write_text(json.dumps(rows.rows))
+
+
+def as_rank(rows: Rows, rounds: int, init_method: str = "env://") -> None:
+    """Measures beside the other ranks; the rows of all of them are alike."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("nccl", init_method=init_method, rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cuda", (ranks,))
+    agreed = [rounds]
+    distributed.broadcast_object_list(agreed, src=0)
+    for shape in SHAPES:
+        measure(shape, mesh, rows, agreed[0])
+    distributed.destroy_process_group()
+
+
+def measure(shape: Shape, mesh: DeviceMesh, rows: Rows, rounds: int) -> None:
+    """Check every implementation at the shape, then add its rows."""
+    whole = tensors(shape, mesh.device_type)
+    parts = [zigzag_shard(tensor.detach(), mesh, 2) for tensor in whole]
+    for tensor in parts[:3]:
+        tensor.requires_grad_()
+    one = partial(cudnn_ops.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    steps: dict[str, Step] = {
+        name: partial(forward_backward, attention, parts)
+        for name, attention in attentions(mesh).items()
+    }
+    alone = partial(forward_backward, one, whole)
+    expected = [zigzag_shard(tensor, mesh, 2) for tensor in alone()]
+    for name in list(steps):
+        try:
+            verify(f"{name} at {shape}", steps[name](), expected)
+        except NotImplementedError as error:
+            print(f"{name} does not support {shape}, and is left out: {error}")
+            del steps[name]
+    del expected
+    # The others wait for it.
+    steps[ONE] = alone if mesh.get_local_rank() == 0 else lambda: ()
+    case = f"ring {shape}, {mesh.size()} GPUs"
+    for name, seconds in step_seconds(steps, rounds).items():
+        rows.add(case, name, "tokens_per_s", shape.batch * shape.length / seconds)
+    for name, step in steps.items():
+        rows.add(case, name, "peak_mib", largest(peak_bytes(step)) / 2**20)
+
+
+def attentions(mesh: DeviceMesh) -> dict[str, peers.Attention]:
+    """Everyone's attention over parts in zigzag order."""
+    options: dict[str, Any] = {"is_causal": True, "enable_gqa": True, "order": "zigzag"}
+    found: dict[str, peers.Attention] = {
+        OURS: partial(ring_attention, mesh=mesh, **options),
+        "all_to_all": partial(all_to_all_attention, mesh=mesh, **options),
+        "torch": partial(_torch, mesh),
+    }
+    try:
+        theirs = import_module("ring_flash_attn").zigzag_ring_flash_attn_func
+    except ImportError:
+        print("ring_flash_attn is not installed: left out")
+        return found
+
+    def ring_flash_attn(*inputs: Tensor) -> Tensor:
+        packed = (tensor.transpose(1, 2) for tensor in inputs)
+        out: Tensor = theirs(*packed, causal=True, group=mesh.get_group())
+        return out.transpose(1, 2)
+
+    return found | {"ring_flash_attn": ring_flash_attn}
+
+
+def _torch(mesh: DeviceMesh, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    from torch.distributed.tensor.experimental import context_parallel
+
+    # It asks for a tensor to split, and is given one that nothing reads.
+    buffer = torch.zeros(2 * mesh.size(), device=query.device)
+    with (
+        peers.backend("torch_cudnn"),
+        context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0]),
+    ):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+def forward_backward(attention: peers.Attention, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    *inputs, grad_out = given
+    out = attention(*inputs)
+    return out.detach(), *torch.autograd.grad(out, inputs, grad_out)
+
+
+def verify(what: str, results: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Raise if output, dQ, dK or dV is not what one GPU gives."""
+    for name, result, right in zip(("out", "dq", "dk", "dv"), results, expected, strict=True):
+        error = ((result.float() - right.float()).norm() / right.float().norm()).item()
+        if not error <= TOLERANCE:
+            raise RuntimeError(f"{what}: {name} is {error:.3g} away from one GPU's")
+
+
+def step_seconds(steps: dict[str, Step], rounds: int) -> dict[str, float]:
+    """Median time of a step of each implementation, on the GPU that takes longest."""
+    for step in steps.values():
+        for _ in range(WARM_UP_STEPS):
+            step()
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    for name in interleaved(steps, rounds):
+        samples[name].append(largest(_sample(steps[name])) / 1e3)
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def _sample(step: Step) -> float:
+    """Milliseconds of a step that all ranks begin together."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    distributed.barrier()
+    torch.cuda.synchronize()
+    start.record()
+    step()
+    end.record()
+    end.synchronize()
+    elapsed: float = start.elapsed_time(end)
+    return elapsed
+
+
+def largest(value: float) -> float:
+    """Over all ranks."""
+    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+    everywhere = torch.tensor(value, dtype=torch.float64, device=device)
+    distributed.all_reduce(everywhere, distributed.ReduceOp.MAX)
+    return everywhere.item()
+
+
+if __name__ == "__main__":
+    if int(os.environ.get("RANK", "0")) > 0:
+        as_rank(Rows({}), rounds=0)  # rank 0 says how many, and writes the results
+    else:
+        main("distributed", run)

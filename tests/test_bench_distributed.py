@@ -1,0 +1,80 @@
+"""The benchmark of attention over several GPUs, as one process on a CPU: its rows and its table."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional as F
+
+from benchmarks import bench_distributed, harness, tables
+from benchmarks.harness import Rows
+from tests.cases.benchmarks import ENV, SHAPE
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+def test_rows_make_the_table(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.5, 1.0, 2.0, 4.0] * 3)
+    mib = iter([3.0, 4.0, 5.0, 6.0])
+    monkeypatch.setattr(bench_distributed, "interleaved", lambda names, rounds: [*names] * rounds)
+    monkeypatch.setattr(bench_distributed, "_sample", lambda step: 1e3 * next(times))
+    monkeypatch.setattr(bench_distributed, "peak_bytes", lambda step: next(mib) * 2**20)
+    theirs = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    monkeypatch.setattr(bench_distributed, "_torch", lambda mesh, *inputs: theirs(*inputs))
+    rows = Rows(ENV)
+    bench_distributed.measure(SHAPE, mesh, rows, rounds=3)
+    case = "ring 2,4,2,48,16 causal, 1 GPUs"
+    assert harness.pivot(rows.rows, "tokens_per_s") == {
+        case: {"cudnn_ops": 192.0, "all_to_all": 96.0, "torch": 48.0, "one gpu": 24.0}
+    }
+    assert tables.distributed(rows.rows) == [
+        ["", "tokens/s", "over one gpu", "MiB", "of one gpu", "vs all_to_all", "vs torch"],
+        ["ring 2, 4, 2, 48, 16 causal, 1 GPUs", "192", "8.00x", "3.00", "0.50", "2.00x", "4.00x"],
+    ]
+
+
+def test_who_does_not_support_a_shape_is_left_out(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any) -> torch.Tensor:
+        raise NotImplementedError("no grouped heads")
+
+    monkeypatch.setattr(bench_distributed, "_torch", refuse)
+    monkeypatch.setattr(bench_distributed, "step_seconds", lambda steps, _: dict.fromkeys(steps, 1))
+    monkeypatch.setattr(bench_distributed, "peak_bytes", lambda step: 2**20)
+    rows = Rows(ENV)
+    bench_distributed.measure(SHAPE, mesh, rows, rounds=1)
+    assert {row["impl"] for row in rows.rows} == {"cudnn_ops", "all_to_all", "one gpu"}
+    assert "torch does not support 2,4,2,48,16 causal, and is left out: no grouped" in (
+        capsys.readouterr().out
+    )
+
+
+def test_results_are_verified() -> None:
+    right = [torch.ones(3)] * 4
+    bench_distributed.verify("same", right, right)
+    for place, name in enumerate(("out", "dq", "dk", "dv")):
+        wrong = list(right)
+        wrong[place] = right[place] * 1.1
+        with pytest.raises(RuntimeError, match=f"ours: {name} is 0.1 away from one GPU's"):
+            bench_distributed.verify("ours", wrong, right)
+
+
+def test_nothing_is_measured_on_one_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        bench_distributed.run(Rows(ENV), rounds=1)
+    assert ended.value.code == 0
+    assert "two GPUs or more: nothing is measured on one" in capsys.readouterr().out
