@@ -26,8 +26,8 @@ import cudnn_ops
 from benchmarks import peers
 from benchmarks.bench_sdpa import TOLERANCE, Shape, tensors
 from benchmarks.harness import OURS, Rows, main, peak_bytes
-from cudnn_ops.plans.timing import interleaved
 from cudnn_ops.distributed import all_to_all_attention, ring_attention, zigzag_shard
+from cudnn_ops.plans.timing import interleaved
 
 ONE = "one gpu"
 SHAPES = tuple(Shape(1, 32, 8, length, 128, causal=True) for length in (32768, 131072))

@@ -7,7 +7,11 @@ from pathlib import Path
 
 import torch
 
-LIBRARY = Path(__file__).parent / "libtorch_cudnn_ops.so"
+_PACKAGE = Path(__file__).parent
+LIBRARY = _PACKAGE / "libtorch_cudnn_ops.so"
+
+#: Where CMake's ``find_package(cudnn_ops)`` looks; see :data:`cudnn_ops.cmake_prefix_path`.
+cmake_prefix_path = str(_PACKAGE / "share" / "cmake")
 
 #: A note in the library (csrc/api.cpp), which stands among its first bytes.
 _BUILT_AGAINST = re.compile(rb"built against torch (\d+\.\d+)")
@@ -26,9 +30,6 @@ def _built_against() -> str:
     if found is None:
         raise ImportError(f"{LIBRARY} is not whole, or of another version: build it again")
     return found[1].decode()
-
-#: Where CMake's ``find_package(cudnn_ops)`` looks; see :data:`cudnn_ops.cmake_prefix_path`.
-cmake_prefix_path = str(PACKAGE / "share" / "cmake")
 
 
 def load() -> None:
