@@ -23,7 +23,7 @@ _INT = torch.int32
 def test_what_writes_in_place_is_refused():
     cache, token = torch.zeros(3, 4, 2, 8), torch.zeros(5, 1, 2, 8)
     slots = torch.tensor([0])
-    with pytest.raises(NotImplementedError, match=r"paged_kv_append_ is not available under vmap"):
+    with pytest.raises(NotImplementedError, match="paged_kv_append_ is not available"):
         vmap(lambda t: cudnn_ops.paged_kv_append_(cache, cache, t, t, slots))(token)
     pages, lengths = torch.zeros(1, 1, dtype=_INT), torch.ones(1, dtype=_INT)
     out = torch.zeros(1, 1, 2, 8)
@@ -36,6 +36,11 @@ def test_what_writes_in_place_is_refused():
 def test_a_mistake_is_that_of_a_sample():
     """Its shapes are those that the function in the vmap sees."""
     q = values(3, 2, 4, 5, 8)
+    packed = values(5, 2, 8)
+
+    def varlen(starts: Tensor) -> Tensor:
+        return cudnn_ops.varlen_attention(packed, packed, packed, starts, starts, 5, 5)
+
     image_weight = values(4, 5, 1, 1)
     calls: list[tuple[Callable[[Tensor], object], Tensor]] = [
         (lambda q: attend(q, q[:, :3], q[:, :3]), q),
@@ -43,8 +48,11 @@ def test_a_mistake_is_that_of_a_sample():
         (lambda q: attend(q, q, q, seq_lens_kv=torch.tensor([9, 1])), q),
         (lambda x: cudnn_ops.rms_norm(x, (7,)), q),
         (lambda x: cudnn_ops.rms_norm(q[0], (8,), x), values(3, 7)),
+        (lambda x: cudnn_ops.add_rms_norm(q[0], q[0, :1], (8,), x), values(3, 8)),
         (lambda x: cudnn_ops.swiglu(x, x[1:]), q),
         (lambda x: cudnn_ops.rotary_embedding(x, x[0], x[0]), q),
+        (varlen, torch.tensor([[0, 2, 4], [0, 1, 5]]).int()),
+        (varlen, torch.tensor([[1, 2, 5], [0, 1, 5]]).int()),
         (lambda x: cudnn_ops.conv2d(x, image_weight), q),
         (lambda x: cudnn_ops.conv2d(q[0], x), values(3, 4, 5, 1, 1)),
     ]

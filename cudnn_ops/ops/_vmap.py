@@ -79,14 +79,18 @@ class Samples:
         setattr(self.call, name, None)
         self.batched.discard(name)
 
+    def arguments_of(self, index: int) -> dict[str, Any]:
+        """The arguments of a sample."""
+        own: dict[int, Tensor] = {}
+        arguments = dict(vars(self.call))
+        for name in self.batched:
+            value = arguments[name]
+            arguments[name] = own.setdefault(id(value), value[index])
+        return arguments
+
     def one(self, index: int) -> Any:
         """The call of a sample."""
-        own: dict[int, Tensor] = {}
-        taken = {}
-        for name in self.batched:
-            value = getattr(self.call, name)
-            taken[name] = own.setdefault(id(value), value[index])
-        return self.run(**taken)
+        return self.op(**self.arguments_of(index))
 
     def each(self) -> Results:
         """A call for each sample, for what cannot be one."""
@@ -174,11 +178,11 @@ def register_rule(
         torch.library.impl(f"cudnn_ops::{name}", "FuncTorchVmapMode", kernel)
 
 
-def register_refusal(name: str, reason: str) -> None:
+def register_refusal(name: str, message: str) -> None:
     """Makes an operator raise under vmap, where an argument is batched."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"cudnn_ops.{name} is not available under vmap: {reason}")
+        raise NotImplementedError(message)
 
     torch.library.impl(f"cudnn_ops::{name}", "FuncTorchBatched", refuse)
 

@@ -236,6 +236,18 @@ def _offsets(samples: Samples, name: str, tokens: int) -> Tensor:
     return torch.cat([(offsets[:, :-1] + starts[:-1, None]).flatten(), starts[-1:]])
 
 
+def _check_offsets(samples: Samples, check: Any) -> None:
+    """Each sample's by itself, where values are checked: among those of all, some go unnoticed."""
+    for value in vars(samples.call).values():
+        if not isinstance(value, Tensor):
+            continue
+        is_plain = type(value) in (Tensor, torch.nn.Parameter) and value.is_cpu
+        if not is_plain or torch._C._functorch.is_functorch_wrapped_tensor(value):
+            return
+    for index in range(samples.size):
+        check(**samples.arguments_of(index))
+
+
 def _varlen(samples: Samples) -> Any:
     call = samples.call
     if call.dropout_p > 0:
@@ -258,6 +270,8 @@ def _packed(samples: Samples, *names: str) -> Any:
     of_sequences = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
     if by_heads and samples.has(*of_sequences):
         return samples.each()
+    if "lse" not in names and _ops._varlen_is_regular.default(*map(samples.full, names)):
+        _check_offsets(samples, _ops._varlen_check.default)
 
     def dim_of(name: str) -> int:
         """Where the samples go: [tokens, heads, size], and the log-sum-exp [heads, tokens]."""
@@ -320,6 +334,7 @@ def _paged(samples: Samples) -> Any:
     changes["page_table"] = pages.flatten(0, 1)
     is_packed = call.cu_seqlens_q is not None
     if is_packed:
+        _check_offsets(samples, _ops._paged_check.default)
         changes["cu_seqlens_q"] = _offsets(samples, "cu_seqlens_q", tokens)
     apart = (samples.size, tokens)
     results = samples.run(**changes)
@@ -341,9 +356,11 @@ register_rule("_sdpa_backward", _sdpa_backward)
 register_rule("_varlen_backward", _varlen_backward)
 register_refusal(
     "paged_kv_append_",
-    "it writes to its caches in place; call it outside of vmap, with the tokens of all samples",
+    "cudnn_ops.paged_kv_append_ is not available under vmap: it writes to its caches in place; "
+    "call it outside of vmap, with the tokens of all samples",
 )
 register_refusal(
     "_paged_attention_out",
-    "paged_attention with out writes to that in place; call it without out",
+    "cudnn_ops.paged_attention with out is not available under vmap: it writes to out in place; "
+    "call it without out",
 )

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from cudnn_ops.ops._vmap import Samples, register_composites, register_rule
 
+_ops = torch.ops.cudnn_ops
+
 
 def _gated(samples: Samples) -> Tensor:
     return samples.run(gate=samples.full("gate"), up=samples.full("up"))
@@ -63,6 +65,9 @@ def _norm(samples: Samples) -> tuple[Tensor, ...]:
 def _norm_with_parameters(samples: Samples) -> tuple[Tensor, ...]:
     """Each sample has a weight or a bias of its own: applied in float32, before the rounding."""
     call = samples.call
+    one = samples.arguments_of(0)
+    del one["with_stats"]
+    _ops._norm_check.default(**one)  # products and sums below would broadcast
     x = samples.full("input") if samples.has("input", "residual") else call.input
     total = samples.none(x)
     if call.residual is not None:
