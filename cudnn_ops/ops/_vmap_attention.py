@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_ops.ops._vmap import Samples, register_refusal, register_rule
+from cudnn_ops.ops._vmap import Samples, register_composites, register_refusal, register_rule
 
 _ops = torch.ops.cudnn_ops
 
@@ -354,6 +354,7 @@ for _name in ("paged_attention", "paged_attention_with_lse"):
     register_rule(_name, _paged)
 register_rule("_sdpa_backward", _sdpa_backward)
 register_rule("_varlen_backward", _varlen_backward)
+register_composites("_varlen_is_regular")
 register_refusal(
     "paged_kv_append_",
     "cudnn_ops.paged_kv_append_ is not available under vmap: it writes to its caches in place; "
