@@ -94,6 +94,14 @@ def test_wrong_arguments(attend, arguments, error, message, mesh):
     assert str(raised.value).startswith(f"cudnn_ops.distributed.{name}"), raised.value
 
 
+@pytest.mark.parametrize(
+    "attend", [ring_attention_with_lse, all_to_all_attention, all_to_all_attention_with_lse]
+)
+def test_an_argument_that_is_not_there(attend, mesh):
+    with pytest.raises(TypeError, match="has no argument 'causal'; it has mesh_dim, order, attn_"):
+        attend(Q, Q, Q, mesh, causal=True)
+
+
 def test_what_the_ring_alone_refuses(mesh):
     message = "ring_attention does not support alibi_slopes: .*; all_to_all_attention supports them"
     with pytest.raises(NotImplementedError, match=message):

@@ -1,12 +1,11 @@
 """Attention over a split sequence under what torch does around operators, in two processes.
 
-One start of the processes serves many checks: each returns what it raised.
+One start of the processes serves many checks; the first that fails ends it.
 """
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -16,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 import cudnn_ops
 from cudnn_ops.distributed import (
@@ -37,12 +37,14 @@ def world() -> Any:
     return distributed.group.WORLD
 
 
-def inputs(length: int = 12, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> list[Tensor]:
+def inputs(
+    length: int = 12, dtype: torch.dtype = torch.bfloat16, heads: Sequence[int] = (4, 2, 2)
+) -> list[Tensor]:
     """This rank's query, key and value of a sequence; other ones on each rank."""
-    generator = torch.Generator().manual_seed(10 * seed + distributed.get_rank())
+    generator = torch.Generator().manual_seed(distributed.get_rank())
     return [
-        torch.randn(2, heads, length, 16, generator=generator).to(device_type(), dtype)
-        for heads in (4, 2, 2)
+        torch.randn(2, some, length, 16, generator=generator).to(device_type(), dtype)
+        for some in heads
     ]
 
 
@@ -61,8 +63,10 @@ def gradients(function: Callable[..., Any], tensors: list[Tensor]) -> list[Tenso
 
 
 def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
+    """To the bit; on a GPU another plan may run, and cuDNN's sums have no fixed order."""
+    allowed = 0 if device_type() == "cpu" else 2e-2
     for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+        torch.testing.assert_close(one, other, rtol=allowed, atol=allowed)
 
 
 def check_compile() -> None:
@@ -105,8 +109,8 @@ def check_compile_over_a_mesh() -> None:
 
 def check_opcheck() -> None:
     options = (world().group_name, "zigzag", True, None, (-1, -1), False, 0.0, None)
-    tensors = leaves(dtype=torch.float32)
-    sinks = torch.randn(4, generator=torch.Generator().manual_seed(0), device="cpu")
+    tensors = leaves(dtype=torch.float32 if device_type() == "cpu" else torch.bfloat16)
+    sinks = torch.randn(4, generator=torch.Generator().manual_seed(0))
     sinks = sinks.to(device_type()).requires_grad_()
     torch.library.opcheck(
         torch.ops.cudnn_ops._ring_attention.default, (*tensors, sinks, None, *options)
@@ -126,6 +130,28 @@ def check_checkpoint() -> None:
         for reentrant in (False, True):
             saved = partial(checkpoint, function, use_reentrant=reentrant)
             assert_equal(gradients(saved, leaves()), expected)
+
+
+def check_selective_checkpoint() -> None:
+    function = causal(ring_attention)
+    context = partial(create_selective_checkpoint_contexts, cudnn_ops.checkpoint_ops())
+    saved = partial(checkpoint, function, use_reentrant=False, context_fn=context)
+    with patch.object(ring_steps, "forward", wraps=ring_steps.forward) as spy:
+        found = gradients(saved, leaves())
+        assert spy.call_count == 1
+    assert_equal(found, gradients(function, leaves()))
+
+
+def check_flops() -> None:
+    tensors = leaves()  # 24 tokens on two ranks
+    starts = torch.tensor([0, 5, 24])
+    with FlopCounterMode(display=False) as counter:
+        causal(ring_attention)(*tensors).float().sum().backward()
+    assert counter.get_total_flops() == (2 * 2 + 2 * 5) * 16 * (2 * 4 * 24 * 24) // 2
+    packed = [tensor[0].transpose(0, 1) for tensor in inputs()]
+    with FlopCounterMode(display=False) as counter:
+        causal(ring_attention)(*packed, cu_seqlens=starts)
+    assert counter.get_total_flops() == 2 * 2 * 16 * 4 * (5 * 5 + 19 * 19) // 2
 
 
 def check_saved_tensor_hooks() -> None:
@@ -188,15 +214,19 @@ def check_a_backward_in_groups_of_heads() -> None:
     def of_one(*tensors: Tensor) -> Tensor:
         return packed(*(tensor[0].transpose(0, 1) for tensor in tensors))
 
+    def counted(function: Attend) -> tuple[list[Tensor], int]:
+        with patch.object(ring_steps, "_one_gradient", wraps=ring_steps._one_gradient) as spy:
+            return gradients(function, leaves(heads=(6, 3, 3))), spy.call_count
+
     for function in (causal(ring_attention), of_one):
-        expected = gradients(function, leaves())
-        for numbers in (1, 2 * 2 * 6 * 16):
-            with (
-                patch.object(ring_steps, "_BACKWARD_NUMBERS", numbers),
-                patch.object(ring_steps, "_one_gradient", wraps=ring_steps._one_gradient) as spy,
-            ):
-                assert_equal(gradients(function, leaves()), expected)
-                assert spy.call_count > 2
+        expected, calls = counted(function)
+        with patch.object(ring_steps, "_BACKWARD_NUMBERS", 1):  # a key head a call
+            found, more = counted(function)
+        assert more == 3 * calls
+        assert_equal(found, expected)
+        # Two of the three at once where the batch is of one, else one.
+        with patch.object(ring_steps, "_BACKWARD_NUMBERS", 2 * 2 * 12 * 16):
+            assert_equal(counted(function)[0], expected)
 
 
 def check_sinks_alone() -> None:
@@ -355,27 +385,16 @@ ON_CPUS_ALONE = {
 }
 
 
-def run(names: list[str]) -> dict[str, str]:
-    """What each check raised."""
-    raised = {}
+def run(names: list[str]) -> None:
     for name in names:
-        try:
-            globals()[name]()
-        except Exception:
-            raised[name] = traceback.format_exc()
-    return raised
-
-
-def assert_nothing_raised(results: list[dict[str, str]]) -> None:
-    told = [f"rank {rank}: {text}" for rank, found in enumerate(results) for text in found.values()]
-    assert not told, "\n".join(told)
+        globals()[name]()
 
 
 def test_on_cpus():
-    assert_nothing_raised(run_on_ranks(run, 2, [check.__name__ for check in CHECKS]))
+    run_on_ranks(run, 2, [check.__name__ for check in CHECKS])
 
 
 @pytest.mark.gpu
 def test_on_gpus():
     names = [check.__name__ for check in CHECKS if check not in ON_CPUS_ALONE]
-    assert_nothing_raised(run_on_ranks(run, 2, names, backend="nccl"))
+    run_on_ranks(run, 2, names, backend="nccl")

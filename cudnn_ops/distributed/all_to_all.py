@@ -18,6 +18,7 @@ from cudnn_ops.distributed.arguments import (
     check_tensors,
     check_window,
     checked_starts,
+    options_of,
     refuse_mask_and_dropout,
 )
 from cudnn_ops.distributed.group import check_agreement, group_of
@@ -98,7 +99,7 @@ def all_to_all_attention_with_lse(
         torch.Size([2, 8, 10])
         >>> torch.distributed.destroy_process_group()
     """
-    given = Options(**options)
+    given = options_of(_OP, options)
     group = group_of(_OP, mesh, given.mesh_dim)
     check_order(_OP, given.order)
     check_window(_OP, given.window_size)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,17 @@ class Options:
     sinks: Tensor | None = None
     cu_seqlens: Tensor | None = None
     deterministic: bool | None = None
+
+
+_NAMES = tuple(field.name for field in fields(Options))
+
+
+def options_of(op: str, given: dict[str, Any]) -> Options:
+    """Arguments that came by keyword; TypeError for one that the function does not have."""
+    for name in given:
+        if name not in _NAMES:
+            raise TypeError(f"{op} has no argument {name!r}; it has {', '.join(_NAMES)}")
+    return Options(**given)
 
 
 def refuse_mask_and_dropout(op: str, options: Options) -> None:

@@ -68,6 +68,11 @@ def check_agreement(op: str, group: ProcessGroup, device: torch.device, facts: l
     signature = (op, device.type, *facts)
     if signature in agreed:
         return
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{op}: the first call with new shapes, dtypes or options compares them over all "
+            "ranks, which a CUDA graph cannot capture; run the call once before the capture"
+        )
     digest = hashlib.sha256(repr(signature).encode()).digest()
     own = torch.tensor([int.from_bytes(digest[:7], "big")], device=device)
     with naming_the_ranks(op, group, "comparing shapes and dtypes with the other ranks"):

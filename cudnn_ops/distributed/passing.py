@@ -11,12 +11,16 @@ from torch.distributed import P2POp, ProcessGroup
 
 from cudnn_ops.distributed.group import naming_the_ranks
 
+_MOST_TENSORS = 2  # in a message
+
 
 class Message(NamedTuple):
     """Tensors for a rank of the group, or from one."""
 
     tensors: Sequence[Tensor]
     peer: int
+    kind: int = 0
+    """Messages of one kind arrive as they left. Those of two kinds may be under way at a time."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,16 @@ def start_transfer(
         receives: what is written; likewise.
     """
     parts = [
-        P2POp(function, tensor, group=group, group_peer=message.peer, tag=tag)
+        P2POp(
+            function,
+            tensor,
+            group=group,
+            group_peer=message.peer,
+            tag=message.kind * _MOST_TENSORS + index,
+        )
         for function, messages in ((distributed.isend, sends), (distributed.irecv, receives))
         for message in messages
-        for tag, tensor in enumerate(message.tensors)
+        for index, tensor in enumerate(message.tensors)
     ]
     with naming_the_ranks(op, group, "passing keys and values"):
         works = distributed.batch_isend_irecv(parts) if parts else []

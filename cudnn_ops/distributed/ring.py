@@ -18,6 +18,7 @@ from cudnn_ops.distributed.arguments import (
     check_tensors,
     check_window,
     checked_starts,
+    options_of,
     refuse_mask_and_dropout,
     with_regular_rows,
 )
@@ -178,7 +179,7 @@ def ring_attention_with_lse(
         torch.Size([2, 8, 10])
         >>> torch.distributed.destroy_process_group()
     """
-    return _attend(q, k, v, mesh, Options(**options))
+    return _attend(q, k, v, mesh, options_of(OP + "_with_lse", options))
 
 
 def _attend(

@@ -31,6 +31,8 @@ _ops = torch.ops.cudnn_ops
 #: does not shrink with the number of steps.
 _BACKWARD_NUMBERS = 2**26
 
+_KEYS, _SUMS = range(2)  # kinds of messages
+
 
 @dataclass(frozen=True)
 class Call:
@@ -103,6 +105,11 @@ def _batched(tensor: Tensor) -> Tensor:
 
 def _offsets(block: Block, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
     is_cuda = device.type == "cuda"  # pinned, so that the host need not wait
+    if is_cuda and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            "cudnn_ops.distributed.ring_attention: a CUDA graph cannot capture a call with "
+            "cu_seqlens: its replays would repeat the steps that these offsets were planned for"
+        )
     starts = torch.tensor(block.starts, dtype=torch.int32, pin_memory=is_cuda)
     starts = starts.to(device, non_blocking=True)
     longest = max(end - start for start, end in pairwise(block.starts))
@@ -123,11 +130,11 @@ class _Keys:
         call = self._call
         sends, receives = [], []
         if step < call.travels(call.neighbour(-step)):
-            sends.append(Message(self.held, call.neighbour(1)))
+            sends.append(Message(self.held, call.neighbour(1), _KEYS))
         self._arriving = []
         if step < call.travels(call.neighbour(-step - 1)):
             self._arriving = [dense_like(tensor).transpose(1, 2) for tensor in self._like]
-            receives.append(Message(self._arriving, call.neighbour(-1)))
+            receives.append(Message(self._arriving, call.neighbour(-1), _KEYS))
         self._transfer = start_transfer(call.op, call.group, sends, receives)
 
     def arrive(self) -> None:
@@ -259,18 +266,18 @@ class _Sums:
                     held.transpose(1, 2)[part.where].add_(gradient)
         sends, receives = [], []
         if step < call.travels(source):
-            sends.append(Message(self._held, call.neighbour(1)))
+            sends.append(Message(self._held, call.neighbour(1), _SUMS))
         elif step == call.travels(source):
             if step > 0:
-                sends.append(Message(self._held, source))
+                sends.append(Message(self._held, source, _SUMS))
             else:
                 self._home = self._held
         if step < call.travels(call.neighbour(-step - 1)):
             self._arriving = self._empty()
-            receives.append(Message(self._arriving, call.neighbour(-1)))
+            receives.append(Message(self._arriving, call.neighbour(-1), _SUMS))
         if step == call.travels(call.rank) > 0:
             self._home = self._empty()
-            receives.append(Message(self._home, call.neighbour(step)))
+            receives.append(Message(self._home, call.neighbour(step), _SUMS))
         self._transfer = start_transfer(call.op, call.group, sends, receives)
 
     def _arrive(self) -> None:

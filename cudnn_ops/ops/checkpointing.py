@@ -11,11 +11,11 @@ def checkpoint_ops() -> list[torch._ops.OpOverload]:
     """The operators whose results are worth saving: a list for a checkpointing policy.
 
     ``torch.utils.checkpoint`` sees the operator that runs, which for attention with a gradient is
-    the one that also returns the log-sum-exp; both are listed. So are packed attention,
-    convolutions, and the state of dropout's generator, without which a saved result and a
-    recomputed gradient would drop different weights. Norms, gated activations and rotary embedding
-    are not: recomputing them is as cheap as reading a saved result. In eager mode and under
-    ``torch.compile``::
+    the one that also returns the log-sum-exp; both are listed. So are packed attention, attention
+    by a ring (once ``cudnn_ops.distributed`` is imported), convolutions, and the state of dropout's
+    generator, without which a saved result and a recomputed gradient would drop different weights.
+    Norms, gated activations and rotary embedding are not: recomputing them is as cheap as reading a
+    saved result. In eager mode and under ``torch.compile``::
 
         from functools import partial
         from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -32,7 +32,9 @@ def checkpoint_ops() -> list[torch._ops.OpOverload]:
         >>> torch.ops.cudnn_ops.sdpa.default in cudnn_ops.checkpoint_ops()
         True
     """
+    ring = [_ops._ring_attention.default] if hasattr(_ops, "_ring_attention") else []
     return [
+        *ring,
         _ops.sdpa.default,
         _ops.sdpa_with_lse.default,
         _ops.varlen_attention.default,
