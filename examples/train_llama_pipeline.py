@@ -93,7 +93,8 @@ class Trainer:
         """One update on token windows [B, S + 1]; returns the loss in the last process."""
         self.optimizer.zero_grad()
         losses: list[Tensor] = []
-        tokens, targets = windows[:, :-1], windows[:, 1:]
+        # Stages agree on strides, which microbatches of a slice do not keep.
+        tokens, targets = windows[:, :-1].contiguous(), windows[:, 1:]
         given = (tokens,) if self.stage.is_first else ()
         self.schedule.step(
             *given,

@@ -194,6 +194,17 @@ def check_refusals(mesh: DeviceMesh) -> None:
     slots = distribute_tensor(torch.tensor([0, 1], device=device()), mesh, [Replicate()])
     with pytest.raises(RuntimeError, match=r"key_cache has the placement S(hard)?\((dim=)?0\)"):
         cudnn_ops.paged_kv_append_(cache, cache, new, new, slots)
+    query_of_pages, pages = sharded(1, 1, 4, 8, by=Shard(2)), sharded(2, 4, 4, 8, by=Shard(2))
+    table = distribute_tensor(torch.zeros(1, 1, dtype=torch.int32, device=device()), mesh)
+    with pytest.raises(ValueError, match="out is written in place and has the placements"):
+        cudnn_ops.paged_attention(
+            query_of_pages,
+            pages,
+            pages,
+            table,
+            table[0],
+            out=sharded(1, 1, 4, 8, by=Replicate()),
+        )
     with pytest.raises(RuntimeError, match="got mixed"):
         cudnn_ops.scaled_dot_product_attention(query, query, query.full_tensor())
 

@@ -8,6 +8,7 @@ tells the backward what that was.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,33 +55,35 @@ def keeps_groups(heads: int, heads_kv: int, counts: Sequence[int]) -> bool:
     return all(one * heads_kv == other * heads for one, other in parts)
 
 
+def is_one_group(query: OpStrategy, key: OpStrategy, dim: int, dim_kv: int) -> bool:
+    """Whether all query heads share one key head, which is replicated then."""
+    return query.shape[dim] > 1 and key.shape[dim_kv] == 1
+
+
+@dataclass(frozen=True)
 class Groups:
     """How the heads of a call's query and key belong together.
 
-    Args:
+    Attributes:
         op: the operator.
-        query: the argument, and its name.
-        key: likewise.
-        dim: where the query's heads are.
-        dim_kv: where the key's heads are.
+        query_name: of the argument.
+        query: the argument.
+        dim: where its heads are.
+        key_name: of the argument.
+        heads_kv: how many heads it has.
     """
 
-    def __init__(
-        self,
-        op: OpOverload,
-        query: tuple[str, OpStrategy],
-        key: tuple[str, OpStrategy],
-        dim: int,
-        dim_kv: int,
-    ) -> None:
-        """Notes the numbers of heads."""
-        self.op, self.dim, self.query, self.key_name = op, dim, query, key[0]
-        self.heads, self.heads_kv = query[1].shape[dim], key[1].shape[dim_kv]
+    op: OpOverload
+    query_name: str
+    query: OpStrategy
+    dim: int
+    key_name: str
+    heads_kv: int
 
     @property
-    def is_one(self) -> bool:
-        """Whether all query heads share one key head, which is replicated then."""
-        return self.heads_kv == 1 and self.heads > 1
+    def heads(self) -> int:
+        """How many heads the query has."""
+        return self.query.shape[self.dim]
 
     def kept_by(self, query: DTensorSpec) -> bool:
         """Whether a query so sharded leaves groups together."""
@@ -93,22 +96,23 @@ class Groups:
 
     def check(self) -> None:
         """Refuses a query that comes sharded over more heads than the key has."""
-        name, query = self.query
-        spec = query.strategies[0].output_spec
+        spec = self.query.strategies[0].output_spec
         if self.kept_by(spec):
             return
         raise ValueError(
-            f"{name_of(self.op)}: {name} has {self.heads} heads, sharded as {spec.placements} over "
-            f"a mesh {tuple(spec.mesh.shape)}, and {self.key_name} has {self.heads_kv}: processes "
-            f"can share them only if each gets whole groups of {self.heads // self.heads_kv} query "
-            "heads and their key head. Shard heads over fewer processes, or replicate or shard "
-            "them over the batch"
+            f"{name_of(self.op)}: {self.query_name} has {self.heads} heads, sharded as "
+            f"{spec.placements} over a mesh {tuple(spec.mesh.shape)}, and {self.key_name} has "
+            f"{self.heads_kv}; each process needs whole groups of {self.heads // self.heads_kv} "
+            "query heads and their key head. Shard the heads over fewer processes, or shard the "
+            "batch there"
         )
 
 
 def forward(
     rules: Callable[[Call], Sequence[Rule]], groups: Callable[[OpOverload, Call], Groups]
 ) -> Callable[[OpSchema], OpStrategy]:
+    """The strategy of a forward: the cheapest that leaves groups of heads together."""
+
     def strategy(schema: OpSchema) -> OpStrategy:
         call = call_of(schema)
         of_call = groups(schema.op, call)
@@ -130,7 +134,7 @@ def _backward(rules: Callable[[Call], Sequence[Rule]]) -> Callable[[OpSchema], O
 
 
 def _dense_groups(op: OpOverload, call: Call) -> Groups:
-    return Groups(op, ("query", call.query), ("key", call.key), 1, 1)
+    return Groups(op, "query", call.query, 1, "key", call.key.shape[1])
 
 
 def _mask(call: Call, dim: int) -> dict[str, Placement]:
@@ -147,7 +151,7 @@ def _mask(call: Call, dim: int) -> dict[str, Placement]:
 
 def _dense_inputs(call: Call) -> list[dict[str, Placement]]:
     of_batch = ("query", "key", "value", "seq_lens_q", "seq_lens_kv")
-    is_one = call.key.shape[1] == 1 and call.query.shape[1] > 1
+    is_one = is_one_group(call.query, call.key, 1, 1)
     of_heads = ("query",) if is_one else ("query", "key", "value")
     return [
         {**dict.fromkeys(of_batch, Shard(0)), **_mask(call, 0)},
@@ -215,12 +219,11 @@ register_with_keywords(
 
 
 def _packed_groups(op: OpOverload, call: Call) -> Groups:
-    return Groups(op, ("q", call.q), ("k", call.k), 1, 1)
+    return Groups(op, "q", call.q, 1, "k", call.k.shape[1])
 
 
 def _packed_inputs(call: Call) -> dict[str, Placement]:
-    is_one = call.k.shape[1] == 1 and call.q.shape[1] > 1
-    of_heads = ("q",) if is_one else ("q", "k", "v")
+    of_heads = ("q",) if is_one_group(call.q, call.k, 1, 1) else ("q", "k", "v")
     return {
         **dict.fromkeys(of_heads, Shard(1)),
         **dict.fromkeys(("alibi_slopes", "sinks"), Shard(0)),

@@ -6,14 +6,13 @@ Each process has the pages of its heads, and the same page table.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
 
-from cudnn_ops.distributed.sharding.attention import Groups, forward
+from cudnn_ops.distributed.sharding.attention import Groups, forward, is_one_group
 from cudnn_ops.distributed.sharding.keywords import register_with_keywords
 from cudnn_ops.distributed.sharding.rules import (
     Call,
@@ -35,16 +34,20 @@ def _head_dim(call: Call) -> int:
 
 def _groups(op: OpOverload, call: Call) -> Groups:
     dim = len(call.query.shape) - 2
-    return Groups(op, ("query", call.query), ("key_cache", call.key_cache), dim, _head_dim(call))
+    heads_kv = call.key_cache.shape[_head_dim(call)]
+    return Groups(op, "query", call.query, dim, "key_cache", heads_kv)
 
 
 def _rules(returns: int) -> Callable[[Call], list[Rule]]:
     def rules(call: Call) -> list[Rule]:
-        dim = len(call.query.shape) - 2
-        inputs: dict[str, Any] = {"query": Shard(dim), "sinks": Shard(0), "out": Shard(dim)}
-        heads_kv = call.key_cache.shape[_head_dim(call)]
-        if heads_kv > 1 or call.query.shape[dim] == 1:
-            inputs |= dict.fromkeys(("key_cache", "value_cache"), Shard(_head_dim(call)))
+        dim, dim_kv = len(call.query.shape) - 2, _head_dim(call)
+        inputs: dict[str, Placement] = {
+            "query": Shard(dim),
+            "sinks": Shard(0),
+            "out": Shard(dim),
+        }
+        if not is_one_group(call.query, call.key_cache, dim, dim_kv):
+            inputs |= dict.fromkeys(("key_cache", "value_cache"), Shard(dim_kv))
         # The log-sum-exp is [batch, heads, length], or packed [heads, tokens].
         return [Rule(inputs, (Shard(dim), Shard(dim - 1))[:returns])]
 

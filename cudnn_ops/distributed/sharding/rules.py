@@ -101,20 +101,24 @@ def matching(
 def cheapest(
     schema: OpSchema,
     rules: Sequence[Rule],
-    is_valid: Callable[[Sequence[DTensorSpec]], bool] | None = None,
+    is_valid: Callable[[Sequence[DTensorSpec]], bool] = lambda inputs: True,
 ) -> OpStrategy:
-    """All combinations of the rules over the mesh, for torch to choose the cheapest one."""
+    """All combinations of the rules over the mesh, for torch to choose the cheapest one.
+
+    Args:
+        schema: the call.
+        rules: those besides the one that replicates everything.
+        is_valid: whether a combination may be chosen, by the inputs that it requires.
+    """
     op, names = schema.op, _tensor_names(schema)
     lists: list[list[Placement | None]] = [
         [*rule.outputs, *(rule.of(name) for name in names)] for rule in (replicated(op), *rules)
     ]
-    return expand_to_full_mesh_op_strategy(
-        _tensors(schema)[0].mesh,
-        schema,
-        lists,
-        input_index=len(op._schema.returns),
-        is_valid_strategy_cb=None if is_valid is None else lambda specs, _: is_valid(specs),
+    every = expand_to_full_mesh_op_strategy(
+        _tensors(schema)[0].mesh, schema, lists, input_index=len(op._schema.returns)
     )
+    # torch's own filter leaves out operators without results.
+    return OpStrategy([one for one in every.strategies if is_valid(one.input_specs or ())])
 
 
 def chosen(schema: OpSchema, rules: Sequence[Rule]) -> OpStrategy:
