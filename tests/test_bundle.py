@@ -556,3 +556,12 @@ def test_plans_built_without_the_gpu_run_on_it(policy, tmp_path):
             assert cudnn_ops.cache_info()[1:3] == (0, 2)
         finally:
             unload_bundle(out)
+
+
+@pytest.mark.gpu
+def test_a_bundle_of_the_current_gpu_has_norms_too(path):
+    norm = plan_requests("rms_norm", ((8192, 4096), torch.bfloat16))
+    report = build_bundle([*requests(), *norm], "current", path, progress=False)
+    assert (report.refused, report.left_out) == ({}, {})
+    bundle = load_bundle(path)
+    assert warmup(bundle.requests, progress=False) == (0, len(bundle.requests), 0, {})
