@@ -46,12 +46,12 @@ class CMakeBuild(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}",
         ]
         package = Path(self.build_lib).resolve() / "cudnn_ops"
-        install = ["cmake", "--install", BUILD, "--component", "wheel", "--prefix", package]
+        install = ["cmake", "--install", str(BUILD), "--component", "wheel", "--prefix"]
         try:
             subprocess.run(configure, check=True)
             subprocess.run(["cmake", "--build", BUILD], check=True)
             if not self.inplace:
-                subprocess.run([*install, "--strip"], check=True)
+                subprocess.run([*install, str(package), "--strip"], check=True)
         except subprocess.CalledProcessError:
             sys.exit("cudnn_ops was not built; CMake's message above says what is missing")
 
