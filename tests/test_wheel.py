@@ -90,7 +90,9 @@ def test_the_wheel(tmp_path):
     for needed in ("LICENSE", "NOTICE"):
         assert f"{name}.dist-info/licenses/{needed}" in names
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "cudnn_ops").rglob("*.py")}
-    assert names >= sources | {"cudnn_ops/stub/libcuda.so.1", "cudnn_ops/py.typed"}
+    built = {"cudnn_ops/stub/libcuda.so.1", "cudnn_ops/py.typed"}
+    built.add("cudnn_ops/share/cmake/cudnn_ops/cudnn_opsConfig.cmake")
+    assert names >= sources | built
 
     site = tmp_path / "site"
     done = run(

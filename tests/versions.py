@@ -29,7 +29,6 @@ SAMPLE = (
     "test_library.py",
     "test_norm.py",
     "test_opcheck.py",
-    "test_rotary.py",
     "test_sdpa.py",
     "test_varlen.py",
 )
