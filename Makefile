@@ -1,6 +1,6 @@
 # `make demo` and `make test` do their own set-up; `make gpu` is the one command for a machine
 # with a GPU, torch and no network. CONTRIBUTING.md tells more.
-.PHONY: demo test test-transformers docs lint format build wheel sdist setup gpu sanitize clean
+.PHONY: demo test test-transformers docs notebooks lint format build wheel sdist setup gpu sanitize clean
 
 SYSTEM_PYTHON ?= python3
 VENV := .venv
@@ -24,6 +24,10 @@ test-transformers: build
 # Warnings are errors; `make test` builds it too.
 docs: build
 	$(PYTHON) -m sphinx -W --keep-going -q -b html docs build/docs
+
+# Draws the figures of docs/notebooks again.
+notebooks: build
+	$(PYTHON) -m benchmarks.notebooks
 
 CXX_FILES := 'csrc/*.c' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'csrc/*.h' 'examples/*.cpp'
 lint: $(VENV)/ready

@@ -21,6 +21,8 @@ from sybil import Example, Sybil
 from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.markdown import CodeBlockParser
 
+from benchmarks import notebooks
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 #: The first line of an example that runs on a GPU only, for its readers too.
@@ -39,6 +41,7 @@ PARSER = Sybil([CodeBlockParser("python", run_by_itself)])
 EXAMPLES = [
     example
     for page in (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))
+    if page not in notebooks.PAGES
     for example in PARSER.parse(page).examples()
 ]
 
@@ -63,6 +66,23 @@ def test_an_example_runs(
     torch._dynamo.reset()
     with cudnn_ops.using_plan_policy(cudnn_ops.plan_policy()):
         example.evaluate()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("page", notebooks.PAGES, ids=[page.stem for page in notebooks.PAGES])
+def test_a_notebook_runs(
+    page: Path, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first block to the last, and draws the figures that it shows."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("Agg")
+    monkeypatch.chdir(tmp_path)
+    notebooks.run(page)
+    pyplot.close("all")
+    shown = re.findall(r"^!\[.+\]\((.+\.svg)\)$", page.read_text(), re.MULTILINE)
+    assert shown
+    assert {file.name for file in tmp_path.iterdir()} == set(shown)
+    assert all((notebooks.FOLDER / name).exists() for name in shown)
 
 
 def test_few_examples_need_a_gpu() -> None:

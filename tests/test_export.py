@@ -238,9 +238,11 @@ def test_every_operator_stays_an_operator(device, programs, tmp_path, without_tf
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_operators_are_called_from_cpp(device, programs):
-    visible = {} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
-    result = run([str(programs / "call_operators")], env=visible)
+def test_operators_are_called_from_cpp(device, programs, tmp_path):
+    env = {"CUDNN_OPS_CACHE_DIR": str(tmp_path / "store")}
+    if device == "cpu":
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    result = run([str(programs / "call_operators")], env=env)
     assert result.returncode == 0, result.stdout + result.stderr
     schema, said = result.stdout.splitlines()
     # As C++ writes it; Python's has the same order.
@@ -248,6 +250,7 @@ def test_operators_are_called_from_cpp(device, programs):
     arguments = torch.ops.cudnn_ops.sdpa.default._schema.arguments
     assert [name for name in names if name != "*"][:-1] == [a.name for a in arguments][:-1]
     assert ("no GPU" in said) == (device == "cpu")
+    assert (tmp_path / "store").exists() == (device == "cuda")
 
 
 PROJECT = """

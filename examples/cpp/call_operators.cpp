@@ -6,6 +6,7 @@
 #include <c10/core/InferenceMode.h>
 #include <torch/cuda.h>
 
+#include <cstdlib>
 #include <exception>
 #include <iostream>
 #include <optional>
@@ -44,6 +45,10 @@ double difference(const at::Tensor& result, const at::Tensor& expected) {
 int run() {
   const auto sdpa = find("cudnn_ops::sdpa");
   std::cout << sdpa.schema() << '\n';
+  // Plans are kept on disk for the next process. In Python the import sees to that.
+  if (const char* folder = std::getenv("CUDNN_OPS_CACHE_DIR")) {
+    call(find("cudnn_ops::_set_store"), {folder, /*limit in bytes=*/int64_t{256} << 20}, {});
+  }
   if (!torch::cuda::is_available()) {
     std::cout << "There is no GPU: nothing to compare.\n";
     return 0;
