@@ -20,3 +20,4 @@ set(package_dir ${CUDNN_OPS_OUTPUT_DIR}/share/cmake/cudnn_ops)
 configure_file(csrc/cmake/cudnn_opsConfig.cmake.in ${package_dir}/cudnn_opsConfig.cmake @ONLY)
 write_basic_package_version_file(${package_dir}/cudnn_opsConfigVersion.cmake
                                  VERSION ${package_version} COMPATIBILITY SameMinorVersion)
+install(DIRECTORY ${package_dir} DESTINATION share/cmake COMPONENT wheel)
