@@ -137,8 +137,8 @@ def run_cases(some: Sequence[cases.Case], mesh: DeviceMesh) -> None:
             try:
                 check(case, mesh, compiled)
             except Exception as error:
-                error.add_note(f"in {case.name!r}, {'compiled' if compiled else 'eager'}")
-                raise
+                mode = "compiled" if compiled else "eager"
+                raise AssertionError(f"in {case.name!r}, {mode}") from error
 
 
 def check_everything() -> None:
@@ -229,7 +229,7 @@ def check_dropout(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
         assert isinstance(out, DTensor)
         assert out.placements == placements
         out.backward(distribute_tensor(weights, mesh, placements))
-        whole = out.detach().full_tensor()
+        whole = out.full_tensor().detach()
         copies = [torch.empty_like(whole) for _ in range(distributed.get_world_size())]
         distributed.all_gather(copies, whole)
         assert all(torch.equal(whole, copy) for copy in copies)
