@@ -22,7 +22,8 @@ inline void refuse_context_parallel(const char* op) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       !is_context_parallel(), op,
       "inside torch.distributed.tensor.experimental.context_parallel each rank would attend to its "
-      "own part of the sequence alone; use cudnn_ops.scaled_dot_product_attention there, which passes "
+      "own part of the sequence alone; use cudnn_ops.scaled_dot_product_attention there, which "
+      "passes "
       "keys from rank to rank. "
       "(torch does not end that context where an exception leaves it.)");
 }
