@@ -19,6 +19,8 @@ from cudnn_ops.ops.arguments import bind
 
 _ops = torch.ops.cudnn_ops
 _keys = torch._C.DispatchKey
+# One for all rules: torch.library.impl would make one for each, in ten times the time.
+_library = torch.library.Library("cudnn_ops", "FRAGMENT")
 
 Results = Tensor | tuple[Tensor, ...]
 
@@ -173,9 +175,9 @@ def register_rule(
             return torch._C._functorch._add_batch_dim(results, 0, level)
         return tuple(torch._C._functorch._add_batch_dim(result, 0, level) for result in results)
 
-    torch.library.impl(f"cudnn_ops::{name}", "FuncTorchBatched", kernel)
+    _library.impl(name, kernel, "FuncTorchBatched")
     if draws is not _never:
-        torch.library.impl(f"cudnn_ops::{name}", "FuncTorchVmapMode", kernel)
+        _library.impl(name, kernel, "FuncTorchVmapMode")
 
 
 def register_refusal(name: str, message: str) -> None:
@@ -184,7 +186,7 @@ def register_refusal(name: str, message: str) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(message)
 
-    torch.library.impl(f"cudnn_ops::{name}", "FuncTorchBatched", refuse)
+    _library.impl(name, refuse, "FuncTorchBatched")
 
 
 def register_composites(*names: str) -> None:
@@ -193,6 +195,4 @@ def register_composites(*names: str) -> None:
     for name in names:
         packet = getattr(_ops, name)
         for overload in map(partial(getattr, packet), packet.overloads()):
-            torch.library.impl(
-                overload._name, "FuncTorchBatched", partial(overload._op_dk, composite)
-            )
+            _library.impl(overload, partial(overload._op_dk, composite), "FuncTorchBatched")
