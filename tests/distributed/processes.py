@@ -18,7 +18,7 @@ from torch.multiprocessing.spawn import spawn
 BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)]
 
 #: A process that waits for one that does not call gives up after this time.
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=180)
 
 
 def run_in_processes(
