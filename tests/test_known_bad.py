@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,7 +14,7 @@ import pytest
 import torch
 
 import cudnn_ops
-from cudnn_ops import _C, support
+from cudnn_ops import _C, _library, support
 from cudnn_ops.support.known_bad import KnownBad, set_known_bad, version_number
 
 SHAPE = ((2, 4, 70, 64), torch.bfloat16)
@@ -147,6 +150,29 @@ def test_a_rule_meets_what_it_is_about(name):
         assert verdict(rule, bad, NEWEST) == ""
     for sm in (rule.sm[0] - 1, rule.sm[1] + 1):
         assert verdict(rule, bad, versions(rule)[0], sm) == ""
+
+
+ALONE = """
+import json, sys, torch
+torch.ops.load_library(sys.argv[1])
+for plan in json.load(sys.stdin):
+    print(torch.ops.cudnn_ops._known_bad(*plan))
+"""
+
+
+def test_the_rules_are_part_of_the_library():
+    """A process that loads it and never imports the package, as one of C++, refuses the same."""
+    names = sorted(set(CALLS) - EVADED)
+    plans = [
+        (words(**CALLS[name][0]), gpu(RULES[name]), version_number(versions(RULES[name])[0]))
+        for name in names
+    ]
+    command = [sys.executable, "-c", ALONE, str(_library.LIBRARY)]
+    done = subprocess.run(
+        command, input=json.dumps(plans), capture_output=True, text=True, check=True
+    )
+    refusals = done.stdout.splitlines()
+    assert refusals == [f"{RULES[name].reason} ({name})" for name in names]
 
 
 def test_what_was_found_with_one_version_holds_for_those_that_nobody_measured():
