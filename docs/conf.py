@@ -44,7 +44,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(torch|transformers|collections|pathlib|typing|os)\..*"),
     (
         r"py:(class|data|func)",
-        r"(Tensor|Path|Self|Module|Parameter|GraphModule|sdpa_mask|(NORM_)?PLANS)",
+        r"(Tensor|Path|Self|(nn\.)?Module|Parameter|GraphModule|sdpa_mask|(NORM_)?PLANS)",
     ),
     (r"py:mod", r"cudnn_ops\..*"),
 ]
