@@ -26,6 +26,7 @@ from tests.cases import sdpa as cases
 from tests.cases.sdpa import Case, run
 
 pytestmark = pytest.mark.usefixtures("fresh_cache")
+COMPARED = dict(bundle_module.COMPARED)
 H200 = (Path(cudnn_ops.__file__).parent / "support/devices/h200.json").read_text()
 CONV = (((8, 64, 16, 16), torch.bfloat16), ((64, 64, 3, 3), torch.bfloat16))
 QUERY = ((1, 2, 64, 64), torch.bfloat16)
@@ -261,13 +262,35 @@ def test_another_gpu(path, device):
     assert "its multiProcessorCount is " in str(e.value)
 
 
-def test_another_driver(path, tmp_path):
-    with pytest.raises(RuntimeError, match=r"its driver is for CUDA 13\.2, the bundle for 13\.0"):
-        load_bundle(path, device=description(tmp_path, driverVer=13020))
+def test_an_older_driver(path, tmp_path):
     build_bundle(requests()[:1], "h200", path, driver="13.2", progress=False)
     load_bundle(path, device=description(tmp_path, driverVer=13020))
     with pytest.raises(RuntimeError, match=r"its driver is for CUDA 13\.0, the bundle for 13\.2"):
         load_bundle(path, device="h200")
+
+
+@pytest.mark.parametrize("version", [91900, 92900])
+def test_a_newer_driver(path, tmp_path, monkeypatch, version):
+    """It depends on cuDNN's version whether it accepts one."""
+    change_header(path, lambda header: header["versions"].update(cudnn=version))
+    monkeypatch.setattr(bundle_module._C, "cudnn_version", lambda: version)
+    newer = description(tmp_path, driverVer=13020)
+    if version > bundle_module.ACCEPTS_NEWER_DRIVERS:
+        load_bundle(path, device=newer)
+        return
+    with pytest.raises(RuntimeError, match=r"its driver is for CUDA 13\.2, the bundle for 13\.0"):
+        load_bundle(path, device=newer)
+
+
+def test_a_description_of_an_older_cudnn_has_fewer_fields(path, tmp_path, monkeypatch):
+    change_header(path, lambda header: header["versions"].update(cudnn=92900))
+    monkeypatch.setattr(bundle_module._C, "cudnn_version", lambda: 92900)
+    with pytest.raises(RuntimeError, match="its memoryBusWidth is 5120, the bundle's 6144"):
+        load_bundle(path, device=description(tmp_path, memoryBusWidth=5120))
+    fields = json.loads(H200)
+    del fields["memoryBusWidth"]
+    change_header(path, lambda header: header.update(gpu=json.dumps(fields)))
+    load_bundle(path, device="h200")
 
 
 def test_what_cudnn_does_not_compare_may_differ(path, tmp_path):
@@ -277,24 +300,38 @@ def test_what_cudnn_does_not_compare_may_differ(path, tmp_path):
     assert cudnn_ops.cache_info()[1:3] == (0, 1)
 
 
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Only cuDNN itself compares GPUs."""
+    with monkeypatch.context() as patch:
+        patch.setattr(bundle_module, "COMPARED", {})
+        yield
+
+
+def is_accepted(path: Path, device: Path) -> bool:
+    """Whether cuDNN reads the bundle's plan of a convolution there, and does not build it."""
+    cudnn_ops.cache_clear()
+    load_bundle(path, device=device)
+    explain("conv2d", *CONV, device=device)
+    return cudnn_ops.cache_info().loads == 1
+
+
 @pytest.mark.filterwarnings("ignore:cudnn_ops. a plan of the bundle")
-def test_what_cudnn_compares(path, tmp_path, monkeypatch):
+def test_what_cudnn_compares(path, tmp_path, unchecked):
     """Each field of a description, changed by itself: our list is cuDNN's."""
-    monkeypatch.setattr(bundle_module, "COMPARED", ())
     compared = set()
     for name, value in json.loads(H200).items():
         if isinstance(value, list):
             changed: object = [number + 1 for number in value]
         else:
-            changed = f"{value}x" if isinstance(value, str) else value + 10
-        other = description(tmp_path, **{name: changed})
-        cudnn_ops.cache_clear()
-        load_bundle(path, device=other)
-        explain("conv2d", *CONV, device=other)
-        if cudnn_ops.cache_info().loads == 0:
+            step = -10 if name == "driverVer" else 10  # a newer one may be accepted
+            changed = f"{value}x" if isinstance(value, str) else value + step
+        if not is_accepted(path, description(tmp_path, **{name: changed})):
             compared.add(name)
-    monkeypatch.undo()
-    assert compared == set(bundle_module.COMPARED)
+    version = cudnn_ops._C.cudnn_version()
+    assert compared == {name for name, since in COMPARED.items() if version >= since}
+    newer = is_accepted(path, description(tmp_path, driverVer=13020))
+    assert newer == (version >= bundle_module.ACCEPTS_NEWER_DRIVERS)
 
 
 @pytest.mark.parametrize(
@@ -311,8 +348,7 @@ def test_other_versions(path, name, value, message):
         load_bundle(path, device="h200")
 
 
-def test_a_plan_that_cudnn_does_not_accept_is_built_with_a_warning(path, tmp_path, monkeypatch):
-    monkeypatch.setattr(bundle_module, "COMPARED", ())
+def test_a_plan_that_cudnn_does_not_accept_is_built_with_a_warning(path, tmp_path, unchecked):
     other = description(tmp_path, multiProcessorCount=114)
     load_bundle(path, device=other)
     with pytest.warns(UserWarning, match="is built anew: cuDNN cannot read this plan"):

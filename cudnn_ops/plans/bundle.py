@@ -30,23 +30,26 @@ _FORMAT = 1
 _MOST_LINE_BYTES = 200
 _AGAIN = "make it again with `python -m cudnn_ops bundle`"
 
-#: What cuDNN compares before it accepts a serialized plan, as its descriptions of GPUs name it
-#: (tests/test_bundle.py asks it). The clocks, the name and the sizes of memory and L2 cache are
-#: not among it.
-COMPARED = (
-    "deviceVer",
-    "driverVer",
-    "multiProcessorCount",
-    "maxGridSize",
-    "maxBlockSize",
-    "regsPerBlock",
-    "maxSharedMemoryPerBlock",
-    "maxSharedMemoryPerBlockOptin",
-    "reservedSharedMemoryPerBlock",
-    "maxRegistersPerSM",
-    "maxThreadsPerBlock",
-    "maxThreadsPerSM",
-)
+#: What cuDNN compares before it accepts a serialized plan, as its descriptions of GPUs name it, and
+#: the version that began to (tests/test_bundle.py asks it). Not the clocks, the name, or the sizes
+#: of memory and of the L2 cache.
+COMPARED = {
+    "deviceVer": 0,
+    "driverVer": 0,
+    "multiProcessorCount": 0,
+    "maxGridSize": 0,
+    "maxBlockSize": 0,
+    "regsPerBlock": 0,
+    "maxSharedMemoryPerBlock": 0,
+    "maxSharedMemoryPerBlockOptin": 0,
+    "reservedSharedMemoryPerBlock": 0,
+    "maxRegistersPerSM": 0,
+    "maxThreadsPerBlock": 0,
+    "maxThreadsPerSM": 0,
+    "memoryBusWidth": 92700,
+}
+#: The version of cuDNN that began to accept drivers for a newer CUDA than the plan's.
+ACCEPTS_NEWER_DRIVERS = 92300
 
 
 class BundleReport(NamedTuple):
@@ -91,7 +94,8 @@ def build_bundle(
 
     The file serves processes with the same versions of cudnn_ops and cuDNN, on GPUs that cuDNN
     takes for the same one: those with the same compute capability, number of multiprocessors and
-    limits, under a driver for the same version of CUDA. The plan cache is neither asked nor
+    limits, under a driver for the same version of CUDA or, from cuDNN 9.23 on, for a newer one. The
+    plan cache is neither asked nor
     changed; the store is both.
 
     Args:
@@ -330,7 +334,7 @@ def _require_versions(path: Path, made: Mapping[str, Any]) -> None:
 
 def _require_gpu(path: Path, gpu: str, description: str, device: str) -> None:
     made, here = json.loads(gpu), json.loads(description)
-    differing = [name for name in COMPARED if made.get(name) != here.get(name)]
+    differing = [name for name in COMPARED if _differs(name, made, here)]
     if differing:
         facts = ", ".join(_difference(name, made, here) for name in differing)
         raise RuntimeError(
@@ -339,11 +343,20 @@ def _require_gpu(path: Path, gpu: str, description: str, device: str) -> None:
         )
 
 
+def _differs(name: str, made: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+    version = _C.cudnn_version()
+    # An older cuDNN describes a GPU by fewer fields.
+    if version < COMPARED[name] or name not in made or name not in here:
+        return False
+    if name == "driverVer" and version >= ACCEPTS_NEWER_DRIVERS:
+        return bool(here[name] < made[name])
+    return bool(here[name] != made[name])
+
+
 def _difference(name: str, made: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     if name != "driverVer":
-        return f"its {name} is {here.get(name)}, the bundle's {made.get(name)}"
-    versions = (int(gpu.get(name, 0)) for gpu in (made, here))
-    was, is_ = (f"{version // 1000}.{version % 1000 // 10}" for version in versions)
+        return f"its {name} is {here[name]}, the bundle's {made[name]}"
+    was, is_ = (f"{gpu[name] // 1000}.{gpu[name] % 1000 // 10}" for gpu in (made, here))
     return f"its driver is for CUDA {is_}, the bundle for {was}"
 
 
