@@ -108,16 +108,6 @@ def packed_splits(unit: int) -> list[Split]:
     return splits
 
 
-def check_all(splits: list[Split], ranks: list[list[list[torch.Tensor]]]) -> None:
-    wrong = []
-    for index, split in enumerate(splits):
-        try:
-            ring.check(split, [results[index] for results in ranks])
-        except AssertionError as error:
-            wrong.append(f"{split}: {error}")
-    assert not wrong, "\n".join(wrong)
-
-
 def exchanged_splits(ranks: int) -> list[Split]:
     """For an exchange of heads: as many as the ranks or more; key heads that they must share."""
     unit = 2 * ranks
@@ -141,12 +131,28 @@ def exchanged_splits(ranks: int) -> list[Split]:
     return splits
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_on_cpus(ranks):
-    splits = splits_of(ranks)[:: 3 if ranks % 2 else 1], exchanged_splits(ranks)
-    results = run_on_ranks(ring.run_parts, ranks, (RING, splits[0]), (ALL_TO_ALL, splits[1]))
-    for index, some in enumerate(splits):
-        check_all(some, [of_rank[index] for of_rank in results])
+Calls = list[tuple[int, str, list[Split]]]
+
+
+def check_all(calls: Calls, ranks: int, backend: str) -> None:
+    """Starts the processes once for all calls: most of the time goes into importing torch."""
+    results = run_on_ranks(ring.run_parts, ranks, *calls, backend=backend)
+    wrong = []
+    for place, (size, name, splits) in enumerate(calls):
+        for index, split in enumerate(splits):
+            try:
+                ring.check(split, [of_rank[place][index] for of_rank in results[:size]])
+            except AssertionError as error:
+                wrong.append(f"{name} over {size}, {split}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_on_cpus():
+    calls: Calls = []
+    for ranks in (1, 2, 3, 4):
+        calls.append((ranks, RING, splits_of(ranks)[:: 3 if ranks % 2 else 1]))
+        calls.append((ranks, ALL_TO_ALL, exchanged_splits(ranks)))
+    check_all(calls, 4, "gloo")
 
 
 @pytest.mark.gpu
@@ -159,8 +165,9 @@ def test_on_gpus():
             )
         )
 
-    splits = in_low_precision(splits_of(2)), in_low_precision(exchanged_splits(2))
-    calls = (RING, splits[0]), (ALL_TO_ALL, splits[1])
-    results = run_on_ranks(ring.run_parts, 2, *calls, backend="nccl")
-    for index, some in enumerate(splits):
-        check_all(some, [of_rank[index] for of_rank in results])
+    calls: Calls = [
+        (ranks, name, in_low_precision(splits))
+        for ranks in (1, 2)
+        for name, splits in ((RING, splits_of(ranks)), (ALL_TO_ALL, exchanged_splits(ranks)))
+    ]
+    check_all(calls, 2, "nccl")

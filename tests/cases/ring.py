@@ -96,23 +96,23 @@ def options_of(split: Split, problem: Problem) -> dict[str, Any]:
     return options
 
 
-def run_part(split: Split, function: Callable[..., tuple[Tensor, Tensor]]) -> list[Tensor]:
+def run_part(
+    split: Split, function: Callable[..., tuple[Tensor, Tensor]], group: distributed.ProcessGroup
+) -> list[Tensor]:
     """This rank's results and gradients, in the order of ``Results``; the sinks' last."""
-    rank, ranks = distributed.get_rank(), distributed.get_world_size()
     problem = make(split, device_type())
     dim = 0 if problem.packed is not None else 2
 
     def mine(tensor: Tensor, dim: int) -> Tensor:
-        return part(tensor, split.order, rank, ranks, dim)
+        return part(tensor, split.order, group.rank(), group.size(), dim)
 
-    # In memory as the whole is.
     leaves = [mine(tensor, dim).requires_grad_() for tensor in problem.inputs]
     options = options_of(split, problem)
     wanted = list(leaves)
     if "sinks" in options:
         options["sinks"] = options["sinks"].detach().requires_grad_()
         wanted.append(options["sinks"])
-    out, lse = function(*leaves, distributed.group.WORLD, **options)
+    out, lse = function(*leaves, group, **options)
     results, given = [out], [mine(problem.grad_out, dim)]
     if problem.grad_lse is not None:
         results.append(lse)
@@ -121,9 +121,19 @@ def run_part(split: Split, function: Callable[..., tuple[Tensor, Tensor]]) -> li
     return [out.detach(), lse.detach(), *grads]
 
 
-def run_parts(*calls: tuple[str, list[Split]]) -> list[list[list[Tensor]]]:
-    """On this rank, for each name of a function, all that it is to compute."""
-    return [[run_part(split, getattr(ours, name)) for split in splits] for name, splits in calls]
+def run_parts(*calls: tuple[int, str, list[Split]]) -> list[list[list[Tensor]]]:
+    """For a number of ranks and the name of a function each, what it is to compute.
+
+    The first of the ranks take part; the others have no results.
+    """
+    results: list[list[list[Tensor]]] = []
+    for ranks, name, splits in calls:
+        group = distributed.new_group(list(range(ranks)))
+        if not isinstance(group, distributed.ProcessGroup):
+            results.append([])
+            continue
+        results.append([run_part(split, getattr(ours, name), group) for split in splits])
+    return results
 
 
 def joined(split: Split, parts: list[list[Tensor]]) -> Results:
