@@ -111,8 +111,11 @@ def test_what_the_ring_alone_refuses(mesh):
     for attend in (ring_attention, all_to_all_attention):
         with pytest.raises(ValueError, match=message):
             attend(odd, odd, odd, mesh, order="zigzag")
-    with pytest.raises(ValueError, match="softcap must be finite and positive, or 0 for none, got"):
-        ring_attention(Q, Q, Q, mesh, softcap=-1.0)
+    message = r"ring_attention: softcap must be finite and positive, or 0 for none, got -1"
+    compiled = torch.compile(ring_attention, backend="aot_eager", fullgraph=True)
+    for function in (ring_attention, compiled):
+        with pytest.raises((ValueError, torch._dynamo.exc.TorchRuntimeError), match=message):
+            function(Q, Q, Q, mesh, softcap=-1.0)
 
 
 def test_a_mesh_of_several_dimensions():

@@ -310,6 +310,19 @@ def check_that_a_window_passes_less() -> None:
     assert sum(sent) == (2 if distributed.get_rank() == 0 else 0)
 
 
+def check_an_error_in_a_step() -> None:
+    """What is under way ends; the next call finds nothing of it."""
+    function = causal(ring_attention)
+    expected = gradients(function, leaves())
+    for name in ("_attend", "_one_gradient"):
+        with (
+            patch.object(ring_steps, name, side_effect=NotImplementedError("no engine")),
+            pytest.raises(NotImplementedError, match="no engine"),
+        ):
+            gradients(function, leaves())
+        assert_equal(gradients(function, leaves()), expected)
+
+
 def check_zigzag() -> None:
     x = torch.arange(2 * 12 * 3.0, requires_grad=True)
     whole = x.view(2, 12, 3)

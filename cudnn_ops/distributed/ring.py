@@ -234,6 +234,23 @@ class _Geometry(NamedTuple):
     softcap: float
     deterministic: bool | None
 
+    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """What the operator of each part would refuse, before anything is under way."""
+        try:
+            with ring_steps.computing_parts():
+                _ops._sdpa_check.default(
+                    q,
+                    k,
+                    v,
+                    is_causal=self.is_causal,
+                    scale=self.scale,
+                    enable_gqa=True,
+                    window_size=self.window_size,
+                    softcap=self.softcap,
+                )
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise type(error)(str(error).replace("cudnn_ops.sdpa:", f"{OP}:", 1)) from None
+
     def call(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, what: str
     ) -> ring_steps.Call:
@@ -263,11 +280,16 @@ class _Geometry(NamedTuple):
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor]:
-    call = _Geometry(*others).call(q, k, v, cu_seqlens, "the forward")
+    geometry = _Geometry(*others)
+    geometry.check(q, k, v)
+    call = geometry.call(q, k, v, cu_seqlens, "the forward")
     return ring_steps.forward(call, q, k, v, sinks)
 
 
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _forward_fake(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None, *others: Any
+) -> tuple[Tensor, Tensor]:
+    _Geometry(*others).check(q, k, v)
     out = ring_steps.dense((*q.shape[:3], v.shape[3]), q)
     return out, q.new_empty(q.shape[:3], dtype=lse_dtype(q.dtype))
 
@@ -312,13 +334,13 @@ def _backward_fake(
     *_: Any,
 ) -> list[Tensor]:
     query, key, of_sinks = wanted
-    nothing = q.new_empty(0)
-    return [
-        ring_steps.dense_like(q) if query else nothing,
-        ring_steps.dense_like(k) if key else q.new_empty(0),
-        ring_steps.dense_like(v) if key else q.new_empty(0),
-        torch.empty_like(sinks) if of_sinks and sinks is not None else q.new_empty(0),
+    grads = [
+        ring_steps.dense_like(tensor) if wants else q.new_empty(0)
+        for tensor, wants in ((q, query), (k, key), (v, key))
     ]
+    if sinks is None or not of_sinks:
+        return [*grads, q.new_empty(0)]
+    return [*grads, torch.empty_like(sinks)]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -26,9 +26,8 @@ from cudnn_ops.ops.sdpa import lse_dtype
 
 _ops = torch.ops.cudnn_ops
 
-#: Numbers of the query in one call of the backward. Its workspace is several times that (the
-#: gradient of the query in float32, those of key and value for each query head), and is all that
-#: does not shrink with the number of steps.
+#: Numbers of the query in one call of the backward, whose workspace grows with them: it has the
+#: gradient of the query in float32, and those of key and value for each query head.
 _BACKWARD_NUMBERS = 2**26
 
 _KEYS, _SUMS = range(2)  # kinds of messages
@@ -116,6 +115,18 @@ def _offsets(block: Block, device: torch.device) -> tuple[Tensor, Tensor, int, i
     return starts, starts, longest, longest
 
 
+@contextmanager
+def _ended(*passing: _Keys | _Sums) -> Iterator[None]:
+    """Where an exception leaves a step, what is under way ends before its memory goes."""
+    try:
+        yield
+    except Exception:
+        for one in passing:
+            with suppress(RuntimeError):  # of a rank that does not answer: the first one is told
+                one.arrive()
+        raise
+
+
 class _Keys:
     """Keys and values on their way: those held in this step, while those of the next arrive."""
 
@@ -197,10 +208,11 @@ def forward(
     keys, output = _Keys(call, key, value), _Output(query, value)
     for step in range(call.ranks):
         keys.pass_on(step)
-        if keys.held:
-            held = keys.heads_first()
-            for block in call.plan.blocks(call.rank, call.neighbour(-step)):
-                output.add(block, *_attend(call, block, query, *held))
+        with _ended(keys):
+            if keys.held:
+                held = keys.heads_first()
+                for block in call.plan.blocks(call.rank, call.neighbour(-step)):
+                    output.add(block, *_attend(call, block, query, *held))
         keys.arrive()
     return output.result(sinks)
 
@@ -257,7 +269,7 @@ class _Sums:
         """Waits for the sums of the keys held in this step, adds to them, and hands them over."""
         call = self._call
         source = call.neighbour(-step)
-        self._arrive()
+        self.arrive()
         if step == 0:
             self._held = [tensor.zero_() for tensor in self._empty()]
         for part in parts:
@@ -280,13 +292,13 @@ class _Sums:
             receives.append(Message(self._home, call.neighbour(step), _SUMS))
         self._transfer = start_transfer(call.op, call.group, sends, receives)
 
-    def _arrive(self) -> None:
+    def arrive(self) -> None:
         if self._transfer is not None:
             self._transfer.wait()
         self._held, self._arriving, self._transfer = self._arriving, [], None
 
     def result(self) -> tuple[Tensor, Tensor]:
-        self._arrive()
+        self.arrive()
         key, value = (
             dense_like(like).copy_(home.transpose(1, 2))
             for like, home in zip(self._like, self._home, strict=True)
@@ -310,12 +322,13 @@ def backward(
     for step in range(call.ranks):
         keys.pass_on(step)
         parts: list[Part] = []
-        if keys.held:
-            key, value = keys.heads_first()
-            held = saved._replace(key=key, value=value)
-            for block in call.plan.blocks(call.rank, call.neighbour(-step)):
-                for part in _gradients(call, block, held, grad_query):
-                    parts += [part] if wants_key else []
+        with _ended(keys, sums):
+            if keys.held:
+                key, value = keys.heads_first()
+                held = saved._replace(key=key, value=value)
+                for block in call.plan.blocks(call.rank, call.neighbour(-step)):
+                    for part in _gradients(call, block, held, grad_query):
+                        parts += [part] if wants_key else []
         if wants_key:
             sums.add_and_pass_on(step, parts)
         keys.arrive()
