@@ -64,9 +64,11 @@ bool is_sentence(const std::string& reason) {
 
 int rank_of(const Verdict& verdict) {
   if (!is_refusal_status(verdict.status)) return 5;
-  // From engines for other graphs, of which there always are some.
+  // From engines for other graphs, of which there always are some. The last one is of those that
+  // have no configuration for the graph, since cuDNN 9.28 at the latest.
   if (contains(verdict.reason, "graph was not given") ||
-      contains(verdict.reason, "does not support this graph pattern")) {
+      contains(verdict.reason, "does not support this graph pattern") ||
+      contains(verdict.reason, "knob must be set")) {
     return 0;
   }
   const bool is_sentence = graph::is_sentence(verdict.reason);
