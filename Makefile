@@ -46,12 +46,13 @@ format: $(VENV)/ready
 build: $(VENV)/ready
 	$(PYTHON) setup.py --quiet build_ext --inplace
 
-# For every Python and the torch of this environment. Torch's libraries are torch's.
+# For every Python and the torch of this environment, which keeps its libraries to itself.
+TORCH_LIBRARIES := libc10.so libc10_cuda.so libtorch.so libtorch_cpu.so libtorch_cuda.so
 wheel: $(VENV)/ready
 	rm -rf build/wheel
 	$(PYTHON) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
-	$(PYTHON) -m auditwheel repair --plat manylinux_2_28_$$(uname -m) --only-plat --exclude 'libtorch*.so' \
-		--exclude 'libc10*.so' --wheel-dir dist build/wheel/*.whl
+	$(PYTHON) -m auditwheel repair --plat manylinux_2_28_$$(uname -m) --only-plat \
+		$(TORCH_LIBRARIES:%=--exclude %) --wheel-dir dist build/wheel/*.whl
 
 sdist: $(VENV)/ready
 	$(PYTHON) -c 'from setuptools.build_meta import build_sdist; build_sdist("dist")'
