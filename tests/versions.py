@@ -4,7 +4,7 @@
 
 Each torch gets an environment and a copy of the sources in ``build/versions``; an environment that
 is there already is used again. What runs needs no GPU: CPU kernels, opcheck, and real plans of that
-cuDNN for described GPUs. Prints the table of ``docs/versions.md``.
+cuDNN for described GPUs. Prints a table, as it stands in ``docs/install.md``.
 """
 
 from __future__ import annotations
