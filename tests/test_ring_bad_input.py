@@ -49,6 +49,15 @@ def test_a_mesh_of_one_equals_the_operator(attend, mesh):
 
 
 @BOTH
+def test_a_sharded_tensor_is_refused(attend, mesh):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    sharded = distribute_tensor(Q, mesh, [Shard(2)])
+    with pytest.raises(TypeError, match=r"k must be this rank's part, and is a DTensor; pass k\."):
+        attend(Q, sharded, Q, mesh)
+
+
+@BOTH
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

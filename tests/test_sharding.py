@@ -249,6 +249,8 @@ def test_every_operator_with_kernels_has_a_rule():
     names = {str(op) for op in known}
     kernels = torch._C._dispatch_get_registrations_for_dispatch_key("CPU")
     ours = [name.replace("::", ".") for name in kernels if name.startswith("cudnn_ops::")]
+    # Their arguments are each rank's own part: a sharded tensor is refused.
+    ours = [name for name in ours if not name.startswith("cudnn_ops._ring_attention")]
     assert len(ours) > 10
     assert [name for name in ours if f"{name}.default" not in names] == []
 

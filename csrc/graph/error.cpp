@@ -65,7 +65,7 @@ bool is_sentence(const std::string& reason) {
 int rank_of(const Verdict& verdict) {
   if (!is_refusal_status(verdict.status)) return 5;
   // From engines for other graphs, of which there always are some. The last one is of those that
-  // have no configuration for the graph, since cuDNN 9.28 at the latest.
+  // have no configuration for the graph (cuDNN 9.28 tells of them).
   if (contains(verdict.reason, "graph was not given") ||
       contains(verdict.reason, "does not support this graph pattern") ||
       contains(verdict.reason, "knob must be set")) {

@@ -129,6 +129,10 @@ def batched(
     if cu_seqlens is not None:
         dims, what = 3, "[tokens, heads, head size], for cu_seqlens is given"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if hasattr(tensor, "to_local"):  # its class takes long to import
+            raise TypeError(
+                f"{op}: {name} must be this rank's part, and is a DTensor; pass {name}.to_local()"
+            )
         if tensor.dim() != dims:
             raise ValueError(f"{op}: {name} must be {what}; got shape {list(tensor.shape)}")
     if cu_seqlens is None:
