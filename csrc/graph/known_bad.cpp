@@ -11,7 +11,7 @@
 namespace cudnn_ops::graph {
 namespace {
 
-std::mutex mutex;
+std::mutex rules_mutex;
 
 // `name` is a fact's, or "fact % number".
 std::optional<int64_t> find(const Facts& facts, const std::string& name) {
@@ -61,14 +61,14 @@ std::vector<KnownBad>& rules() {
 
 void set_known_bad(std::vector<KnownBad> all) {
   all = checked(std::move(all));
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::lock_guard<std::mutex> lock(rules_mutex);
   rules() = std::move(all);
 }
 
 std::string known_bad(const PlanKey& key, int64_t sm_version, int64_t cudnn_version) {
   const auto& kind = kind_of(key);
   const Facts facts = kind.facts(key);
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::lock_guard<std::mutex> lock(rules_mutex);
   for (const auto& rule : rules()) {
     if (rule.plan != kind.name || !is_within(cudnn_version, rule.cudnn) ||
         !is_within(sm_version, rule.sm)) {

@@ -2,6 +2,7 @@
 // alike but for what SdpaFamily (dense/sdpa_autograd.cpp) and VarlenFamily
 // (packed/varlen_autograd.cpp) say:
 //
+//   kName                      the operator's, in the library
 //   Args, Backward, Gradients  the structs of the operator and of its backward, and its results
 //   Saved                      what the Node keeps: at least `args`, `out` and `lse`
 //   kInputs                    how many inputs have a gradient, the last of them the sinks
@@ -18,6 +19,9 @@
 #include "ops/autograd_node.h"
 
 #include <ATen/autocast_mode.h>
+#include <torch/library.h>
+
+#include <string>
 
 namespace cudnn_ops {
 
@@ -155,6 +159,21 @@ auto attention_autocast(const Args& given) {
     *tensor = at::autocast::cached_cast(dtype, *tensor, device);
   }
   return op().call(args);
+}
+
+template <class Family>
+void register_autograd(torch::Library& m) {
+  m.impl(Family::kName, kernel<attention_autograd<Family>>);
+  m.impl((std::string(Family::kName) + "_with_lse").c_str(),
+         kernel<attention_with_lse_autograd<Family>>);
+}
+
+template <class Family, c10::DeviceType device>
+void register_autocast(torch::Library& m) {
+  using Args = typename Family::Args;
+  m.impl(Family::kName, kernel<attention_autocast<device, Family::op, Args>>);
+  m.impl((std::string(Family::kName) + "_with_lse").c_str(),
+         kernel<attention_autocast<device, Family::with_lse_op, Args>>);
 }
 
 }  // namespace cudnn_ops

@@ -8,7 +8,7 @@
 namespace cudnn_ops {
 namespace {
 
-constexpr char kBackward[] = "ConvBackward";
+constexpr char kConvBackward[] = "ConvBackward";
 
 const Operator<ConvGradients, ConvMaskedBackward>& conv_backward_op() {
   static const Operator<ConvGradients, ConvMaskedBackward> op("cudnn_ops::_conv_backward");
@@ -28,7 +28,7 @@ variable_list conv_gradients(const variable_list& grads, const Wanted<4>& wanted
   return result;
 }
 
-using ConvBackwardNode = BackwardNode<kBackward, conv_gradients>;
+using ConvBackwardNode = BackwardNode<kConvBackward, conv_gradients>;
 
 ConvResults conv_autograd(c10::DispatchKeySet keys, const ConvForward& args) {
   const Conv& conv = args.conv;

@@ -10,7 +10,7 @@
 namespace cudnn_ops {
 namespace {
 
-constexpr char kBackward[] = "GatedBackward";
+constexpr char kGatedBackward[] = "GatedBackward";
 
 const char* name_of(const Gated& args) {
   return args.activation == static_cast<int64_t>(GatedActivation::kSilu) ? "cudnn_ops.swiglu"
@@ -32,7 +32,7 @@ variable_list gated_gradients(const variable_list& grads, const Wanted<2>& wante
   return only_wanted(wanted, gated_backward_op().call({grads[0], saved}));
 }
 
-using GatedBackwardNode = BackwardNode<kBackward, gated_gradients>;
+using GatedBackwardNode = BackwardNode<kGatedBackward, gated_gradients>;
 
 at::Tensor gated_autograd(c10::DispatchKeySet keys, const Gated& args) {
   refuse_forward_mode(name_of(args), args);

@@ -8,7 +8,7 @@
 namespace cudnn_ops {
 namespace {
 
-constexpr char kBackward[] = "NormBackward";
+constexpr char kNormBackward[] = "NormBackward";
 
 const Operator<NormGradients, NormBackward>& norm_backward_op() {
   static const Operator<NormGradients, NormBackward> op("cudnn_ops::_norm_backward");
@@ -46,7 +46,7 @@ variable_list norm_gradients(const variable_list& grads, const Wanted<4>& wanted
   return result;
 }
 
-using NormBackwardNode = BackwardNode<kBackward, norm_gradients>;
+using NormBackwardNode = BackwardNode<kNormBackward, norm_gradients>;
 
 NormResults norm_autograd(c10::DispatchKeySet keys, const NormForward& args) {
   const auto& norm = args.norm;

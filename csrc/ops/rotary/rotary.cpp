@@ -12,7 +12,7 @@ namespace cudnn_ops {
 namespace {
 
 constexpr const char* kOp = "cudnn_ops.rotary_embedding";
-constexpr char kBackward[] = "RotaryBackward";
+constexpr char kRotaryBackward[] = "RotaryBackward";
 
 const Operator<at::Tensor, Rotary>& rotary_op() {
   static const Operator<at::Tensor, Rotary> op("cudnn_ops::_rotary");
@@ -31,7 +31,7 @@ variable_list rotary_gradients(const variable_list& grads, const Wanted<1>& /*wa
   return {rotary_op().call({grads[0], saved.cos, saved.sin, !saved.is_backward})};
 }
 
-using RotaryBackwardNode = BackwardNode<kBackward, rotary_gradients>;
+using RotaryBackwardNode = BackwardNode<kRotaryBackward, rotary_gradients>;
 
 at::Tensor rotary_autograd(c10::DispatchKeySet keys, const Rotary& args) {
   refuse_forward_mode(kOp, args);

@@ -19,6 +19,7 @@ struct SdpaFamily {
     CUDNN_OPS_FIELDS(args, out, lse)
   };
 
+  static constexpr char kName[] = "sdpa";
   static constexpr char kNode[] = "SdpaBackward";
   static constexpr char kOp[] = "cudnn_ops.sdpa";
   static constexpr size_t kInputs = 5;
@@ -52,26 +53,19 @@ Gradients sdpa_backward_autograd(c10::DispatchKeySet keys, const SdpaBackward& g
                             kNoSecondDerivative);
 }
 
-template <c10::DeviceType device>
-void register_autocast(torch::Library& m) {
-  m.impl("sdpa", kernel<attention_autocast<device, sdpa_op, Sdpa>>);
-  m.impl("sdpa_with_lse", kernel<attention_autocast<device, sdpa_with_lse_op, Sdpa>>);
-}
-
 }  // namespace
 }  // namespace cudnn_ops
 
 TORCH_LIBRARY_IMPL(cudnn_ops, Autograd, m) {
   using namespace cudnn_ops;
-  m.impl("sdpa", kernel<attention_autograd<SdpaFamily>>);
-  m.impl("sdpa_with_lse", kernel<attention_with_lse_autograd<SdpaFamily>>);
+  register_autograd<SdpaFamily>(m);
   m.impl("_sdpa_backward", kernel<sdpa_backward_autograd>);
 }
 
 TORCH_LIBRARY_IMPL(cudnn_ops, AutocastCUDA, m) {
-  cudnn_ops::register_autocast<at::kCUDA>(m);
+  cudnn_ops::register_autocast<cudnn_ops::SdpaFamily, at::kCUDA>(m);
 }
 
 TORCH_LIBRARY_IMPL(cudnn_ops, AutocastCPU, m) {
-  cudnn_ops::register_autocast<at::kCPU>(m);
+  cudnn_ops::register_autocast<cudnn_ops::SdpaFamily, at::kCPU>(m);
 }

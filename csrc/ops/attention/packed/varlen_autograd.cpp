@@ -31,6 +31,7 @@ struct VarlenFamily {
     }
   };
 
+  static constexpr char kName[] = "varlen_attention";
   static constexpr char kNode[] = "VarlenBackward";
   static constexpr char kOp[] = "cudnn_ops.varlen_attention";
   static constexpr size_t kInputs = 4;
@@ -63,27 +64,19 @@ VarlenGradients varlen_backward_autograd(c10::DispatchKeySet keys, const VarlenB
                             "has no second derivative of attention");
 }
 
-template <c10::DeviceType device>
-void register_autocast(torch::Library& m) {
-  m.impl("varlen_attention", kernel<attention_autocast<device, varlen_op, Varlen>>);
-  m.impl("varlen_attention_with_lse",
-         kernel<attention_autocast<device, varlen_with_lse_op, Varlen>>);
-}
-
 }  // namespace
 }  // namespace cudnn_ops
 
 TORCH_LIBRARY_IMPL(cudnn_ops, Autograd, m) {
   using namespace cudnn_ops;
-  m.impl("varlen_attention", kernel<attention_autograd<VarlenFamily>>);
-  m.impl("varlen_attention_with_lse", kernel<attention_with_lse_autograd<VarlenFamily>>);
+  register_autograd<VarlenFamily>(m);
   m.impl("_varlen_backward", kernel<varlen_backward_autograd>);
 }
 
 TORCH_LIBRARY_IMPL(cudnn_ops, AutocastCUDA, m) {
-  cudnn_ops::register_autocast<at::kCUDA>(m);
+  cudnn_ops::register_autocast<cudnn_ops::VarlenFamily, at::kCUDA>(m);
 }
 
 TORCH_LIBRARY_IMPL(cudnn_ops, AutocastCPU, m) {
-  cudnn_ops::register_autocast<at::kCPU>(m);
+  cudnn_ops::register_autocast<cudnn_ops::VarlenFamily, at::kCPU>(m);
 }
