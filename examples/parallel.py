@@ -1,11 +1,15 @@
 """Spreads the Llama of `llama.py` over a mesh of processes, by what PyTorch has for that.
 
 Tensor parallelism splits heads and the feed-forward network's width; between them the residual
-stream and its norms are split by tokens. Data parallelism splits the batch, and stores a part of
-every weight in each process.
+stream and its norms are split by tokens. Context parallelism splits the sequence, over which only
+attention looks beyond a process's own tokens. Data parallelism splits the batch, and stores a part
+of every weight in each process.
 """
 
+from functools import partial
+
 import torch
+from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -69,6 +73,28 @@ def shard_tensors(model: Llama, mesh: DeviceMesh) -> None:
                 "feed_forward.down": reduced,
             },
         )
+
+
+def split_sequence(model: Llama, mesh: DeviceMesh) -> None:
+    """Context parallelism over a mesh of one dimension, in place.
+
+    Each process then computes with its own tokens of every window (`own_part`), and attends to all
+    by the ring.
+    """
+    from cudnn_ops.distributed import ring_attention  # on demand, as in llama.py
+
+    attend = partial(ring_attention, mesh=mesh, order="zigzag")
+    for block in model.blocks:
+        block.attention.operators = block.attention.operators._replace(attention=attend)
+    rotary = model.blocks[0].attention.rotary  # one for all layers
+    rotary.cos, rotary.sin = (own_part(angles, mesh, 0) for angles in (rotary.cos, rotary.sin))
+
+
+def own_part(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    """What a process has of a dimension that goes along the sequence, after `split_sequence`."""
+    from cudnn_ops.distributed import zigzag_shard
+
+    return zigzag_shard(tensor, mesh, dim=dim)
 
 
 def checkpoint_blocks(model: Llama) -> None:

@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 4 -m examples.train_llama_distributed --tp 2 --fsdp --compile
 
-Processes form a mesh: `--tp` of them share each layer's heads and widths, and as many such groups
-as there are train on parts of the batch. Each step is that of one process with the whole batch. The
+Processes form a mesh: `--tp` of them share each layer's heads and widths, `--cp` such groups share
+each sequence, and as many of these as there are train on parts of the batch. Each step is that of
+one process with the whole batch. The
 checkpoint is written by torch.distributed.checkpoint, and another mesh can read it (`--resume`).
 What belongs here: the mesh, the training loop, checkpoints and the command line; how the model is
 spread is in `parallel.py`.
@@ -31,7 +32,14 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from examples.llama import Llama, Operators
-from examples.parallel import checkpoint_blocks, compile_blocks, shard_data, shard_tensors
+from examples.parallel import (
+    checkpoint_blocks,
+    compile_blocks,
+    own_part,
+    shard_data,
+    shard_tensors,
+    split_sequence,
+)
 from examples.train_llama import (
     RECIPES,
     Recipe,
@@ -42,7 +50,7 @@ from examples.train_llama import (
 )
 
 WARM_UP_STEPS = 20
-DATA, TENSOR = "data", "tensor"  # the mesh's dimensions
+DATA, CONTEXT, TENSOR = "data", "context", "tensor"  # the mesh's dimensions
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,7 @@ class Config:
     operators: str = "cudnn_ops"
     out: Path = Path("distributed_output")
     tp: int = 1
+    cp: int = 1
     fsdp: bool = False
     compile: bool = False
     recompute: bool = False
@@ -91,10 +100,14 @@ class Trainer:
 
     def __init__(self, config: Config, recipe: Recipe, mesh: DeviceMesh) -> None:
         torch.manual_seed(config.seed)
-        self.mesh, self.data = mesh, mesh[DATA]
+        self.mesh, self.data, self.context = mesh, mesh[DATA], mesh[CONTEXT]
+        # Those that have other tokens: gradients are summed over them.
+        self.others = mesh[DATA, CONTEXT]._flatten("others")
         self.model = Llama(recipe.model, Operators.named(config.operators)).to(mesh.device_type)
         if config.tp > 1:
             shard_tensors(self.model, mesh[TENSOR])
+        if config.cp > 1:
+            split_sequence(self.model, self.context)
         if config.recompute:
             checkpoint_blocks(self.model)
         if config.compile:
@@ -102,9 +115,10 @@ class Trainer:
         self.forward: Callable[[Tensor], Tensor] = self.model
         if config.fsdp:
             bf16 = torch.bfloat16 if mesh.device_type == "cuda" else None
-            shard_data(self.model, self.data, bf16)
-        elif self.data.size() > 1:
-            self.forward = DistributedDataParallel(self.model, process_group=self.data.get_group())
+            shard_data(self.model, self.others, bf16)
+        elif self.others.size() > 1:
+            group = self.others.get_group()
+            self.forward = DistributedDataParallel(self.model, process_group=group)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), recipe.learning_rate, (0.9, 0.95), weight_decay=0.1
         )
@@ -115,9 +129,12 @@ class Trainer:
     def step(self, windows: Tensor) -> Tensor:
         """One update on all processes' token windows [B, S + 1]; returns the loss of its own."""
         own = windows.chunk(self.data.size())[self.data.get_local_rank()]
+        tokens, following = own[:, :-1], own[:, 1:]
+        if self.context.size() > 1:
+            tokens, following = (own_part(t, self.context, 1) for t in (tokens, following))
         self.optimizer.zero_grad()
-        logits = self.forward(own[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), own[:, 1:].flatten())
+        logits = self.forward(tokens)
+        loss = F.cross_entropy(logits.flatten(0, 1), following.flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -125,10 +142,10 @@ class Trainer:
         return loss.detach()
 
     def over_all(self, loss: Tensor) -> float:
-        """The mean of a loss over the parts of the batch."""
+        """The mean of a loss over the parts of the batch and of its sequences."""
         total = loss.clone()
-        distributed.all_reduce(total, group=self.data.get_group())
-        return total.item() / self.data.size()
+        distributed.all_reduce(total, group=self.others.get_group())
+        return total.item() / self.others.size()
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds, under the model's own names and whatever the mesh."""
@@ -183,11 +200,18 @@ def check_mesh(config: Config, recipe: Recipe, processes: int) -> int:
     Raises:
         ValueError: the processes do not form such a mesh, or the batch has no such parts.
     """
-    if processes % config.tp != 0:
-        raise ValueError(f"--tp {config.tp} does not divide the {processes} processes")
-    groups = processes // config.tp
-    if config.tp > 1 and groups > 1 and not config.fsdp:
+    if processes % (config.tp * config.cp) != 0:
+        shares = f"--tp {config.tp}" if config.cp == 1 else f"--tp {config.tp} --cp {config.cp}"
+        raise ValueError(f"{shares} does not divide the {processes} processes")
+    groups = processes // (config.tp * config.cp)
+    if config.tp > 1 and groups * config.cp > 1 and not config.fsdp:
         raise ValueError(f"--tp {config.tp} of {processes} processes needs --fsdp for the others")
+    if config.cp > 1 and config.operators != "cudnn_ops":
+        raise ValueError(f"--cp needs --operators cudnn_ops, got {config.operators}")
+    if recipe.model.sequence % (2 * config.cp) != 0:
+        raise ValueError(
+            f"--cp {config.cp} cannot share sequences of {recipe.model.sequence} tokens evenly"
+        )
     if recipe.batch % groups != 0:
         raise ValueError(f"{groups} groups cannot share a batch of {recipe.batch} evenly")
     return groups
@@ -203,7 +227,8 @@ def train(config: Config) -> Summary:
     try:
         groups = check_mesh(config, recipe, distributed.get_world_size())
         config.out.mkdir(parents=True, exist_ok=True)
-        mesh = init_device_mesh(kind, (groups, config.tp), mesh_dim_names=(DATA, TENSOR))
+        sizes = {DATA: groups, CONTEXT: config.cp, TENSOR: config.tp}
+        mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         trainer = Trainer(config, recipe, mesh)
         parameters = sum(weight.numel() for weight in trainer.model.parameters())
         steps = recipe.steps if config.steps is None else config.steps
@@ -212,7 +237,7 @@ def train(config: Config) -> Summary:
         summary = Summary(
             device=torch.cuda.get_device_name() if kind == "cuda" else kind,
             operators=config.operators,
-            mesh={DATA: groups, TENSOR: config.tp},
+            mesh=sizes,
             fsdp=config.fsdp,
             compiled=config.compile,
             parameters=parameters,
@@ -256,6 +281,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
     parser.add_argument("--operators", choices=("cudnn_ops", "torch"), default="cudnn_ops")
     parser.add_argument("--out", type=Path, default=Config.out, help="folder for results")
     parser.add_argument("--tp", type=int, default=1, help="processes that share each layer")
+    parser.add_argument("--cp", type=int, default=1, help="processes that share each sequence")
     parser.add_argument("--fsdp", action="store_true", help="share the weights among the others")
     parser.add_argument("--compile", action="store_true", help="compile the layers")
     parser.add_argument("--recompute", action="store_true", help="keep no activations of layers")
@@ -264,7 +290,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
     parser.add_argument("--seed", type=int, default=Config.seed)
     config = Config(**vars(parser.parse_args(argv)))
     check_seed(parser, config.seed)
-    for name in ("steps", "tp", "save_every"):
+    for name in ("steps", "tp", "cp", "save_every"):
         number = getattr(config, name)
         if number is not None and number < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")

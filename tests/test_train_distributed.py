@@ -36,9 +36,17 @@ def test_another_mesh_continues(tmp_path):
     assert resumed == pytest.approx(losses[2:], rel=1e-4)
 
 
+def test_processes_that_share_a_sequence_take_the_same_steps(tmp_path):
+    losses = losses_of("--cp", "2", "--steps", "2", out=tmp_path / "context")
+    whole = losses_of("--tp", "2", "--steps", "2", out=tmp_path / "tensor")
+    assert losses == pytest.approx(whole, rel=1e-4)
+
+
 def test_bad_arguments_end_with_a_line(tmp_path):
     result = run("--device", "cpu", "--tp", "2", "--out", str(tmp_path), processes=1)
     assert "error: --tp 2 does not divide the 1 processes" in result.stderr
+    result = run("--device", "cpu", "--cp", "2", "--operators", "torch", "--out", str(tmp_path))
+    assert "error: --cp needs --operators cudnn_ops, got torch" in result.stderr
     alone = subprocess.run(
         [sys.executable, "-m", "examples.train_llama_distributed"],
         cwd=ROOT,
