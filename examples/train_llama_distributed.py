@@ -117,8 +117,10 @@ class Trainer:
             bf16 = torch.bfloat16 if mesh.device_type == "cuda" else None
             shard_data(self.model, self.others, bf16)
         elif self.others.size() > 1:
-            group = self.others.get_group()
-            self.forward = DistributedDataParallel(self.model, process_group=group)
+            # Buffers are the angles of a process's own positions.
+            self.forward = DistributedDataParallel(
+                self.model, process_group=self.others.get_group(), broadcast_buffers=False
+            )
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), recipe.learning_rate, (0.9, 0.95), weight_decay=0.1
         )
