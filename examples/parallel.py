@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from examples.llama import Llama
+from examples.llama import Llama, Rotary, SelfAttention
 
 
 def shard_tensors(model: Llama, mesh: DeviceMesh) -> None:
@@ -84,10 +84,12 @@ def split_sequence(model: Llama, mesh: DeviceMesh) -> None:
     from cudnn_ops.distributed import ring_attention  # on demand, as in llama.py
 
     attend = partial(ring_attention, mesh=mesh, order="zigzag")
-    for block in model.blocks:
-        block.attention.operators = block.attention.operators._replace(attention=attend)
-    rotary = model.blocks[0].attention.rotary  # one for all layers
-    rotary.cos, rotary.sin = (own_part(angles, mesh, 0) for angles in (rotary.cos, rotary.sin))
+    for module in model.modules():
+        if isinstance(module, SelfAttention):
+            module.operators = module.operators._replace(attention=attend)
+        elif isinstance(module, Rotary):  # one for all layers
+            module.register_buffer("cos", own_part(module.cos, mesh, 0), persistent=False)
+            module.register_buffer("sin", own_part(module.sin, mesh, 0), persistent=False)
 
 
 def own_part(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
