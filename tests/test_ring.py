@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.cases import ring, sdpa
-from tests.cases.ranks import run_on_ranks
 from tests.cases.ring import Split
 from tests.cases.sdpa_features import Features
 from tests.cases.varlen import Packed
+from tests.distributed.processes import run_in_processes
 
 RING, ALL_TO_ALL = "ring_attention_with_lse", "all_to_all_attention_with_lse"
 
@@ -136,7 +136,7 @@ Calls = list[tuple[int, str, list[Split]]]
 
 def check_all(calls: Calls, ranks: int, backend: str) -> None:
     """Starts the processes once for all calls: most of the time goes into importing torch."""
-    results = run_on_ranks(ring.run_parts, ranks, *calls, backend=backend)
+    results = run_in_processes(ring.run_parts, ranks, *calls, backend=backend)
     wrong = []
     for place, (size, name, splits) in enumerate(calls):
         for index, split in enumerate(splits):

@@ -28,7 +28,7 @@ from cudnn_ops.distributed import (
     zigzag_shard,
     zigzag_unshard,
 )
-from tests.cases.ranks import device_type, run_on_ranks
+from tests.distributed.processes import device, run_in_processes
 
 Attend = Callable[..., Tensor]
 
@@ -43,7 +43,7 @@ def inputs(
     """This rank's query, key and value of a sequence; other ones on each rank."""
     generator = torch.Generator().manual_seed(distributed.get_rank())
     return [
-        torch.randn(2, some, length, 16, generator=generator).to(device_type(), dtype)
+        torch.randn(2, some, length, 16, generator=generator).to(device().type, dtype)
         for some in heads
     ]
 
@@ -64,7 +64,7 @@ def gradients(function: Callable[..., Any], tensors: list[Tensor]) -> list[Tenso
 
 def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
     """To the bit; on a GPU another plan may run, and cuDNN's sums have no fixed order."""
-    allowed = 0 if device_type() == "cpu" else 2e-2
+    allowed = 0 if device().type == "cpu" else 2e-2
     for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=allowed, atol=allowed)
 
@@ -91,7 +91,7 @@ def check_compile_with_dynamic_lengths() -> None:
 
 
 def check_compile_over_a_mesh() -> None:
-    mesh = init_device_mesh(device_type(), (1, 2), mesh_dim_names=("dp", "cp"))
+    mesh = init_device_mesh(device().type, (1, 2), mesh_dim_names=("dp", "cp"))
 
     def both(q, k, v):
         named = ring_attention(q, k, v, mesh, mesh_dim="cp", enable_gqa=True)
@@ -109,9 +109,9 @@ def check_compile_over_a_mesh() -> None:
 
 def check_opcheck() -> None:
     options = (world().group_name, "zigzag", True, None, (-1, -1), False, 0.0, None)
-    tensors = leaves(dtype=torch.float32 if device_type() == "cpu" else torch.bfloat16)
+    tensors = leaves(dtype=torch.float32 if device().type == "cpu" else torch.bfloat16)
     sinks = torch.randn(4, generator=torch.Generator().manual_seed(0))
-    sinks = sinks.to(device_type()).requires_grad_()
+    sinks = sinks.to(device().type).requires_grad_()
     torch.library.opcheck(
         torch.ops.cudnn_ops._ring_attention.default, (*tensors, sinks, None, *options)
     )
@@ -230,7 +230,7 @@ def check_a_backward_in_groups_of_heads() -> None:
 
 
 def check_sinks_alone() -> None:
-    sinks = torch.zeros(4, device=device_type(), requires_grad=True)
+    sinks = torch.zeros(4, device=device().type, requires_grad=True)
     whole = leaves()
     out = causal(ring_attention)(*whole, sinks=sinks)
     (expected, *_) = torch.autograd.grad(out.float().sum(), [sinks, *whole])
@@ -243,7 +243,7 @@ def check_sinks_alone() -> None:
 def check_autocast() -> None:
     tensors = inputs(dtype=torch.float32)
     for attend in (ring_attention, all_to_all_attention):
-        with torch.autocast(device_type(), dtype=torch.bfloat16):
+        with torch.autocast(device().type, dtype=torch.bfloat16):
             out = causal(attend)(*tensors)
         expected = causal(attend)(*(tensor.bfloat16() for tensor in tensors))
         assert_equal([out], [expected])
@@ -404,10 +404,10 @@ def run(names: list[str]) -> None:
 
 
 def test_on_cpus():
-    run_on_ranks(run, 2, [check.__name__ for check in CHECKS])
+    run_in_processes(run, 2, [check.__name__ for check in CHECKS])
 
 
 @pytest.mark.gpu
 def test_on_gpus():
     names = [check.__name__ for check in CHECKS if check not in ON_CPUS_ALONE]
-    run_on_ranks(run, 2, names, backend="nccl")
+    run_in_processes(run, 2, names, backend="nccl")

@@ -11,9 +11,9 @@ from torch import Tensor, distributed
 
 import cudnn_ops.distributed as ours
 from tests.cases import sdpa_features, varlen
-from tests.cases.ranks import device_type
 from tests.cases.sdpa_features import Features, Results
 from tests.cases.varlen import Packed
+from tests.distributed.processes import device
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def run_part(
     split: Split, function: Callable[..., tuple[Tensor, Tensor]], group: distributed.ProcessGroup
 ) -> list[Tensor]:
     """This rank's results and gradients, in the order of ``Results``; the sinks' last."""
-    problem = make(split, device_type())
+    problem = make(split, device().type)
     dim = 0 if problem.packed is not None else 2
 
     def mine(tensor: Tensor, dim: int) -> Tensor:

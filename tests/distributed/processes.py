@@ -22,9 +22,11 @@ TIMEOUT = timedelta(seconds=180)
 
 
 def run_in_processes(
-    function: Callable[..., None], size: int, *args: Any, backend: str = "gloo"
-) -> None:
-    """Calls ``function(*args)`` in ``size`` processes and raises what the first failure raised.
+    function: Callable[..., Any], size: int, *args: Any, backend: str = "gloo"
+) -> list[Any]:
+    """What ``function(*args)`` returns in each of ``size`` processes, its tensors on the CPU.
+
+    Raises what the first failure raised.
 
     Args:
         function: of a module, for it is found by its name in the processes.
@@ -35,15 +37,19 @@ def run_in_processes(
     if backend == "nccl" and torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs, and there are {torch.cuda.device_count()}")
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_start, (size, Path(folder) / "rendezvous", backend, function, args), nprocs=size)
+        spawn(_start, (size, Path(folder), backend, function, args), nprocs=size)
+        return [
+            torch.load(Path(folder) / str(rank), map_location="cpu", weights_only=False)
+            for rank in range(size)
+        ]
 
 
 def _start(
     rank: int,
     size: int,
-    rendezvous: Path,
+    folder: Path,
     backend: str,
-    function: Callable[..., None],
+    function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
@@ -51,13 +57,13 @@ def _start(
         torch.cuda.set_device(rank)
     distributed.init_process_group(
         backend,
-        init_method=f"file://{rendezvous}",
+        init_method=f"file://{folder / 'rendezvous'}",
         rank=rank,
         world_size=size,
         timeout=TIMEOUT,
     )
     try:
-        function(*args)
+        torch.save(function(*args), folder / str(rank))
     finally:
         distributed.destroy_process_group()
 
