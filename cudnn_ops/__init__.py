@@ -8,6 +8,7 @@ from importlib import import_module as _import_module
 from cudnn_ops import _library as _library  # first: it registers the operators
 from cudnn_ops import support
 from cudnn_ops._library import cmake_prefix_path
+from cudnn_ops.compiler.report import Candidate, CompileReport, compile_report
 from cudnn_ops.ops import _vmap_attention as _vmap_attention
 from cudnn_ops.ops import _vmap_conv as _vmap_conv
 from cudnn_ops.ops import _vmap_rows as _vmap_rows
@@ -60,6 +61,10 @@ __version__ = "0.1.0"
 
 _when_imported("torch.utils.flop_counter", lambda _: _import_module("cudnn_ops.ops.flops"))
 _when_imported(
+    "torch._dynamo.backends.registry",
+    lambda module: _import_module("cudnn_ops.compiler.backend").register(module),
+)
+_when_imported(
     "torch.distributed.tensor", lambda _: _import_module("cudnn_ops.distributed.sharding")
 )
 _when_imported(
@@ -71,6 +76,8 @@ __all__ = [
     "BundleReport",
     "CacheInfo",
     "CacheUsage",
+    "Candidate",
+    "CompileReport",
     "KVSequence",
     "KnownBad",
     "NormTiming",
@@ -88,6 +95,7 @@ __all__ = [
     "cache_info",
     "checkpoint_ops",
     "cmake_prefix_path",
+    "compile_report",
     "conv1d",
     "conv2d",
     "conv3d",

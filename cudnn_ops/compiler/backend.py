@@ -1,0 +1,75 @@
+"""``torch.compile(model, backend="cudnn_ops")``: inductor, and our operators where they win.
+
+Dynamo hands over a graph of torch's functions. Patterns swap parts of it for our operators, whose
+derivatives are autograd's as any other's, and inductor compiles what comes out.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from torch import fx
+
+from cudnn_ops.compiler.report import compile_report
+
+
+def cudnn_ops(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """The backend: ``torch.compile(model, backend="cudnn_ops", mode=..., options=...)``.
+
+    Args:
+        module: the captured graph.
+        example_inputs: its inputs, without memory.
+        mode: inductor's, as in ``torch.compile``: ``"default"``, ``"reduce-overhead"``,
+            ``"max-autotune"`` or ``"max-autotune-no-cudagraphs"``.
+        options: a dict of
+
+            - ``"mode"``: the same, for callers that pass options alone;
+            - ``"swap"``: names of patterns, which are then swapped wherever they match, without
+              measuring, on a CPU too, and no others are. Without it, every pattern is swapped where
+              ours was measured to be faster on this GPU;
+            - ``"dry_run"``: True reports what was found, and swaps nothing;
+            - ``"inductor"``: a dict of inductor's options.
+
+    Returns:
+        what inductor compiles the graph to.
+
+    Raises:
+        ValueError: an option, a mode or a pattern that does not exist.
+        TypeError: an option of another type.
+    """
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    # Here, or importing Dynamo would import all patterns.
+    from cudnn_ops.compiler.choice import Chooser
+    from cudnn_ops.compiler.options import settings_of
+    from cudnn_ops.compiler.patterns import PATTERNS
+    from cudnn_ops.compiler.rewrite import rewrite
+
+    settings = settings_of(mode, options)
+    report = compile_report()
+    report.graphs += 1
+    stock = fx.GraphModule(module, copy.deepcopy(module.graph))
+    patches = dict(list_mode_options(settings.mode)) | dict(settings.inductor)
+    swapped = rewrite(module, PATTERNS, Chooser(settings, report), report)
+    try:
+        return compile_fx(module, list(example_inputs), config_patches=patches)  # type: ignore[return-value]
+    except Exception as error:
+        if not swapped:
+            raise
+        report.undo(swapped, error)
+        return compile_fx(stock, list(example_inputs), config_patches=patches)  # type: ignore[return-value]
+
+
+def register(registry: ModuleType) -> None:
+    """Makes Dynamo know the backend by its name; an installed package has an entry point too."""
+    registry.register_backend(compiler_fn=cudnn_ops, name="cudnn_ops")

@@ -1,0 +1,216 @@
+"""Whether a match is swapped: what was asked for, or what was measured on this GPU.
+
+Both candidates, inductor's code for the stock subgraph and for the replacement, run on tensors of
+the shapes, dtypes and strides that the graph has, forward and, where gradients are needed,
+backward. The answer is kept beside the stored plans, so that it is measured once for each GPU and
+version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from cudnn_ops import _C
+from cudnn_ops.compiler.nodes import value_of
+from cudnn_ops.compiler.options import Settings
+from cudnn_ops.compiler.pattern import Found, Pattern
+from cudnn_ops.compiler.report import Candidate, CompileReport
+from cudnn_ops.plans import timing
+from cudnn_ops.plans.cache import store_info
+
+#: Ours must take less than this share of inductor's time: it also ends fusions around it.
+WORTHWHILE = 0.97
+_ROUNDS = 10
+_FILE = "compile_choices.json"
+
+Clock = Callable[[dict[str, Callable[[], object]]], dict[str, float]]
+
+
+class Chooser:
+    """Decides for the graphs of one compilation; remembers what it has measured."""
+
+    def __init__(
+        self, settings: Settings, report: CompileReport, clock: Clock | None = None
+    ) -> None:
+        self.settings, self.report = settings, report
+        self._clock = clock or functools.partial(timing.gpu_ms, rounds=_ROUNDS)
+        self._measures_anywhere = clock is not None
+
+    def __call__(self, pattern: Pattern, found: Found, candidate: Candidate) -> bool:
+        """Whether to swap; the candidate gets the reason and the times."""
+        settings = self.settings
+        if settings.swap is not None:
+            if pattern.name not in settings.swap:
+                candidate.reason = "not among options['swap']"
+                return False
+            candidate.reason = "dry run" if settings.dry_run else "asked for by options['swap']"
+            return not settings.dry_run
+        if reason := self._unmeasurable(found):
+            candidate.reason = reason
+            return False
+        key = key_of(pattern, found)
+        times = _known(key)
+        if times is None:
+            if settings.dry_run:
+                candidate.reason = "dry run: not measured yet"
+                return False
+            times = self._measure(found)
+            _remember(key, times)
+        candidate.ours_ms, candidate.stock_ms = times
+        is_faster = times[0] < WORTHWHILE * times[1]
+        candidate.reason = "" if is_faster else "not faster here"
+        if settings.dry_run:
+            candidate.reason = "dry run" + (f": {candidate.reason}" if candidate.reason else "")
+        return is_faster and not settings.dry_run
+
+    def _unmeasurable(self, found: Found) -> str:
+        values = [value_of(node) for node in found.inputs]
+        tensors = [value for value in values if value is not None]
+        devices = {value.device.type for value in tensors}
+        if devices != {"cuda"} and not self._measures_anywhere:
+            return "its tensors are not on a GPU"
+        if devices == {"cuda"} and torch.cuda.get_device_capability(tensors[0].device) < (8, 0):
+            return "the GPU has a compute capability below 8.0"
+        if any(not isinstance(size, int) for value in tensors for size in value.shape):
+            return "a size is dynamic, and times differ from size to size"
+        return ""
+
+    def _measure(self, found: Found) -> tuple[float, float]:
+        stock, ours = module_of(found), replacement_of(found)
+        with _outside_of_compilation():
+            inputs = [_random_like(value_of(node)) for node in found.inputs]
+            steps = {
+                name: _step(_compile(module, inputs), inputs)
+                for name, module in (("ours", ours), ("stock", stock))
+            }
+            times = self._clock(steps)
+        return times["ours"], times["stock"]
+
+
+def module_of(found: Found) -> fx.GraphModule:
+    """The nodes of a match as a graph of its own, from its inputs to its outputs."""
+    graph = fx.Graph()
+    values = {node: graph.placeholder(node.name) for node in found.inputs}
+    place = {node: i for i, node in enumerate(found.nodes[0].graph.nodes)}
+    for node in sorted(found.nodes, key=place.__getitem__):
+        values[node] = graph.node_copy(node, values.__getitem__)
+    graph.output(tuple(values[node] for node in found.outputs))
+    return fx.GraphModule({}, graph)
+
+
+def replacement_of(found: Found) -> fx.GraphModule:
+    """Likewise what replaces them."""
+    graph = fx.Graph()
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    proxies = [fx.Proxy(graph.placeholder(node.name), tracer) for node in found.inputs]
+    graph.output(tuple(result.node for result in found.built(*proxies)))
+    return fx.GraphModule({}, graph)
+
+
+def key_of(pattern: Pattern, found: Found) -> str:
+    """What the times depend on: the computation, its tensors, the GPU and the versions."""
+    values = [value_of(node) for node in found.inputs]
+    tensors = [
+        (str(v.dtype), tuple(v.shape), v.stride(), v.requires_grad) if v is not None else None
+        for v in values
+    ]
+    device = next((v.device for v in values if v is not None), torch.device("cpu"))
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    computations = module_of(found).code, replacement_of(found).code
+    facts = (
+        *(pattern.name, computations, tensors, torch.is_grad_enabled(), where),
+        *(torch.__version__, _C.cudnn_version(), _C.versions()["graphs"]),
+    )
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _compile(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(module, list(inputs))  # type: ignore[return-value]
+
+
+def _step(function: Callable[..., Any], inputs: Sequence[Any]) -> Callable[[], object]:
+    """One call, and its gradients where there are any."""
+    leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    outputs = [x for x in function(*inputs) if x.requires_grad]
+    if not leaves or not outputs:
+        return lambda: function(*inputs)
+    grads = [torch.randn_like(x) for x in outputs]
+
+    def step() -> object:
+        results = [x for x in function(*inputs) if x.requires_grad]
+        return torch.autograd.grad(results, leaves, grads, allow_unused=True)
+
+    return step
+
+
+def _random_like(value: Tensor | None) -> Any:
+    if value is None:
+        return None
+    if value.is_floating_point():
+        result = torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=value.device
+        ).normal_()
+    else:
+        result = torch.ones(value.shape, dtype=value.dtype, device=value.device)
+    return result.requires_grad_(value.requires_grad and torch.is_grad_enabled())
+
+
+@contextlib.contextmanager
+def _outside_of_compilation() -> Iterator[None]:
+    """Real tensors, and a compilation that has nothing to do with the one under way."""
+    from torch._guards import tracing
+
+    with tracing(None), _disable_current_modes(), torch.random.fork_rng():
+        yield
+
+
+def _path() -> Path | None:
+    info = store_info()
+    return Path(info.folder) / _FILE if info.folder and not info.refusal else None
+
+
+def _known(key: str) -> tuple[float, float] | None:
+    path = _path()
+    try:
+        found = json.loads(path.read_text()).get(key) if path is not None else _in_memory.get(key)
+        return None if found is None else (float(found[0]), float(found[1]))
+    except (OSError, ValueError, TypeError, AttributeError, IndexError):
+        return _in_memory.get(key)
+
+
+#: Where there is no store.
+_in_memory: dict[str, tuple[float, float]] = {}
+
+
+def _remember(key: str, times: tuple[float, float]) -> None:
+    _in_memory[key] = times
+    path = _path()
+    if path is None:
+        return
+    try:
+        try:
+            known = json.loads(path.read_text())
+        except (OSError, ValueError):
+            known = {}
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Other processes read a whole file, the old one or the new one.
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=_FILE)
+        with os.fdopen(handle, "w") as file:
+            json.dump({**known, key: times}, file)
+        os.replace(name, path)
+    except OSError:
+        return  # as the store of plans: what cannot be kept is measured again

@@ -1,0 +1,214 @@
+"""Attention masks that a graph computes of nothing but sizes, recognized by computing them.
+
+A causal mask, a window, or a mask that hides nothing needs no tensor: cuDNN skips what they hide.
+Models write them in dozens of ways, most of which come down to comparing ``arange``s. So the part
+of the graph that gives a mask is run, and its values are looked at: what holds for them holds for
+every call of the graph, as its sizes do.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from cudnn_ops.compiler.nodes import call_of, value_of
+
+#: Numbers of a mask up to which it is computed.
+_MOST_NUMBERS = 1 << 28
+_DEVICE = re.compile(r"(cuda|cpu)(:\d+)?")
+_RANDOM = re.compile(r"rand|dropout|bernoulli|empty|normal_|uniform_|exponential|multinomial")
+#: A number this low hides what it is added to.
+_HIDDEN = -1e30
+
+
+class Visible(NamedTuple):
+    """What of the keys a query sees, as arguments of the operator.
+
+    Attributes:
+        is_causal: as of ``scaled_dot_product_attention``, like the next two.
+        window_size: see there.
+        bottom_right: see there.
+        rest: a node whose mask hides further keys, or adds something; None where nothing does.
+    """
+
+    is_causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    bottom_right: bool = False
+    rest: fx.Node | None = None
+
+
+def visible_of(
+    mask: fx.Node, length: int, length_kv: int, *, is_hidden: bool = False
+) -> Visible | None:
+    """What a mask hides, as far as that is known without calling the graph.
+
+    Args:
+        mask: bool or added to the scores; broadcasts to [..., length, length_kv].
+        length: the number of queries.
+        length_kv: the number of keys.
+        is_hidden: whether True hides a key, as in ``masked_fill``.
+
+    Returns:
+        None where the mask is no more than a tensor.
+    """
+    known: Tensor | None = None
+    rest: list[fx.Node] = []
+    for part in [mask] if is_hidden else _conjuncts(mask):
+        value = computed(part)
+        if value is None:
+            rest.append(part)
+        else:
+            value = _as_bool(value)
+            if value is None:
+                return None
+            value = ~value if is_hidden else value
+            known = value if known is None else known & value
+    if known is None or len(rest) > 1:
+        return None
+    numbers = torch.broadcast_shapes(known.shape[-2:], (length, length_kv))
+    if numbers != (length, length_kv):
+        return None
+    found = _classify(known.expand(*known.shape[:-2], length, length_kv))
+    return None if found is None else found._replace(rest=rest[0] if rest else None)
+
+
+def _conjuncts(mask: fx.Node) -> list[fx.Node]:
+    """The masks, all of which have to be true; the mask itself where it is no such thing."""
+    value = value_of(mask)
+    call = call_of(mask)
+    if call is None or value is None or value.dtype != torch.bool:
+        return [mask]
+    if call.name == "expand" and isinstance(call["input"], fx.Node):
+        source = value_of(call["input"])
+        if source is not None and source.dim() == value.dim():
+            return _conjuncts(call["input"])
+    if call.name == "and" and all(isinstance(call[side], fx.Node) for side in ("input", "other")):
+        return [*_conjuncts(call["input"]), *_conjuncts(call["other"])]
+    return [mask]
+
+
+def computed(node: fx.Node) -> Tensor | None:
+    """The tensor that a node gives in every call, on the CPU; None where it reads an input."""
+    value = value_of(node)
+    if value is None or any(not isinstance(size, int) for size in value.shape):
+        return None
+    if value.numel() > _MOST_NUMBERS or not (needed := _needed(node)):
+        return None
+    results: dict[fx.Node, Any] = {}
+    try:
+        with torch._subclasses.fake_tensor.unset_fake_temporarily(), torch.no_grad():
+            for one in needed:
+                args, kwargs = (
+                    map_arg(_on_cpu(given), results.__getitem__) for given in (one.args, one.kwargs)
+                )
+                if one.op == "call_method":
+                    results[one] = getattr(args[0], str(one.target))(*args[1:], **kwargs)
+                else:
+                    assert callable(one.target)
+                    results[one] = one.target(*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError):
+        return None  # what does not run alone is not known
+    result = results[node]
+    return result if isinstance(result, Tensor) and result.shape == value.shape else None
+
+
+def _needed(node: fx.Node) -> list[fx.Node]:
+    """All that a node is computed of, in the graph's order; empty where it reads an input."""
+    found: set[fx.Node] = set()
+    open_ = [node]
+    while open_:
+        one = open_.pop()
+        if one in found:
+            continue
+        name = one.target if isinstance(one.target, str) else getattr(one.target, "__name__", "")
+        is_call = one.op in ("call_function", "call_method")
+        if not is_call or _RANDOM.search(name) or (name.endswith("_") and name[-2:] != "__"):
+            return []
+        found.add(one)
+        open_ += one.all_input_nodes
+    return [one for one in node.graph.nodes if one in found]
+
+
+def _on_cpu(argument: Any) -> Any:
+    """Arguments with the CPU in place of every device."""
+    if isinstance(argument, (tuple, list)):
+        return type(argument)(_on_cpu(one) for one in argument)
+    if isinstance(argument, dict):
+        return {key: _on_cpu(one) for key, one in argument.items()}
+    if isinstance(argument, torch.device):
+        return torch.device("cpu")
+    if isinstance(argument, str) and _DEVICE.fullmatch(argument):
+        return "cpu"
+    return argument
+
+
+def _as_bool(mask: Tensor) -> Tensor | None:
+    """True where a key is seen; None where the mask does more than hide."""
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        return None
+    seen = mask == 0
+    return seen if bool((seen | (mask < _lowest(mask.dtype))).all()) else None
+
+
+def _lowest(dtype: torch.dtype) -> float:
+    """Below this, a number that is added to a score leaves nothing of its weight."""
+    return max(_HIDDEN, torch.finfo(dtype).min / 2)
+
+
+def _classify(mask: Tensor) -> Visible | None:
+    """What all matrices [length, length_kv] of a bool mask are; None where they are nothing known.
+
+    Every query must see a key: of a row without one, torch and ours give different results.
+    """
+    length, length_kv = mask.shape[-2:]
+    if mask.numel() == 0:
+        return None
+    first = mask.reshape(-1, length, length_kv)[0]
+    if not bool((mask == first).all()):
+        return None
+    if bool(first.all()):
+        return Visible()
+    columns = torch.arange(length_kv)
+    rows = torch.arange(length)
+    count = first.sum(-1)
+    low = torch.where(first, columns, length_kv).amin(-1)
+    high = torch.where(first, columns, -1).amax(-1)
+    if bool((count == 0).any()) or not bool((count == high - low + 1).all()):
+        return None
+    right = _bound(high - rows, high == length_kv - 1)
+    left = _bound(rows - low, low == 0)
+    if right is None or left is None:
+        return None
+    # Rows and columns that begin at the same token, or that end at it.
+    for bottom_right, shift in ((False, 0), (True, length_kv - length)):
+        before, after = (
+            -1 if reach == _UNBOUNDED else reach + offset
+            for reach, offset in ((left, shift), (right, -shift))
+        )
+        if right == _UNBOUNDED and before >= 0:
+            return Visible(window_size=(before, -1), bottom_right=bottom_right)
+        if after == 0 and (left == _UNBOUNDED or before >= 0):
+            return Visible(True, (before, -1), bottom_right)
+        if after > 0 and (left == _UNBOUNDED or before >= 0):
+            return Visible(False, (before, after), bottom_right)
+    return None
+
+
+_UNBOUNDED = -(1 << 62)
+
+
+def _bound(reach: Tensor, is_end: Tensor) -> int | None:
+    """How far every row reaches that does not reach the end; None where that differs."""
+    short = reach[~is_end]
+    if short.numel() == 0:
+        return _UNBOUNDED
+    bound = int(short[0])
+    # A row that reaches the end must not have been able to go further.
+    same = bool((short == bound).all()) and bool((reach[is_end] <= bound).all())
+    return bound if same else None

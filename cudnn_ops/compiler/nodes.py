@@ -1,0 +1,360 @@
+"""What the nodes of a captured graph compute, whatever they were spelled as.
+
+Dynamo keeps the user's spelling: ``x * y``, ``torch.mul(x, y)`` and ``x.mul(y)`` are three kinds of
+nodes. :func:`call_of` gives all of them one name and the same arguments.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+_nn = torch._C._nn
+
+
+@dataclass(frozen=True)
+class Call:
+    """One computation: its name in :data:`OPERATIONS`, and every argument of it by name."""
+
+    name: str
+    arguments: dict[str, Any]
+    in_place: bool = False
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+
+class Operation(NamedTuple):
+    """The arguments of a computation with their defaults, and what it is spelled as."""
+
+    parameters: dict[str, Any]
+    spellings: tuple[object, ...]
+
+
+_REQUIRED: Any = object()
+
+
+def _operation(parameters: str, *spellings: object, **defaults: Any) -> Operation:
+    names = {name: defaults.pop(name, _REQUIRED) for name in parameters.split()}
+    assert not defaults, defaults
+    return Operation(names, spellings)
+
+
+#: Names, where they begin with a dot, are those of methods.
+OPERATIONS: dict[str, Operation] = {
+    "add": _operation(
+        "input other alpha", operator.add, torch.add, ".add", ".__add__", ".__radd__", alpha=1
+    ),
+    "sub": _operation("input other alpha", operator.sub, torch.sub, ".sub", ".__sub__", alpha=1),
+    "rsub": _operation("input other alpha", torch.rsub, ".__rsub__", alpha=1),
+    "mul": _operation("input other", operator.mul, torch.mul, ".mul", ".__mul__", ".__rmul__"),
+    "div": _operation(
+        "input other rounding_mode",
+        *(operator.truediv, torch.div, torch.true_divide, ".div", ".true_divide", ".__truediv__"),
+        rounding_mode=None,
+    ),
+    "pow": _operation("input exponent", operator.pow, torch.pow, ".pow", ".__pow__"),
+    "square": _operation("input", torch.square, ".square"),
+    "sqrt": _operation("input", torch.sqrt, ".sqrt"),
+    "rsqrt": _operation("input", torch.rsqrt, ".rsqrt"),
+    "reciprocal": _operation("input", torch.reciprocal, ".reciprocal"),
+    "neg": _operation("input", operator.neg, torch.neg, ".neg", ".__neg__"),
+    "mean": _operation(
+        "input dim keepdim dtype", torch.mean, ".mean", dim=None, keepdim=False, dtype=None
+    ),
+    "var": _operation(
+        "input dim unbiased keepdim correction",
+        *(torch.var, ".var"),
+        dim=None,
+        unbiased=None,
+        keepdim=False,
+        correction=None,
+    ),
+    "sigmoid": _operation("input", torch.sigmoid, F.sigmoid, ".sigmoid"),
+    "tanh": _operation("input", torch.tanh, F.tanh, ".tanh"),
+    "erf": _operation("input", torch.erf, torch.special.erf, ".erf"),
+    "relu": _operation("input inplace", F.relu, torch.relu, ".relu", inplace=False),
+    "relu6": _operation("input inplace", F.relu6, inplace=False),
+    "silu": _operation("input inplace", F.silu, _nn.silu, inplace=False),
+    "hardswish": _operation("input inplace", F.hardswish, _nn.hardswish, inplace=False),
+    "leaky_relu": _operation(
+        "input negative_slope inplace",
+        *(F.leaky_relu, _nn.leaky_relu),
+        negative_slope=0.01,
+        inplace=False,
+    ),
+    "gelu": _operation("input approximate", F.gelu, _nn.gelu, approximate="none"),
+    "softmax": _operation(
+        "input dim _stacklevel dtype",
+        *(F.softmax, torch.softmax, torch.special.softmax, ".softmax"),
+        dim=None,
+        _stacklevel=3,
+        dtype=None,
+    ),
+    "dropout": _operation(
+        "input p training inplace", F.dropout, torch.dropout, p=0.5, training=True, inplace=False
+    ),
+    "masked_fill": _operation("input mask value", torch.masked_fill, ".masked_fill"),
+    "where": _operation("condition input other", torch.where),
+    "matmul": _operation(
+        "input other",
+        *(operator.matmul, torch.matmul, torch.bmm, ".matmul", ".bmm", ".__matmul__"),
+    ),
+    "baddbmm": _operation(
+        "input batch1 batch2 beta alpha", torch.baddbmm, ".baddbmm", beta=1, alpha=1
+    ),
+    "linear": _operation("input weight bias", F.linear, _nn.linear, bias=None),
+    "layer_norm": _operation(
+        "input normalized_shape weight bias eps",
+        *(F.layer_norm, torch.layer_norm),
+        weight=None,
+        bias=None,
+        eps=1e-5,
+    ),
+    "rms_norm": _operation(
+        "input normalized_shape weight eps", F.rms_norm, torch.rms_norm, weight=None, eps=None
+    ),
+    "batch_norm": _operation(
+        "input running_mean running_var weight bias training momentum eps",
+        F.batch_norm,
+        weight=None,
+        bias=None,
+        training=False,
+        momentum=0.1,
+        eps=1e-5,
+    ),
+    **{
+        f"conv{dims}d": _operation(
+            "input weight bias stride padding dilation groups",
+            *(getattr(F, f"conv{dims}d"), getattr(torch, f"conv{dims}d")),
+            bias=None,
+            stride=1,
+            padding=0,
+            dilation=1,
+            groups=1,
+        )
+        for dims in (1, 2, 3)
+    },
+    "scaled_dot_product_attention": _operation(
+        "query key value attn_mask dropout_p is_causal scale enable_gqa",
+        F.scaled_dot_product_attention,
+        attn_mask=None,
+        dropout_p=0.0,
+        is_causal=False,
+        scale=None,
+        enable_gqa=False,
+    ),
+    "transpose": _operation(
+        "input dim0 dim1", torch.transpose, torch.swapaxes, ".transpose", ".swapaxes"
+    ),
+    "unsqueeze": _operation("input dim", torch.unsqueeze, ".unsqueeze"),
+    "getitem": _operation("input index", operator.getitem, ".__getitem__"),
+    "cat": _operation("tensors dim", torch.cat, torch.concat, dim=0),
+    "stack": _operation("tensors dim", torch.stack, dim=0),
+    "chunk": _operation("input chunks dim", torch.chunk, ".chunk", dim=0),
+    "split": _operation("input size dim", torch.split, ".split", dim=0),
+    "repeat_interleave": _operation(
+        "input repeats dim", torch.repeat_interleave, ".repeat_interleave", dim=None
+    ),
+    "flatten": _operation(
+        "input start_dim end_dim", torch.flatten, ".flatten", start_dim=0, end_dim=-1
+    ),
+    "contiguous": _operation(
+        "input memory_format", ".contiguous", memory_format=torch.contiguous_format
+    ),
+    "and": _operation(
+        "input other",
+        *(operator.and_, torch.logical_and, torch.bitwise_and, ".logical_and", ".__and__"),
+    ),
+}
+#: Calls that end in any number of sizes: ``x.view(2, 3)`` and ``x.view([2, 3])``.
+_WITH_SIZES = {
+    **dict.fromkeys((".view", ".reshape", torch.reshape), "reshape"),
+    **dict.fromkeys((".expand", torch.broadcast_to, ".broadcast_to"), "expand"),
+    **dict.fromkeys((".permute", torch.permute), "permute"),
+}
+_RENAMED = {"self": "input", "axis": "dim", "keepdims": "keepdim", "axis0": "dim0", "axis1": "dim1"}
+_OTHER_NAMES = {"mul": {"value": "other"}, "split": {"split_size_or_sections": "size"}}
+#: What writes to its first argument, and is otherwise the computation of that name.
+_IN_PLACE = {
+    operator.iadd: "add",
+    operator.isub: "sub",
+    operator.imul: "mul",
+    operator.itruediv: "div",
+    operator.iand: "and",
+    F.relu_: "relu",
+    torch.relu_: "relu",
+}
+_CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
+_CASTS["double"] = torch.float64
+
+
+def _by_spelling() -> dict[object, str]:
+    found: dict[object, str] = {}
+    for name, operation in OPERATIONS.items():
+        for spelling in operation.spellings:
+            found.setdefault(spelling, name)
+    return found
+
+
+_NAMES = _by_spelling()
+
+
+def call_of(node: fx.Node) -> Call | None:
+    """What it computes; None where that is none of :data:`OPERATIONS`.
+
+    Of further names are ``cast`` (``input`` and ``dtype``), and ``reshape``, ``expand`` and
+    ``permute`` (``input`` and ``sizes``).
+    """
+    spelling: Any = node.target
+    if node.op == "call_method":
+        spelling = f".{node.target}"
+    elif node.op != "call_function":
+        return None
+    if spelling in _WITH_SIZES:
+        return _call_with_sizes(_WITH_SIZES[spelling], node)
+    if (cast := _cast_of(node)) is not None:
+        return cast
+    in_place = spelling in _IN_PLACE
+    name = _IN_PLACE.get(spelling) or _NAMES.get(spelling)
+    if name is None and isinstance(spelling, str) and spelling.endswith("_"):
+        name = _NAMES.get(spelling[:-1])  # x.mul_(y)
+        in_place = name is not None
+    if name is None:
+        return None
+    arguments = _bind(name, node)
+    if arguments is None:
+        return None
+    return Call(name, arguments, in_place or arguments.pop("inplace", False))
+
+
+def _bind(name: str, node: fx.Node) -> dict[str, Any] | None:
+    parameters = OPERATIONS[name].parameters
+    if len(node.args) > len(parameters):
+        return None
+    found = dict(zip(parameters, node.args, strict=False))
+    for key, value in node.kwargs.items():
+        key = _OTHER_NAMES.get(name, {}).get(key, _RENAMED.get(key, key))
+        if key not in parameters or key in found:
+            return None
+        found[key] = value
+    for key, default in parameters.items():
+        if key not in found:
+            if default is _REQUIRED:
+                return None
+            found[key] = default
+    return found
+
+
+def _call_with_sizes(name: str, node: fx.Node) -> Call | None:
+    first, *sizes = node.args or (None,)
+    if first is None or node.kwargs:
+        return None
+    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
+        sizes = list(sizes[0])
+    # view(dtype) is another function.
+    if any(isinstance(size, torch.dtype) for size in sizes):
+        return None
+    return Call(name, {"input": first, "sizes": tuple(sizes)})
+
+
+def _cast_of(node: fx.Node) -> Call | None:
+    """A change of dtype and nothing else, or of nothing; None for a move to another device."""
+    if node.op != "call_method" or not isinstance(node.target, str):
+        return None
+    value, source = value_of(node), value_of(node.args[0]) if node.args else None
+    if value is None or source is None:
+        return None
+    if node.target not in (*_CASTS, "to", "type", "type_as") or value.device != source.device:
+        return None
+    if node.kwargs.keys() & {"memory_format"}:
+        return None
+    return Call("cast", {"input": node.args[0], "dtype": value.dtype})
+
+
+def value_of(node: Any) -> Tensor | None:
+    """The tensor without memory that stands for a node's result; None where it is no tensor."""
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+#: Whose results may share memory with their argument.
+_VIEWS = {
+    *("reshape", "expand", "permute", "transpose", "unsqueeze", "getitem", "chunk", "split"),
+    *("flatten", "contiguous", "cast", "dropout"),
+}
+
+
+def is_fresh(node: Any) -> bool:
+    """Whether its result is memory that no other node has."""
+    call = call_of(node) if isinstance(node, fx.Node) else None
+    return call is not None and call.name not in _VIEWS and not call.in_place
+
+
+def mutated(graph: fx.Graph) -> set[fx.Node]:
+    """Every node whose memory some node writes to, with those that may share that memory.
+
+    A result that nothing but the writer reads is not among them: that is a computation like any
+    other, in memory of its own.
+    """
+    shares: dict[fx.Node, set[fx.Node]] = {}
+    written: list[fx.Node] = []
+    for node in graph.nodes:
+        call = call_of(node)
+        for other in node.all_input_nodes:
+            known = call is not None and call.name not in _VIEWS and not call.in_place
+            if not known:
+                shares.setdefault(node, set()).add(other)
+                shares.setdefault(other, set()).add(node)
+        written += _targets(node, call)
+    found: set[fx.Node] = set()
+    while written:
+        node = written.pop()
+        if node not in found:
+            found.add(node)
+            written += shares.get(node, ())
+    return found
+
+
+def _targets(node: fx.Node, call: Call | None) -> list[fx.Node]:
+    """What a node writes to."""
+    if node.op not in ("call_function", "call_method"):
+        return []
+    out = node.kwargs.get("out")
+    if isinstance(out, fx.Node):
+        return [out]
+    if call is not None and not call.in_place:
+        return []
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    writes = call is not None or node.target is operator.setitem or node.kwargs.get("inplace")
+    # In torch, names that end with an underscore are of what writes to its first argument.
+    writes = writes or (name.endswith("_") and not name.endswith("__"))
+    first = node.args[0] if node.args else None
+    if not writes or not isinstance(first, fx.Node):
+        return []
+    is_own = call is not None and is_fresh(first) and list(first.users) == [node]
+    return [] if is_own else [first]
+
+
+#: Functions that change how the nodes behind them compute: gradients, autocast.
+_MODES: tuple[Callable[..., Any], ...] = (
+    torch._C._set_grad_enabled,
+    torch.amp.autocast_mode._enter_autocast,
+    torch.amp.autocast_mode._exit_autocast,
+    torch.autograd.grad_mode._enter_inference_mode,
+    torch.autograd.grad_mode._exit_inference_mode,
+)
+
+
+def changes_mode(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in _MODES

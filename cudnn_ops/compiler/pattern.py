@@ -1,0 +1,89 @@
+"""What a pattern is: it finds a part of a graph, and says what computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+
+from cudnn_ops.compiler.nodes import value_of
+
+
+@dataclass(frozen=True)
+class Found:
+    """A part of a graph, and its replacement.
+
+    Attributes:
+        nodes: what is replaced. But for the outputs, nothing else may use them.
+        outputs: the nodes among them whose results the replacement computes.
+        inputs: the nodes that the replacement reads.
+        build: the replacement, a function of the inputs' tensors: one tensor, or as many as there
+            are outputs.
+    """
+
+    nodes: Sequence[fx.Node]
+    outputs: Sequence[fx.Node]
+    inputs: Sequence[fx.Node]
+    build: Callable[..., Any]
+
+    def built(self, *inputs: Any) -> tuple[Any, ...]:
+        """The replacement's results for these inputs, which are tensors or stand for them."""
+        results = self.build(*inputs)
+        if len(self.outputs) == 1:
+            return (results,)
+        # An operator that is traced gives one thing for all of its results.
+        return tuple(results[i] for i in range(len(self.outputs)))
+
+
+class Refusal(Exception):
+    """Raised by a pattern where it found what it looks for and cannot replace it; says why."""
+
+
+class Pattern:
+    """Something that models compute, in its spellings, and our operator for it.
+
+    A pattern sees one graph, of torch's functions with autograd and autocast still to come: what it
+    puts in is differentiated as any function is.
+    """
+
+    name: str
+    """For options and reports."""
+    ends_in: frozenset[str]
+    """The names (:mod:`cudnn_ops.compiler.nodes`) of what can be the last node of a match."""
+
+    def find(self, node: fx.Node) -> Iterator[Found]:
+        """The matches whose last node is ``node``, the largest first.
+
+        Raises:
+            Refusal: there is one, and our operator does not support it.
+        """
+        raise NotImplementedError
+
+
+def shape_of(node: fx.Node) -> tuple[Any, ...]:
+    """The sizes of a node's result."""
+    value = value_of(node)
+    return () if value is None else tuple(value.shape)
+
+
+def is_last_dim(dim: Any, node: fx.Node) -> bool:
+    """Whether an argument is the last dimension of what the node reads."""
+    if isinstance(dim, (list, tuple)):
+        if len(dim) != 1:
+            return False
+        (dim,) = dim
+    source = value_of(node.args[0]) if node.args else None
+    return source is not None and dim in (-1, source.dim() - 1)
+
+
+def is_tensor(node: Any) -> bool:
+    return value_of(node) is not None
+
+
+def tensor(node: fx.Node) -> Tensor:
+    """The tensor without memory that stands for a node's result."""
+    value = value_of(node)
+    assert value is not None, node
+    return value

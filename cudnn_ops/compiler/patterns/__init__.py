@@ -1,0 +1,23 @@
+"""The patterns, in the order in which they are looked for; a file each."""
+
+from __future__ import annotations
+
+from cudnn_ops.compiler.pattern import Pattern
+from cudnn_ops.compiler.patterns.attention import Attention
+from cudnn_ops.compiler.patterns.attention_by_matmul import AttentionByMatmul
+from cudnn_ops.compiler.patterns.convolution import Convolution
+from cudnn_ops.compiler.patterns.gated import Gated
+from cudnn_ops.compiler.patterns.layer_norm import LayerNorm
+from cudnn_ops.compiler.patterns.rms_norm import RmsNorm
+from cudnn_ops.compiler.patterns.rotary import Rotary
+
+PATTERNS: tuple[Pattern, ...] = (
+    AttentionByMatmul(),
+    Attention(),
+    # Before RMS norm, which it is of numbers whose mean is 0.
+    LayerNorm(),
+    RmsNorm(),
+    Rotary(),
+    Gated(),
+    Convolution(),
+)

@@ -1,0 +1,116 @@
+"""``F.scaled_dot_product_attention``: masks become numbers, and heads are not repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from cudnn_ops.compiler.masks import Visible, visible_of
+from cudnn_ops.compiler.match import Bound, OneOf, Op, Var, first_match
+from cudnn_ops.compiler.nodes import call_of, value_of
+from cudnn_ops.compiler.pattern import Found, Pattern, Refusal, shape_of
+
+_ALL = slice(None, None, None)
+
+
+def _is_group_index(index: Any, _: Any) -> bool:
+    """``x[:, :, None]``, with more dimensions or not."""
+    return (
+        isinstance(index, tuple)
+        and index[:3] == (_ALL, _ALL, None)
+        and all(part in (_ALL, ...) for part in index[3:])
+    )
+
+
+def _anything(*_: Any) -> bool:
+    return True
+
+
+def _is_heads(dim: Any, _: Any) -> bool:
+    return dim in (1, -3)
+
+
+#: Each head of the keys or values, as often as there are queries' heads for it.
+_REPEATED = OneOf(
+    Op(
+        "reshape",
+        Op(
+            "expand",
+            OneOf(Op("getitem", Var("heads"), _is_group_index), Op("unsqueeze", Var("heads"), 2)),
+            _anything,
+        ),
+        _anything,
+    ),
+    Op("repeat_interleave", Var("heads"), _anything, _is_heads),
+)
+
+
+class Attention(Pattern):
+    """Calls of torch's function."""
+
+    name = "attention"
+    ends_in = frozenset({"scaled_dot_product_attention"})
+
+    def find(self, node: fx.Node) -> Iterator[Found]:
+        call = call_of(node)
+        assert call is not None
+        query, key, value, mask = (call[name] for name in ("query", "key", "value", "attn_mask"))
+        check_dtype(query)
+        nodes, heads = [node], []
+        for repeated in (key, value):
+            bound = unrepeated(repeated)
+            heads.append(repeated if bound is None else bound["heads"])
+            nodes += [] if bound is None else bound.nodes
+        if shape_of(heads[0])[:-1] != shape_of(heads[1])[:-1]:
+            nodes, heads = [node], [key, value]
+        visible = Visible(is_causal=bool(call["is_causal"]), rest=mask)
+        if mask is not None and not call["is_causal"]:
+            length, length_kv = shape_of(query)[-2], shape_of(key)[-2]
+            visible = visible_of(mask, length, length_kv) or visible
+        scale, dropout_p = call["scale"], call["dropout_p"]
+        is_grouped = call["enable_gqa"] or heads[0] is not key
+        has_rest = visible.rest is not None
+        # The mask is read by the stock nodes, whether the replacement needs it or not.
+        tensors = [query, *heads, *([mask] if mask is not None else [])]
+        if has_rest and visible.rest is not mask:
+            tensors.append(visible.rest)
+
+        def build(query: Any, key: Any, value: Any, *masks: Any) -> Any:
+            return torch.ops.cudnn_ops.sdpa.default(
+                query,
+                key,
+                value,
+                masks[-1] if has_rest else None,
+                dropout_p,
+                visible.is_causal,
+                scale=scale,
+                enable_gqa=is_grouped,
+                window_size=visible.window_size,
+                bottom_right=visible.bottom_right,
+            )
+
+        yield Found(nodes, [node], tensors, build)
+
+
+def check_dtype(query: fx.Node) -> None:
+    """CuDNN's attention is one of 16-bit numbers; on a CPU ours has all."""
+    value = value_of(query)
+    if value is not None and value.is_cuda and value.dtype not in (torch.float16, torch.bfloat16):
+        dtype = str(value.dtype).removeprefix("torch.")
+        raise Refusal(f"on a GPU attention supports float16 and bfloat16, and this is {dtype}")
+
+
+def unrepeated(node: fx.Node) -> Bound | None:
+    """The heads that were repeated for groups of queries, if nothing else reads the copies."""
+    bound = first_match(_REPEATED, node)
+    if bound is None or any(len(one.users) > 1 for one in bound.nodes):
+        return None
+    before, after = shape_of(bound["heads"]), shape_of(node)
+    if len(before) != 4 or len(after) != 4:
+        return None
+    (batch, heads, *rest), (new_batch, new_heads, *new_rest) = before, after
+    is_grouped = heads > 0 and new_heads % heads == 0
+    return bound if is_grouped and (batch, *rest) == (new_batch, *new_rest) else None

@@ -1,0 +1,90 @@
+"""RMS norm: torch's function, or written out as models do; with the sum before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from cudnn_ops.compiler.match import Cast, Number, OneOf, Op, Var, match
+from cudnn_ops.compiler.nodes import call_of
+from cudnn_ops.compiler.pattern import Found, Pattern, is_last_dim, is_tensor, shape_of, tensor
+from cudnn_ops.compiler.patterns.norm_inputs import is_scale, with_sum
+
+_X = Cast(Var("x", is_tensor))
+_SQUARE = OneOf(Op("pow", _X, 2), Op("square", _X), Op("mul", _X, _X))
+_MEAN = Cast(Op("mean", _SQUARE, is_last_dim, True))
+_BELOW = Op("add", _MEAN, Number("eps"))
+_NORMED = OneOf(
+    Op("mul", _X, OneOf(Op("rsqrt", _BELOW), Op("pow", _BELOW, -0.5))),
+    Op("mul", _X, OneOf(Op("div", 1, Op("sqrt", _BELOW)), Op("reciprocal", Op("sqrt", _BELOW)))),
+    Op("div", _X, Op("sqrt", _BELOW)),
+)
+_WEIGHT = Cast(Var("weight", is_tensor))
+_WRITTEN_OUT = Cast(
+    OneOf(
+        Op("mul", Cast(_NORMED), Cast(Op("add", _WEIGHT, Number("one", 1)))),
+        Op("mul", Cast(_NORMED), _WEIGHT),
+        _NORMED,
+    )
+)
+
+
+class _Norm(NamedTuple):
+    x: fx.Node
+    weight: fx.Node | None
+    eps: float
+    zero_centered: bool
+    nodes: list[fx.Node]
+
+
+class RmsNorm(Pattern):
+    """``weight * x / sqrt(mean(x ** 2) + eps)``, the weight as it is or above 1."""
+
+    name = "rms_norm"
+    ends_in = frozenset({"mul", "div", "cast", "rms_norm"})
+
+    def find(self, node: fx.Node) -> Iterator[Found]:
+        for norm in _norms(node):
+            sizes = shape_of(norm.x)[-1:]
+            weights = [] if norm.weight is None else [norm.weight]
+            added = _added(sizes, norm.eps, norm.zero_centered)
+            yield from with_sum(node, norm.x, weights, norm.nodes, added)
+            alone = _alone(sizes, norm.eps, norm.zero_centered)
+            yield Found(norm.nodes, [node], [norm.x, *weights], alone)
+
+
+def _norms(node: fx.Node) -> Iterator[_Norm]:
+    call = call_of(node)
+    if call is not None and call.name == "rms_norm":
+        if len(call["normalized_shape"]) == 1:
+            # None: the smallest step of the input's dtype; the operator's would be float32's.
+            eps = call["eps"]
+            eps = torch.finfo(tensor(call["input"]).dtype).eps if eps is None else eps
+            yield _Norm(call["input"], call["weight"], float(eps), False, [node])
+        return
+    for bound in match(_WRITTEN_OUT, node):
+        weight = bound.get("weight")
+        if weight is None or is_scale(weight, bound["x"]):
+            eps = float(bound["eps"])
+            yield _Norm(bound["x"], weight, eps, "one" in bound, list(bound.nodes))
+
+
+def _alone(sizes: tuple[Any, ...], eps: float, zero_centered: bool) -> Any:
+    def build(x: Any, weight: Any = None) -> Any:
+        return torch.ops.cudnn_ops.rms_norm.default(
+            x, sizes, weight, eps, zero_centered=zero_centered
+        )
+
+    return build
+
+
+def _added(sizes: tuple[Any, ...], eps: float, zero_centered: bool) -> Any:
+    def build(x: Any, residual: Any, weight: Any = None) -> Any:
+        return torch.ops.cudnn_ops.add_rms_norm.default(
+            x, residual, sizes, weight, eps, zero_centered=zero_centered
+        )
+
+    return build

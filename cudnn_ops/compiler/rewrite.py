@@ -1,0 +1,199 @@
+"""Puts our operators into a captured graph: matches, checks, decides, replaces.
+
+Patterns know what they look for. What has to hold for every match is checked here: that nothing
+else uses what goes away, that nothing writes to what is read, that gradients and autocast are on
+for all of it or for none, and that the result has the shape, dtype and device that it had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from cudnn_ops.compiler.nodes import call_of, changes_mode, mutated, value_of
+from cudnn_ops.compiler.pattern import Found, Pattern, Refusal
+from cudnn_ops.compiler.report import Candidate, CompileReport, first_line
+
+log = logging.getLogger("cudnn_ops.compiler")
+
+#: Decides about a match: whether it is swapped, why not, and what was measured.
+Decide = Callable[[Pattern, Found, Candidate], bool]
+
+
+class GraphFacts:
+    """What checks need to know of a graph, looked up once for every graph."""
+
+    def __init__(self, graph: fx.Graph):
+        self.place: dict[fx.Node, int] = {}
+        self.mode: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        modes: list[fx.Node] = []
+        for place, node in enumerate(graph.nodes):
+            self.place[node] = place
+            if changes_mode(node):
+                modes.append(node)
+            self.mode[node] = tuple(modes)
+        self.mutated = mutated(graph)
+
+    def add(self, node: fx.Node, like: fx.Node) -> None:
+        self.place[node] = self.place[like]
+        self.mode[node] = self.mode[like]
+
+
+def rewrite(
+    module: fx.GraphModule, patterns: Sequence[Pattern], decide: Decide, report: CompileReport
+) -> int:
+    """Swaps what the patterns find in a module's graph and in those of its submodules.
+
+    Returns:
+        how many matches were swapped.
+    """
+    count = 0
+    for name, child in module.named_children():
+        # Higher-order operators call those: checkpointing, control flow.
+        if isinstance(child, fx.GraphModule):
+            log.debug("%s: a graph within the graph", name)
+            count += rewrite(child, patterns, decide, report)
+    graph = module.graph
+    facts = GraphFacts(graph)
+    for pattern in patterns:
+        # From the end: of two matches, one within the other, the larger one is first.
+        for node in reversed(list(graph.nodes)):
+            # The nodes of an earlier match are gone.
+            if node in facts.place and _ends(pattern, node):
+                count += _try(graph, facts, pattern, node, decide, report)
+    if count:
+        graph.lint()
+        module.recompile()
+    return count
+
+
+def _ends(pattern: Pattern, node: fx.Node) -> bool:
+    call = call_of(node)
+    return call is not None and call.name in pattern.ends_in
+
+
+def _try(
+    graph: fx.Graph,
+    facts: GraphFacts,
+    pattern: Pattern,
+    node: fx.Node,
+    decide: Decide,
+    report: CompileReport,
+) -> bool:
+    """A failure inside a pattern costs that pattern's swap and nothing else."""
+    candidate, recognized = Candidate.of(pattern.name, node), False
+    try:
+        for found in pattern.find(node):
+            candidate = Candidate.of(pattern.name, node)
+            candidate.reason = objection(found, facts)
+            recognized = True
+            if not candidate.reason and decide(pattern, found, candidate):
+                _replace(graph, facts, found)
+                candidate.swapped = True
+                break
+    except Refusal as refusal:
+        recognized, candidate.reason = True, str(refusal)
+    except Exception as error:  # whatever goes wrong in a pattern, the stock graph is right
+        _warn(pattern, error)
+        recognized, candidate.reason = True, f"the pattern failed: {first_line(error)}"
+    if recognized:
+        report.add(candidate)
+    return candidate.swapped
+
+
+def _warn(pattern: Pattern, error: Exception) -> None:
+    log.info("pattern %s failed", pattern.name, exc_info=error)
+    warnings.warn(
+        f'torch.compile with backend="cudnn_ops": the pattern {pattern.name} failed, and that part '
+        f"of the graph stays as it is: {type(error).__name__}: {first_line(error)}",
+        stacklevel=2,
+    )
+
+
+def objection(found: Found, facts: GraphFacts) -> str:
+    """Why a match must not be replaced, whatever is faster; empty where it may be."""
+    inside = set(found.nodes)
+    for node in found.nodes:
+        if node not in found.outputs and any(user not in inside for user in node.users):
+            return f"{node.name}, an intermediate result, is used elsewhere"
+    computed = [node for node in found.nodes if not _is_constant(node)]
+    if len({facts.mode[node] for node in computed}) > 1:
+        return "gradients or autocast are switched on or off within it"
+    if any(node in facts.mutated for node in (*found.inputs, *found.nodes)):
+        return "a tensor that it reads is changed in place"
+    first = min(facts.place[node] for node in found.outputs)
+    if any(facts.place[node] > first for node in found.inputs):
+        return "an input is computed only after a result is used"
+    try:
+        results = fake_results(found, facts)
+    except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+        return f"the operator does not support it: {first_line(error)}"
+    for output, result in zip(found.outputs, results, strict=True):
+        if difference := _difference(value_of(output), result):
+            return difference
+    return ""
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Whether it reads no tensor: gradients and autocast do not concern it."""
+    return not node.all_input_nodes
+
+
+def _difference(expected: Tensor | None, result: Tensor) -> str:
+    if expected is None:
+        return "the result is no tensor"
+    for what in ("dtype", "device", "shape"):
+        was, would_be = getattr(expected, what), getattr(result, what)
+        if was != would_be:
+            return f"the result's {what} would be {would_be} in place of {was}"
+    return ""
+
+
+def fake_results(found: Found, facts: GraphFacts) -> tuple[Tensor, ...]:
+    """What the replacement gives for the tensors without memory that stand for the inputs."""
+    inputs = [value_of(node) for node in found.inputs]
+    mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None)
+    assert mode is not None, "a graph without fake tensors"
+    with mode, torch.no_grad(), _autocast(facts.mode[found.outputs[-1]]):
+        return found.built(*inputs)
+
+
+@contextlib.contextmanager
+def _autocast(modes: Sequence[fx.Node]) -> Iterator[None]:
+    """The autocast that these nodes have entered and not left."""
+    entered = [node for node in modes if node.target is torch.amp.autocast_mode._enter_autocast]
+    left = {node.args[0] for node in modes if node.target is torch.amp.autocast_mode._exit_autocast}
+    with contextlib.ExitStack() as stack:
+        for node in entered:
+            if node not in left:
+                device, dtype, enabled, cache = cast(tuple[Any, ...], node.args)
+                stack.enter_context(
+                    torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
+                )
+        yield
+
+
+def _replace(graph: fx.Graph, facts: GraphFacts, found: Found) -> None:
+    outputs = sorted(found.outputs, key=facts.place.__getitem__)
+    with graph.inserting_before(outputs[0]):
+        tracer = fx.proxy.GraphAppendingTracer(graph)
+        results = found.built(*(fx.Proxy(node, tracer) for node in found.inputs))
+    like = outputs[0]
+    fake = fake_results(found, facts)
+    for output, result, value in zip(found.outputs, results, fake, strict=True):
+        node = result.node
+        node.meta = {**output.meta, "example_value": value}
+        output.replace_all_uses_with(node)
+        facts.add(node, like)
+    # In reverse, so that users go first. What something else still reads stays.
+    for node in sorted(found.nodes, key=facts.place.__getitem__, reverse=True):
+        if not node.users and not node.is_impure():
+            facts.place.pop(node)
+            graph.erase_node(node)
