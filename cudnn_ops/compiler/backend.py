@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from torch import fx
+from torch._dynamo.exc import RestartAnalysis, SkipFrame
 
 from cudnn_ops.compiler.report import compile_report
 
@@ -57,12 +58,16 @@ def cudnn_ops(
 
     settings = settings_of(mode, options)
     report = compile_report()
-    report.graphs += 1
+    begun = report.begin()
     stock = fx.GraphModule(module, copy.deepcopy(module.graph))
     patches = dict(list_mode_options(settings.mode)) | dict(settings.inductor)
     swapped = rewrite(module, PATTERNS, Chooser(settings, report), report)
     try:
         return compile_fx(module, list(example_inputs), config_patches=patches)  # type: ignore[return-value]
+    except (RestartAnalysis, SkipFrame):
+        # Dynamo begins again, and the graph comes back.
+        report.forget(begun)
+        raise
     except Exception as error:
         if not swapped:
             raise

@@ -8,19 +8,19 @@ version.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import _disable_current_modes
 
 from cudnn_ops import _C
 from cudnn_ops.compiler.nodes import value_of
@@ -88,14 +88,22 @@ class Chooser:
         return ""
 
     def _measure(self, found: Found) -> tuple[float, float]:
-        stock, ours = module_of(found), replacement_of(found)
-        with _outside_of_compilation():
-            inputs = [_random_like(value_of(node)) for node in found.inputs]
-            steps = {
-                name: _step(_compile(module, inputs), inputs)
-                for name, module in (("ours", ours), ("stock", stock))
-            }
-            times = self._clock(steps)
+        modules = {"ours": replacement_of(found), "stock": module_of(found)}
+        values = [value_of(node) for node in found.inputs]
+        needs_grad = torch.is_grad_enabled()
+
+        def run() -> dict[str, float]:
+            with torch.set_grad_enabled(needs_grad), torch.random.fork_rng(), _device_of(values):
+                inputs = [_random_like(value) for value in values]
+                steps = {
+                    name: _step(_compile(module, inputs), inputs)
+                    for name, module in modules.items()
+                }
+                return self._clock(steps)
+
+        # A thread knows nothing of the compilation under way, of its fake tensors and its tracing.
+        with ThreadPoolExecutor(1) as thread:
+            times = thread.submit(run).result()
         return times["ours"], times["stock"]
 
 
@@ -169,13 +177,9 @@ def _random_like(value: Tensor | None) -> Any:
     return result.requires_grad_(value.requires_grad and torch.is_grad_enabled())
 
 
-@contextlib.contextmanager
-def _outside_of_compilation() -> Iterator[None]:
-    """Real tensors, and a compilation that has nothing to do with the one under way."""
-    from torch._guards import tracing
-
-    with tracing(None), _disable_current_modes(), torch.random.fork_rng():
-        yield
+def _device_of(values: Sequence[Tensor | None]) -> AbstractContextManager[object]:
+    devices = {value.device for value in values if value is not None and value.is_cuda}
+    return torch.cuda.device(devices.pop()) if devices else nullcontext()
 
 
 def _path() -> Path | None:

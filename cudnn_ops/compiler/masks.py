@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from cudnn_ops.compiler.nodes import call_of, value_of
+from cudnn_ops.compiler.nodes import call_of, value_of, writes_by_name
 
 #: Numbers of a mask up to which it is computed.
 _MOST_NUMBERS = 1 << 28
@@ -33,12 +33,14 @@ class Visible(NamedTuple):
         window_size: see there.
         bottom_right: see there.
         rest: a node whose mask hides further keys, or adds something; None where nothing does.
+        lengths: a node with the number of keys of each sequence, in place of such a mask.
     """
 
     is_causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
     bottom_right: bool = False
     rest: fx.Node | None = None
+    lengths: fx.Node | None = None
 
 
 def visible_of(
@@ -67,13 +69,20 @@ def visible_of(
                 return None
             value = ~value if is_hidden else value
             known = value if known is None else known & value
-    if known is None or len(rest) > 1:
+    if len(rest) > 1:
         return None
+    lengths = _lengths_of(rest[0], length_kv) if rest and not is_hidden else None
+    if lengths is not None:
+        rest = []
+    if known is None:
+        return None if lengths is None else Visible(lengths=lengths)
     numbers = torch.broadcast_shapes(known.shape[-2:], (length, length_kv))
     if numbers != (length, length_kv):
         return None
     found = _classify(known.expand(*known.shape[:-2], length, length_kv))
-    return None if found is None else found._replace(rest=rest[0] if rest else None)
+    if found is None:
+        return None
+    return found._replace(rest=rest[0] if rest else None, lengths=lengths)
 
 
 def _conjuncts(mask: fx.Node) -> list[fx.Node]:
@@ -89,6 +98,43 @@ def _conjuncts(mask: fx.Node) -> list[fx.Node]:
     if call.name == "and" and all(isinstance(call[side], fx.Node) for side in ("input", "other")):
         return [*_conjuncts(call["input"]), *_conjuncts(call["other"])]
     return [mask]
+
+
+def _lengths_of(mask: fx.Node, length_kv: int) -> fx.Node | None:
+    """The lengths, where a mask says that a key's place is below its sequence's length."""
+    shape = _squeezed(mask)
+    value = value_of(mask)
+    if len(shape) != 2 or value is None or value.shape != (shape[0], 1, 1, length_kv):
+        return None
+    call = call_of(mask)
+    # [batch, keys], which is given dimensions for heads and queries.
+    while call is not None and call.name in ("getitem", "unsqueeze", "expand", "reshape"):
+        whole = (slice(None), None, ...)
+        index = call["index"] if call.name == "getitem" else ()
+        if not isinstance(index, tuple) or any(part not in whole for part in index):
+            return None
+        mask = call["input"]
+        if _squeezed(mask) != shape:
+            return None
+        call = call_of(mask)
+    if call is None or call.name not in ("lt", "gt"):
+        return None
+    sides = [call["input"], call["other"]]
+    places, lengths = sides if call.name == "lt" else sides[::-1]
+    columns = computed(places) if isinstance(places, fx.Node) else None
+    if columns is None or not torch.equal(columns.flatten(), torch.arange(length_kv)):
+        return None
+    value = value_of(lengths)
+    if value is None or value.is_floating_point() or value.dim() < 2:
+        return None
+    is_column = _squeezed(lengths) == shape[:1] and value.shape[-1] == 1
+    return lengths if is_column and columns.shape[-1] == length_kv else None
+
+
+def _squeezed(node: fx.Node) -> tuple[int, ...]:
+    """The sizes that are not 1."""
+    value = value_of(node)
+    return () if value is None else tuple(size for size in value.shape if size != 1)
 
 
 def computed(node: fx.Node) -> Tensor | None:
@@ -126,7 +172,7 @@ def _needed(node: fx.Node) -> list[fx.Node]:
             continue
         name = one.target if isinstance(one.target, str) else getattr(one.target, "__name__", "")
         is_call = one.op in ("call_function", "call_method")
-        if not is_call or _RANDOM.search(name) or (name.endswith("_") and name[-2:] != "__"):
+        if not is_call or _RANDOM.search(name) or writes_by_name(one):
             return []
         found.add(one)
         open_ += one.all_input_nodes
@@ -186,18 +232,14 @@ def _classify(mask: Tensor) -> Visible | None:
     if right is None or left is None:
         return None
     # Rows and columns that begin at the same token, or that end at it.
+    found = []
     for bottom_right, shift in ((False, 0), (True, length_kv - length)):
-        before, after = (
-            -1 if reach == _UNBOUNDED else reach + offset
-            for reach, offset in ((left, shift), (right, -shift))
-        )
-        if right == _UNBOUNDED and before >= 0:
-            return Visible(window_size=(before, -1), bottom_right=bottom_right)
-        if after == 0 and (left == _UNBOUNDED or before >= 0):
-            return Visible(True, (before, -1), bottom_right)
-        if after > 0 and (left == _UNBOUNDED or before >= 0):
-            return Visible(False, (before, after), bottom_right)
-    return None
+        before = -1 if left == _UNBOUNDED else left + shift
+        after = -1 if right == _UNBOUNDED else right - shift
+        if (left == _UNBOUNDED or before >= 0) and (right == _UNBOUNDED or after >= 0):
+            window = (before, -1 if after == 0 else after)
+            found.append(Visible(after == 0, window, bottom_right))
+    return max(found, key=lambda visible: visible.is_causal, default=None)
 
 
 _UNBOUNDED = -(1 << 62)

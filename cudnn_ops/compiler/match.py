@@ -11,10 +11,9 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import fx
 
-from cudnn_ops.compiler.nodes import OPERATIONS, call_of, is_number
+from cudnn_ops.compiler.nodes import OPERATIONS, call_of, number_of
 
 #: Of two arguments in either order.
 _COMMUTES = {"add", "mul", "and"}
@@ -75,11 +74,8 @@ class Number(Expression):
         self.name, self.value = name, value
 
     def match(self, value: Any, bound: Bound) -> Iterator[Bound]:
-        if isinstance(value, fx.Node):
-            symbol = value.meta.get("example_value")
-            # A float that Dynamo made an input: it becomes a constant again, by a guard.
-            value = float(symbol) if isinstance(symbol, torch.SymFloat) else None
-        if not is_number(value) or (self.value is not None and value != self.value):
+        value = number_of(value)
+        if value is None or (self.value is not None and value != self.value):
             return
         found = bound.with_name(self.name, value) if self.name else bound
         if found is not None:

@@ -168,6 +168,8 @@ OPERATIONS: dict[str, Operation] = {
     "contiguous": _operation(
         "input memory_format", ".contiguous", memory_format=torch.contiguous_format
     ),
+    "lt": _operation("input other", operator.lt, torch.lt, torch.less, ".lt", ".__lt__"),
+    "gt": _operation("input other", operator.gt, torch.gt, torch.greater, ".gt", ".__gt__"),
     "and": _operation(
         "input other",
         *(operator.and_, torch.logical_and, torch.bitwise_and, ".logical_and", ".__and__"),
@@ -284,8 +286,15 @@ def value_of(node: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def number_of(value: Any) -> int | float | None:
+    """The number that an argument is; None where it is something else.
+
+    A float that Dynamo made an input of the graph becomes a constant again, by a guard.
+    """
+    if isinstance(value, fx.Node) and isinstance(value.meta.get("example_value"), torch.SymFloat):
+        return float(value.meta["example_value"])
+    is_plain = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if is_plain else None
 
 
 #: Whose results may share memory with their argument.
@@ -326,6 +335,22 @@ def mutated(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
+#: Python's names for ``x += y`` and the like.
+_AUGMENTED = {
+    *("iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod", "ipow"),
+    *("iand", "ior", "ixor", "ilshift", "irshift", "setitem", "delitem"),
+}
+
+
+def writes_by_name(node: fx.Node) -> bool:
+    """Whether what it calls is named like something that writes to its first argument."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if name.strip("_") in _AUGMENTED:
+        return True
+    is_python_s = getattr(node.target, "__module__", "") == "_operator"  # and_
+    return name.endswith("_") and not name.endswith("__") and not is_python_s
+
+
 def _targets(node: fx.Node, call: Call | None) -> list[fx.Node]:
     """What a node writes to."""
     if node.op not in ("call_function", "call_method"):
@@ -335,10 +360,7 @@ def _targets(node: fx.Node, call: Call | None) -> list[fx.Node]:
         return [out]
     if call is not None and not call.in_place:
         return []
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    writes = call is not None or node.target is operator.setitem or node.kwargs.get("inplace")
-    # In torch, names that end with an underscore are of what writes to its first argument.
-    writes = writes or (name.endswith("_") and not name.endswith("__"))
+    writes = call is not None or node.kwargs.get("inplace") or writes_by_name(node)
     first = node.args[0] if node.args else None
     if not writes or not isinstance(first, fx.Node):
         return []

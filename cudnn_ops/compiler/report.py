@@ -69,6 +69,16 @@ class CompileReport:
         if text not in self.notes:
             self.notes.append(text)
 
+    def begin(self) -> int:
+        """A graph is compiled; the result is for :meth:`forget`."""
+        self.graphs += 1
+        return len(self.candidates)
+
+    def forget(self, begun: int) -> None:
+        """The graph that was begun is not compiled after all."""
+        self.graphs -= 1
+        del self.candidates[begun:]
+
     def undo(self, count: int, error: Exception) -> None:
         """The graph with the last ``count`` swaps did not compile: they are none."""
         for candidate in self.swapped[-count:]:

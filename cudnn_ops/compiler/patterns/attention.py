@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import fx
 
 from cudnn_ops.compiler.masks import Visible, visible_of
 from cudnn_ops.compiler.match import Bound, OneOf, Op, Var, first_match
-from cudnn_ops.compiler.nodes import call_of, value_of
+from cudnn_ops.compiler.nodes import call_of, number_of, value_of
 from cudnn_ops.compiler.pattern import Found, Pattern, Refusal, shape_of
 
 _ALL = slice(None, None, None)
@@ -66,33 +66,44 @@ class Attention(Pattern):
             nodes += [] if bound is None else bound.nodes
         if shape_of(heads[0])[:-1] != shape_of(heads[1])[:-1]:
             nodes, heads = [node], [key, value]
+        length, length_kv = shape_of(query)[-2], shape_of(key)[-2]
         visible = Visible(is_causal=bool(call["is_causal"]), rest=mask)
         if mask is not None and not call["is_causal"]:
-            length, length_kv = shape_of(query)[-2], shape_of(key)[-2]
             visible = visible_of(mask, length, length_kv) or visible
-        scale, dropout_p = call["scale"], call["dropout_p"]
+        scale, dropout_p = number_of(call["scale"]), number_of(call["dropout_p"])
+        if dropout_p is None or (scale is None) != (call["scale"] is None):
+            raise Refusal("scale or dropout_p is no number")
         is_grouped = call["enable_gqa"] or heads[0] is not key
-        has_rest = visible.rest is not None
         # The mask is read by the stock nodes, whether the replacement needs it or not.
-        tensors = [query, *heads, *([mask] if mask is not None else [])]
-        if has_rest and visible.rest is not mask:
-            tensors.append(visible.rest)
+        parts = (mask, visible.rest, visible.lengths)
+        masks = list(dict.fromkeys(part for part in parts if part is not None))
 
         def build(query: Any, key: Any, value: Any, *masks: Any) -> Any:
             return torch.ops.cudnn_ops.sdpa.default(
                 query,
                 key,
                 value,
-                masks[-1] if has_rest else None,
+                masks[-1] if visible.rest is not None else None,
                 dropout_p,
                 visible.is_causal,
                 scale=scale,
                 enable_gqa=is_grouped,
-                window_size=visible.window_size,
-                bottom_right=visible.bottom_right,
+                **mask_options(visible, masks, length_kv),
             )
 
-        yield Found(nodes, [node], tensors, build)
+        yield Found(nodes, [node], [query, *heads, *masks], build)
+
+
+def mask_options(visible: Visible, masks: Sequence[Any], length_kv: Any) -> dict[str, Any]:
+    """The operator's arguments for what is known of the mask; the lengths are the last tensor."""
+    options: dict[str, Any] = {
+        "window_size": visible.window_size,
+        "bottom_right": visible.bottom_right,
+    }
+    if visible.lengths is not None:
+        # A length beyond the keys hides none of them.
+        options["seq_lens_kv"] = masks[-1].flatten().clamp(0, length_kv).to(torch.int32)
+    return options
 
 
 def check_dtype(query: fx.Node) -> None:

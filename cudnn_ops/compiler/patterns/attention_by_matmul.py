@@ -13,7 +13,7 @@ from cudnn_ops.compiler.masks import Visible, visible_of
 from cudnn_ops.compiler.match import Bound, Cast, Number, OneOf, Op, Var, first_match, match
 from cudnn_ops.compiler.nodes import value_of
 from cudnn_ops.compiler.pattern import Found, Pattern, is_tensor, shape_of, tensor
-from cudnn_ops.compiler.patterns.attention import check_dtype, unrepeated
+from cudnn_ops.compiler.patterns.attention import check_dtype, mask_options, unrepeated
 
 #: A score this low has no weight beside any other.
 _LOW = -1e4
@@ -106,7 +106,8 @@ def _found(node: fx.Node, bound: Bound) -> Found | None:
     if mask is not None:
         lengths = sizes[0][-2], sizes[2][-2]
         visible = visible_of(mask, *lengths, is_hidden="hidden" in bound) or visible
-    masks = list(dict.fromkeys(m for m in (mask, visible.rest) if m is not None))
+    parts = (mask, visible.rest, visible.lengths)
+    masks = list(dict.fromkeys(part for part in parts if part is not None))
     scale = 1 / bound["divisor"] if "divisor" in bound else bound.get("factor", 1.0)
     dropout_p = float(bound.get("dropout", 0.0))
     has_rest, dtype = visible.rest is not None, tensor(query).dtype
@@ -125,8 +126,7 @@ def _found(node: fx.Node, bound: Bound) -> Found | None:
             visible.is_causal,
             scale=scale,
             enable_gqa=is_transposed,
-            window_size=visible.window_size,
-            bottom_right=visible.bottom_right,
+            **mask_options(visible, masks, sizes[2][-2]),
         )
 
     return Found(nodes, [node], [query, key, value, *masks], build)

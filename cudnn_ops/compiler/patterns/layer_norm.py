@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from cudnn_ops.compiler.match import Cast, Number, OneOf, Op, Var, match
-from cudnn_ops.compiler.nodes import call_of
+from cudnn_ops.compiler.nodes import call_of, number_of
 from cudnn_ops.compiler.pattern import Found, Pattern, is_last_dim, is_tensor, shape_of
 from cudnn_ops.compiler.patterns.norm_inputs import is_scale, with_sum
 
@@ -68,8 +68,9 @@ class LayerNorm(Pattern):
 def _norms(node: fx.Node) -> Iterator[_Norm]:
     call = call_of(node)
     if call is not None and call.name == "layer_norm":
-        if len(call["normalized_shape"]) == 1:
-            yield _Norm(call["input"], call["weight"], call["bias"], call["eps"], [node])
+        eps = number_of(call["eps"])
+        if len(call["normalized_shape"]) == 1 and eps is not None:
+            yield _Norm(call["input"], call["weight"], call["bias"], eps, [node])
         return
     for bound in match(_WRITTEN_OUT, node):
         weight, bias = bound.get("weight"), bound.get("bias")

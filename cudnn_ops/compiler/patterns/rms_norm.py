@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from cudnn_ops.compiler.match import Cast, Number, OneOf, Op, Var, match
-from cudnn_ops.compiler.nodes import call_of
+from cudnn_ops.compiler.nodes import call_of, number_of
 from cudnn_ops.compiler.pattern import Found, Pattern, is_last_dim, is_tensor, shape_of, tensor
 from cudnn_ops.compiler.patterns.norm_inputs import is_scale, with_sum
 
@@ -61,9 +61,11 @@ def _norms(node: fx.Node) -> Iterator[_Norm]:
     if call is not None and call.name == "rms_norm":
         if len(call["normalized_shape"]) == 1:
             # None: the smallest step of the input's dtype; the operator's would be float32's.
-            eps = call["eps"]
-            eps = torch.finfo(tensor(call["input"]).dtype).eps if eps is None else eps
-            yield _Norm(call["input"], call["weight"], float(eps), False, [node])
+            eps = number_of(call["eps"])
+            if call["eps"] is None:
+                eps = torch.finfo(tensor(call["input"]).dtype).eps
+            if eps is not None:
+                yield _Norm(call["input"], call["weight"], eps, False, [node])
         return
     for bound in match(_WRITTEN_OUT, node):
         weight = bound.get("weight")

@@ -1,0 +1,368 @@
+"""torch.compile(model, backend="cudnn_ops"): with inductor, its options, choices and report."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import cudnn_ops
+from cudnn_ops.compiler import choice
+from cudnn_ops.compiler.choice import Chooser
+from cudnn_ops.compiler.options import settings_of
+from cudnn_ops.compiler.patterns import PATTERNS
+from cudnn_ops.compiler.report import CompileReport
+from cudnn_ops.compiler.rewrite import rewrite
+from cudnn_ops.plans import timing
+from tests.cases.compiler import NAMES
+
+EPS = 1e-6
+ALL: dict[str, Any] = {"swap": NAMES}
+
+
+class Block(nn.Module):
+    """A layer of a small Llama, written as one writes it."""
+
+    def __init__(self, size: int = 32) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(size, EPS)
+        self.qkv = nn.Linear(size, 3 * size, bias=False)
+        self.gate, self.up = (nn.Linear(size, 48, bias=False) for _ in range(2))
+        self.down = nn.Linear(48, size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, size = x.shape
+        heads = self.qkv(self.norm(x)).view(batch, length, 3, 4, size // 4).permute(2, 0, 3, 1, 4)
+        seen = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+        out = F.scaled_dot_product_attention(*heads.unbind(0), attn_mask=seen)
+        x = x + out.transpose(1, 2).reshape(batch, length, size)
+        normed = self.norm(x)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    cudnn_ops.compile_report().clear()
+    yield
+    torch._dynamo.reset()
+
+
+def _check(model: nn.Module, compiled: Any, x: Tensor, tolerance: float = 1e-4) -> None:
+    leaf, other = (x.detach().clone().requires_grad_() for _ in range(2))
+    plain, ours = model(leaf), compiled(other)
+    torch.testing.assert_close(ours, plain, rtol=tolerance, atol=tolerance)
+    assert ours.stride() == plain.stride()
+    grad = torch.randn_like(plain)
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(plain, [leaf, *parameters], grad)
+    for actual, one in zip(
+        torch.autograd.grad(ours, [other, *parameters], grad), expected, strict=True
+    ):
+        torch.testing.assert_close(actual, one, rtol=tolerance, atol=tolerance)
+
+
+def _swapped() -> list[str]:
+    return sorted(candidate.pattern for candidate in cudnn_ops.compile_report().swapped)
+
+
+def test_a_block_forward_and_backward():
+    model = Block()
+    compiled = torch.compile(model, backend="cudnn_ops", fullgraph=True, options=ALL)
+    _check(model, compiled, torch.randn(2, 7, 32))
+    assert _swapped() == ["attention", "gated", "rms_norm", "rms_norm"]
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(torch.ones(2, 7, 32)), model(torch.ones(2, 7, 32)))
+
+
+def test_dynamic_sizes_of_one_graph():
+    model = Block()
+    compiled = torch.compile(model, backend="cudnn_ops", dynamic=True, options=ALL)
+    for batch, length in ((2, 7), (3, 5), (5, 11)):
+        _check(model, compiled, torch.randn(batch, length, 32))
+    assert "rms_norm" in _swapped()
+
+
+def test_autocast_and_checkpointing():
+    model = Block()
+
+    def run(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return checkpoint(model, x, use_reentrant=False)
+
+    compiled = torch.compile(run, backend="cudnn_ops", options=ALL)
+    x = torch.randn(2, 7, 32)
+    torch.testing.assert_close(compiled(x), run(x), rtol=3e-2, atol=3e-2)
+    compiled(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    # In the graph that checkpointing calls.
+    assert "attention" in _swapped()
+
+
+@pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
+def test_modes(mode):
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
+    options = {**ALL, "mode": mode}
+    compiled = torch.compile(model, backend="cudnn_ops", options=options)
+    _check(model, compiled, torch.randn(4, 16))
+    assert _swapped() == ["layer_norm"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"swop": []}, ValueError, r"unknown options \['swop'\]; it accepts mode, swap, dry_run"),
+        ({"swap": ["rmsnorm"]}, ValueError, "unknown patterns.*there are .*rms_norm"),
+        ({"swap": "rms_norm"}, TypeError, "swap must be a list of patterns, got 'rms_norm'"),
+        ({"mode": "fast"}, ValueError, "unknown mode 'fast'; it accepts default, reduce-overhead"),
+        ({"dry_run": "yes"}, TypeError, "dry_run must be a bool"),
+        ({"inductor": 3}, TypeError, "inductor must be a dict"),
+    ],
+)
+def test_options_that_do_not_exist(options, error, message):
+    with pytest.raises(error, match=message):
+        settings_of(None, options)
+
+
+def test_a_misspelt_option_reaches_the_user():
+    compiled = torch.compile(nn.Linear(2, 2), backend="cudnn_ops", options={"swop": []})
+    with pytest.raises(Exception, match="unknown options"):
+        compiled(torch.ones(1, 2))
+
+
+def test_modes_that_contradict_each_other():
+    with pytest.raises(ValueError, match=r"'default' as an argument.*'max-autotune' as an option"):
+        settings_of("default", {"mode": "max-autotune"})
+
+
+def test_options_of_inductor_reach_it():
+    seen = {}
+
+    class Norm(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.rms_norm(x, (8,), eps=EPS)
+
+    original = torch._inductor.compile_fx.compile_fx_inner
+
+    def spy(*args, **kwargs):
+        seen["size_asserts"] = torch._inductor.config.size_asserts
+        return original(*args, **kwargs)
+
+    options = {**ALL, "inductor": {"size_asserts": False}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch._inductor.compile_fx, "compile_fx_inner", spy)
+        from torch._inductor.compile_fx import compile_fx
+
+        patch.setattr(compile_fx, "__defaults__", (spy, *compile_fx.__defaults__[1:]))
+        torch.compile(Norm(), backend="cudnn_ops", options=options)(torch.randn(3, 8))
+    assert seen == {"size_asserts": False}
+
+
+def test_a_dry_run_reports_and_swaps_nothing():
+    model = Block()
+    compiled = torch.compile(model, backend="cudnn_ops", options={**ALL, "dry_run": True})
+    _check(model, compiled, torch.randn(2, 7, 32))
+    report = cudnn_ops.compile_report()
+    assert not report.swapped
+    assert {candidate.reason for candidate in report} == {"dry run"}
+    assert {candidate.pattern for candidate in report} == {"attention", "gated", "rms_norm"}
+
+
+def test_without_asking_a_cpu_is_left_alone():
+    model = Block()
+    compiled = torch.compile(model, backend="cudnn_ops")
+    _check(model, compiled, torch.randn(2, 7, 32))
+    report = cudnn_ops.compile_report()
+    assert not report.swapped
+    assert {candidate.reason for candidate in report} == {"its tensors are not on a GPU"}
+
+
+def test_nothing_to_swap():
+    model = nn.Linear(8, 8)
+    _check(model, torch.compile(model, backend="cudnn_ops", options=ALL), torch.randn(3, 8))
+    assert len(cudnn_ops.compile_report()) == 0
+
+
+def test_only_what_is_asked_for():
+    options = {"swap": ["gated"]}
+    _check(
+        model := Block(),
+        torch.compile(model, backend="cudnn_ops", options=options),
+        torch.randn(2, 7, 32),
+    )
+    assert _swapped() == ["gated"]
+    reasons = {c.pattern: c.reason for c in cudnn_ops.compile_report() if not c.swapped}
+    assert reasons["attention"] == "not among options['swap']"
+
+
+def test_a_pattern_that_fails_costs_one_warning(monkeypatch):
+    def find(self, node):
+        raise RuntimeError("broken")
+        yield
+
+    model = Block()
+    (gated,) = (pattern for pattern in PATTERNS if pattern.name == "gated")
+    monkeypatch.setattr(type(gated), "find", find)
+    compiled = torch.compile(model, backend="cudnn_ops", options=ALL)
+    with pytest.warns(UserWarning, match="the pattern gated failed.*RuntimeError: broken"):
+        _check(model, compiled, torch.randn(2, 7, 32))
+    assert _swapped() == ["attention", "rms_norm", "rms_norm"]
+
+
+def test_a_replacement_that_does_not_compile_is_undone(monkeypatch):
+    from torch._inductor import compile_fx
+
+    original, calls = compile_fx.compile_fx, []
+
+    def fails_once(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 1:
+            raise RuntimeError("no kernel")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(compile_fx, "compile_fx", fails_once)
+    model = Block()
+    compiled = torch.compile(model, backend="cudnn_ops", options=ALL)
+    with pytest.warns(UserWarning, match="a graph does not compile with our operators.*no kernel"):
+        _check(model, compiled, torch.randn(2, 7, 32))
+    report = cudnn_ops.compile_report()
+    assert not report.swapped
+    assert all("did not compile" in candidate.reason for candidate in report)
+
+
+# --- what decides ----------------------------------------------------------------------
+
+
+def _rewritten(function: Any, chooser: Any, *inputs: Tensor) -> None:
+    def backend(module, _):
+        rewrite(module, PATTERNS, chooser, chooser.report)
+        return module.forward
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend, fullgraph=True)(*inputs)
+
+
+def _norm(x: Tensor, w: Tensor) -> Tensor:
+    return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
+
+
+@pytest.fixture
+def store(tmp_path):
+    cudnn_ops.set_store(tmp_path / "store")
+    choice._in_memory.clear()
+    yield tmp_path / "store"
+    cudnn_ops.set_store(None)
+    choice._in_memory.clear()
+
+
+@pytest.mark.parametrize(("ours", "is_swapped"), [(0.9, True), (0.96, True), (0.98, False)])
+def test_the_faster_one_by_a_margin(store, ours, is_swapped):
+    steps = []
+
+    def clock(functions):
+        for function in functions.values():
+            function()
+        steps.append(set(functions))
+        return {"ours": ours, "stock": 1.0}
+
+    x, w = torch.randn(3, 16, requires_grad=True), torch.randn(16)
+    for _ in range(2):
+        chooser = Chooser(settings_of(None, None), CompileReport(), clock)
+        _rewritten(_norm, chooser, x, w)
+        (candidate,) = chooser.report
+        assert candidate.swapped is is_swapped
+        assert (candidate.ours_ms, candidate.stock_ms) == (ours, 1.0)
+    # The second time it was known, from the store.
+    assert steps == [{"ours", "stock"}]
+    assert len(json.loads((store / "compile_choices.json").read_text())) == 1
+    assert (store / "compile_choices.json").stat().st_mode & 0o077 == 0
+
+
+def test_other_shapes_strides_and_gradients_are_measured_again(store):
+    count = 0
+
+    def clock(_):
+        nonlocal count
+        count += 1
+        return {"ours": 1.0, "stock": 2.0}
+
+    w = torch.randn(16)
+    leaf = torch.randn(3, 16, requires_grad=True)
+    for x in (leaf, leaf.detach(), torch.randn(4, 16), torch.randn(16, 3).t(), leaf):
+        _rewritten(_norm, Chooser(settings_of(None, None), CompileReport(), clock), x, w)
+    assert count == 4
+
+
+def test_a_dry_run_measures_nothing(store):
+    chooser = Chooser(settings_of(None, {"dry_run": True}), CompileReport(), lambda _: 1 / 0)
+    _rewritten(_norm, chooser, torch.randn(3, 16), torch.randn(16))
+    assert [candidate.reason for candidate in chooser.report] == ["dry run: not measured yet"]
+
+
+def test_a_damaged_file_of_choices_is_measured_again(store):
+    store.mkdir(mode=0o700)
+    (store / "compile_choices.json").write_text("{")
+    chooser = Chooser(
+        settings_of(None, None), CompileReport(), lambda _: {"ours": 1.0, "stock": 2.0}
+    )
+    _rewritten(_norm, chooser, torch.randn(3, 16), torch.randn(16))
+    assert chooser.report.swapped
+    assert json.loads((store / "compile_choices.json").read_text())
+
+
+def test_real_times_of_inductor_s_code(store):
+    """The clock is real: what is compared runs, forward and backward."""
+
+    def clock(functions):
+        return timing.cpu_ms(functions, rounds=1)
+
+    chooser = Chooser(settings_of(None, None), CompileReport(), clock)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = torch.ones(9, 9, dtype=torch.bool).tril()
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    _rewritten(attend, chooser, *(torch.randn(1, 2, 9, 16, requires_grad=True) for _ in range(3)))
+    (candidate,) = chooser.report
+    assert candidate.ours_ms is not None
+    assert candidate.stock_ms is not None
+    assert candidate.ours_ms > 0 < candidate.stock_ms
+
+
+def test_dynamic_sizes_are_not_measured():
+    chooser = Chooser(settings_of(None, None), CompileReport(), lambda _: 1 / 0)
+    torch._dynamo.reset()
+
+    def backend(module, _):
+        rewrite(module, PATTERNS, chooser, chooser.report)
+        return module.forward
+
+    torch.compile(_norm, backend=backend, dynamic=True)(torch.randn(3, 16), torch.randn(16))
+    (candidate,) = chooser.report
+    assert "a size is dynamic" in candidate.reason
+
+
+def test_the_report_is_a_table():
+    torch.compile(Block(), backend="cudnn_ops", options=ALL)(torch.randn(2, 7, 32))
+    report = cudnn_ops.compile_report()
+    head, columns, *rows = str(report).splitlines()
+    assert head == "1 graphs, 4 of 4 candidates swapped"
+    assert columns.split() == [
+        *("pattern", "result", "count", "swapped", "ours", "ms", "inductor", "ms", "where,", "why"),
+    ]
+    assert len(rows) == 4  # two norms on two lines
+    assert any("test_compiler_backend.py:" in row for row in rows)
+    report.clear()
+    assert str(report) == "0 graphs, 0 of 0 candidates swapped"
+
+
+def test_no_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        torch.compile(Block(), backend="cudnn_ops", options=ALL)(torch.randn(2, 7, 32))
