@@ -145,6 +145,35 @@ def test_requests_may_come_while_others_are_served():
     assert engine.step() == []
 
 
+def test_aborting_a_request():
+    """One that runs, one in its prompt, one that waits, one that is over; the others go on."""
+    engine = make_engine("cpu", 60, max_batch=3, chunk=8)
+    prompts = [[1, 2, 3], list(range(30)), [4, 5], [6, 7], [8, 9]]
+    running, computing, other, waiting, late = (
+        engine.submit(prompt, SamplingParams(max_tokens=6)) for prompt in prompts
+    )
+    engine.step()
+    assert (engine.running, engine.waiting) == (2, 3)
+    for request in (running, computing, waiting):
+        engine.abort(request)
+        assert request.finish_reason == "abort"
+        assert request.is_finished
+        assert request.stats.seconds is not None
+    assert (engine.running, engine.waiting) == (0, 2)
+    assert engine.cache.usage().in_use == 0
+    assert len(running.output) == 1
+    assert set(engine.run()) == {other, late}
+    engine.abort(other)
+    assert other.finish_reason == "length"
+    model = make_model("cpu")
+    assert other.output == generate_alone(model, other.prompt, 6)
+    assert late.output == generate_alone(model, late.prompt, 6)
+    assert (engine.stats.finished, engine.stats.aborted) == (2, 3)
+    stranger = make_engine("cpu", 60).submit([1])
+    with pytest.raises(ValueError, match="request must be one of this engine, got Request"):
+        engine.abort(stranger)
+
+
 # The schedule
 
 

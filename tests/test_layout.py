@@ -19,7 +19,7 @@ IMPORTS: dict[str, set[str]] = {
     "nn": {"ops"},
     "support": {"ops"},
     "plans": {"ops", "support"},
-    "serving": {"ops"},
+    "serving": {"ops", "distributed"},
     "distributed": {"ops"},
     "integrations": {"", "ops"},
 }

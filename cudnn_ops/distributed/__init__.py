@@ -6,6 +6,7 @@ from cudnn_ops.distributed.all_to_all import (
     all_to_all_attention,
     all_to_all_attention_with_lse,
 )
+from cudnn_ops.distributed.heads import heads_of_rank
 from cudnn_ops.distributed.order import zigzag_shard, zigzag_unshard
 from cudnn_ops.distributed.ring import ring_attention, ring_attention_with_lse
 from cudnn_ops.ops._when_imported import when_imported as _when_imported
@@ -15,6 +16,7 @@ _when_imported("torch.utils.flop_counter", lambda _: _import_module("cudnn_ops.d
 __all__ = [
     "all_to_all_attention",
     "all_to_all_attention_with_lse",
+    "heads_of_rank",
     "ring_attention",
     "ring_attention_with_lse",
     "zigzag_shard",

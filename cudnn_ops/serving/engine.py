@@ -10,22 +10,32 @@
 Each step computes the next token of every running request, and a chunk of the prompts that have
 arrived; requests join and leave between steps. :class:`Model` describes what a model must provide.
 The queue is in :mod:`cudnn_ops.serving.scheduler`, the GPU's work in
-:mod:`cudnn_ops.serving.model_runner`.
+:mod:`cudnn_ops.serving.model_runner`, what several ranks tell each other in
+:mod:`cudnn_ops.serving.ranks`.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
 
 from cudnn_ops.serving.kv_cache import PagedKVCache
 from cudnn_ops.serving.memory import whole
 from cudnn_ops.serving.model_runner import Model, ModelRunner
+from cudnn_ops.serving.page_pool import OutOfPages
+from cudnn_ops.serving.ranks import Aborted, Message, Order, Ranks, Submitted
 from cudnn_ops.serving.sampling import SamplingParams
-from cudnn_ops.serving.scheduler import Request, Scheduler
+from cudnn_ops.serving.scheduler import Batch, Request, Scheduler
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class GeneratedToken(NamedTuple):
@@ -41,6 +51,8 @@ class EngineStats:
 
     finished: int = 0
     """Requests that are complete."""
+    aborted: int = 0
+    """Requests that were aborted."""
     steps: int = 0
     replays: int = 0
     """Steps that were replayed from a CUDA graph."""
@@ -61,6 +73,15 @@ class EngineStats:
         return self.output_tokens / self.seconds if self.seconds else 0.0
 
 
+class _Step(NamedTuple):
+    """A step that was computed, and whose tokens have not been accepted."""
+
+    batch: Batch
+    tokens: list[int]
+    pages: int
+    began: float
+
+
 class Engine:
     """Generates tokens for requests that may arrive at any time: continuous batching.
 
@@ -75,6 +96,16 @@ class Engine:
 
     Not thread-safe. All steps must run on one stream (:class:`~cudnn_ops.PagedKVCache`).
 
+    With a mesh, each rank creates the engine with its part of the model and a cache of its own
+    heads. Requests are submitted on the first rank, whose steps the others repeat in
+    :meth:`follow`; the tokens are those that the first rank chooses from its logits::
+
+        with Engine(model, cache, mesh=mesh) as engine:
+            if engine.is_leader:
+                ...  # submit, step, run, abort
+            else:
+                engine.follow()
+
     Args:
         model: computes the logits. On a GPU its parameters must keep their addresses.
         cache: holds its keys and values. It may be shared; pages that others hold are not available
@@ -84,9 +115,14 @@ class Engine:
             running requests low, large ones process prompts faster.
         max_length: the longest request, prompt and output in tokens, that the model supports; None
             stands for what fits into the cache.
+        mesh: the ranks that share the model's heads: a mesh of one dimension (``mesh["tp"]`` of
+            several), or a process group. One rank alone is as no mesh.
 
     Raises:
-        ValueError: a number less than 1.
+        RuntimeError: another rank does not create its engine within the group's timeout.
+        TypeError: ``mesh`` is something else.
+        ValueError: a number less than 1; a mesh of several dimensions, or without this rank;
+            engines or caches that differ between the ranks.
     """
 
     def __init__(
@@ -97,6 +133,7 @@ class Engine:
         max_batch: int = 32,
         chunk: int = 512,
         max_length: int | None = None,
+        mesh: DeviceMesh | ProcessGroup | None = None,
     ) -> None:
         """Allocates the inputs of a step; captures nothing yet."""
         room = cache.pages * cache.page_size
@@ -104,9 +141,16 @@ class Engine:
         self.cache = cache
         self.max_batch, self.chunk = whole("max_batch", max_batch, 1), whole("chunk", chunk, 1)
         self.max_length = min(whole("max_length", max_length, 1), room)
+        self._ranks = None if mesh is None else self._join(mesh)
         self._scheduler = Scheduler(cache, max_batch, chunk)
-        self._runner = ModelRunner(model, cache, max_batch, chunk, self.max_length)
+        self._runner = ModelRunner(model, cache, max_batch, chunk, self.max_length, self._ranks)
         self._stats = EngineStats()
+        self._serials = itertools.count()
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether requests are submitted here: on a mesh's first rank, and without a mesh."""
+        return self._ranks is None or self._ranks.is_leader
 
     @property
     def stats(self) -> EngineStats:
@@ -127,9 +171,10 @@ class Engine:
         """Builds the plans and captures the CUDA graphs of all batch sizes.
 
         Otherwise the first step of each size does, and takes as long as many steps. Touches no
-        page.
+        page. Ranks that follow warm up with this one.
         """
-        self._runner.warm_up()
+        self._tell("warm_up", Order.WARM_UP)
+        self._warm_up()
 
     def submit(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Request:
         """Queues a request; :meth:`step` serves it.
@@ -142,9 +187,11 @@ class Engine:
             The request; serving updates its ``output``, ``finish_reason`` and ``stats``.
 
         Raises:
+            RuntimeError: this rank is not the mesh's first one.
             ValueError: the prompt is empty or holds no token ids; prompt and ``max_tokens``
                 together exceed ``max_length``.
         """
+        self._check_leads("submit")
         params = SamplingParams() if params is None else params
         try:
             tokens = [operator.index(token) for token in prompt]
@@ -162,9 +209,30 @@ class Engine:
                 f"with a larger max_length and a cache of more pages (now {self.cache.pages} of "
                 f"{self.cache.page_size} tokens)"
             )
-        request = Request(tokens, params)
-        self._scheduler.waiting.append(request)
+        request = self._enqueue(next(self._serials), tokens, params)
+        if self._ranks:
+            # As a tuple: not every collection of stop tokens can be sent.
+            sent = replace(params, stop_tokens=tuple(params.stop_tokens))
+            self._ranks.events.append(Submitted(request.serial, tokens, sent))
         return request
+
+    def abort(self, request: Request) -> None:
+        """Ends a request, and frees its pages. It keeps its output; ``run`` does not yield it.
+
+        Nothing happens if it is finished already.
+
+        Raises:
+            RuntimeError: this rank is not the mesh's first one.
+            ValueError: the request was not submitted to this engine.
+        """
+        self._check_leads("abort")
+        if request.is_finished:
+            return
+        if self._scheduler.find(request.serial) is not request:
+            raise ValueError(f"request must be one of this engine, got {request!r}")
+        self._abort(request)
+        if self._ranks:
+            self._ranks.events.append(Aborted(request.serial))
 
     def step(self) -> list[GeneratedToken]:
         """Computes one step: the next tokens of running requests, and a chunk of prompts.
@@ -176,21 +244,162 @@ class Engine:
         Raises:
             OutOfPages: other users of the cache hold so many pages that the oldest request cannot
                 proceed. Nothing is lost: call it again once pages are free.
+            RuntimeError: this rank is not the mesh's first one; another one does not answer within
+                the group's timeout.
         """
         began = time.perf_counter()
+        self._tell("step", Order.STEP)
+        step = self._compute(began)
+        if self._ranks:
+            self._ranks.chosen = step.tokens
+        return self._accept(step, step.tokens)
+
+    def run(self) -> Iterator[Request]:
+        """Steps until no request is left, and yields each request when it is finished.
+
+        Requests that are submitted in between are served too.
+        """
+        while self.running or self.waiting:
+            for request, _ in self.step():
+                if request.is_finished:
+                    yield request
+
+    def follow(self) -> None:
+        """Repeats the first rank's steps until it closes the engine. For the mesh's other ranks.
+
+        Raises:
+            RuntimeError: this rank is the first one, or there is no mesh; the first rank makes no
+                step within the group's timeout (one that has nothing to do counts); the cache was
+                used beside the engine on one of them.
+        """
+        ranks = self._ranks
+        if ranks is None or ranks.is_leader:
+            raise RuntimeError(
+                "Engine.follow: this rank is the first one, which the others follow; it calls step "
+                "or run (is_leader tells them apart)"
+            )
+        step: _Step | None = None
+        while True:
+            message = ranks.hear()
+            self._settle(step, message)
+            step = None
+            if message.order == Order.CLOSE:
+                return
+            if message.order == Order.WARM_UP:
+                self._warm_up()
+                continue
+            with suppress(OutOfPages):  # raised on the first rank too, which tells what comes next
+                step = self._compute(time.perf_counter())
+
+    def close(self) -> None:
+        """Ends :meth:`follow` on the other ranks; where there are none, it does nothing.
+
+        The engine may be used again once they follow it again.
+        """
+        if self.is_leader:
+            self._tell("close", Order.CLOSE)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # If ranks are gone, the error says so already.
+        with nullcontext() if error is None else suppress(RuntimeError):
+            self.close()
+
+    def _join(self, mesh: DeviceMesh | ProcessGroup) -> Ranks | None:
+        """The ranks, which create equal engines; None if there is one alone."""
+        cache = self.cache
+        keys = cache.key_cache(0)
+        ranks = Ranks.of(mesh, keys.device, self.max_batch)
+        if ranks is not None:
+            sizes = ("layers", "pages", "page_size", "heads_kv", "head_size", "value_size")
+            facts = {f"cache.{name}": getattr(cache, name) for name in (*sizes, "prefix_sharing")}
+            facts |= {name: getattr(self, name) for name in ("max_batch", "chunk", "max_length")}
+            ranks.check_agreement(facts | {"the cache's dtype": str(keys.dtype)})
+        return ranks
+
+    def _check_leads(self, method: str) -> None:
+        if self._ranks and not self._ranks.is_leader:
+            raise RuntimeError(
+                f"Engine.{method}: rank {self._ranks.rank} of {self._ranks.size} follows rank 0, "
+                f"which alone calls {method}; call follow() here"
+            )
+
+    def _tell(self, method: str, order: Order) -> None:
+        """Tells the other ranks what to do; raises on them, for they are told."""
+        self._check_leads(method)
+        if self._ranks:
+            self._ranks.tell(order, self._scheduler.state)
+
+    def _settle(self, step: _Step | None, message: Message) -> None:
+        """Does what the first rank did since its last message.
+
+        Args:
+            step: what it was told then, if that was a step.
+            message: what it is told now.
+        """
+        ranks, scheduler = self._ranks, self._scheduler
+        assert ranks is not None
+        shares = step.batch.shares if step else []
+        if len(shares) != len(message.chosen):
+            raise RuntimeError(
+                f"Engine.follow: rank {ranks.rank} of {ranks.size} computed a step of "
+                f"{len(shares)} requests, and rank 0 one of {len(message.chosen)}: it failed "
+                "there, or here before"
+            )
+        if step:
+            self._accept(step, message.chosen)
+        for event in message.events:
+            if isinstance(event, Submitted):
+                self._enqueue(*event)
+                continue
+            request = scheduler.find(event.serial)
+            assert request is not None
+            self._abort(request)
+        ranks.check_state(scheduler.state, message.state)
+
+    def _enqueue(self, serial: int, tokens: list[int], params: SamplingParams) -> Request:
+        request = Request(tokens, params, serial)
+        self._scheduler.waiting.append(request)
+        return request
+
+    def _abort(self, request: Request) -> None:
+        self._scheduler.abort(request)
+        self._stats = replace(self._stats, aborted=self._stats.aborted + 1)
+
+    def _warm_up(self) -> None:
+        with self._ranks.computing("warming up") if self._ranks else nullcontext():
+            self._runner.warm_up()
+
+    def _compute(self, began: float) -> _Step:
+        """Schedules and computes a step, which is said to have begun then."""
         scheduler = self._scheduler
         batch = scheduler.schedule()
-        if not batch.shares:
-            return []
         pages = self.cache.pages - self.cache.available
+        if not batch.shares:
+            return _Step(batch, [], pages, began)
         try:
-            result = self._runner.launch(batch)
-            # While the device computes: what it will have written is known already.
-            scheduler.commit(batch)
-            tokens = result.tolist()
+            with self._ranks.computing("computing a step") if self._ranks else nullcontext():
+                result = self._runner.launch(batch)
+                # While the device computes: what it will have written is known already.
+                scheduler.commit(batch)
+                tokens = result.tolist()
         except BaseException:
             scheduler.undo(batch)
             raise
+        return _Step(batch, tokens, pages, began)
+
+    def _accept(self, step: _Step, tokens: list[int]) -> list[GeneratedToken]:
+        """Gives the requests of a step their tokens, and counts it."""
+        scheduler, batch = self._scheduler, step.batch
+        if not batch.shares:
+            return []
         generated = []
         now = time.perf_counter()
         for share, token in zip(batch.shares, tokens, strict=True):
@@ -210,17 +419,7 @@ class Engine:
             output_tokens=stats.output_tokens + len(generated),
             prefix_hits=scheduler.prefix_hits,
             preemptions=scheduler.preemptions,
-            peak_pages=max(stats.peak_pages, pages),
-            seconds=stats.seconds + time.perf_counter() - began,
+            peak_pages=max(stats.peak_pages, step.pages),
+            seconds=stats.seconds + time.perf_counter() - step.began,
         )
         return generated
-
-    def run(self) -> Iterator[Request]:
-        """Steps until no request is left, and yields each request when it is finished.
-
-        Requests that are submitted in between are served too.
-        """
-        while self.running or self.waiting:
-            for request, _ in self.step():
-                if request.is_finished:
-                    yield request

@@ -15,6 +15,7 @@ from torch import Tensor
 from cudnn_ops.ops.paged import paged_attention
 from cudnn_ops.serving.kv_cache import PagedKVCache
 from cudnn_ops.serving.memory import ALIGNMENT
+from cudnn_ops.serving.ranks import Ranks
 from cudnn_ops.serving.sampling import sample
 from cudnn_ops.serving.scheduler import Batch
 from cudnn_ops.serving.sequence import KVSequence
@@ -157,8 +158,15 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: Model, cache: PagedKVCache, max_batch: int, chunk: int, max_length: int
+        self,
+        model: Model,
+        cache: PagedKVCache,
+        max_batch: int,
+        chunk: int,
+        max_length: int,
+        ranks: Ranks | None = None,
     ) -> None:
+        self._ranks = ranks
         self._model, self._cache, self._chunk = model, cache, chunk
         self._device = cache.key_cache(0).device
         self._max_batch = padded_batch(max_batch)
@@ -180,7 +188,7 @@ class ModelRunner:
 
         Returns:
             int64 [shares] on the device: what follows each share's last token. Of no account where
-            a share does not reach its request's last one.
+            a share does not reach its request's last one, and on ranks that follow another.
         """
         shares = batch.shares
         counts = [share.stop - share.start for share in shares]
@@ -195,7 +203,8 @@ class ModelRunner:
         logits, greedy = self._compute(counts)
         if self._device.type == "cuda" and max(counts) == 1:
             self.replays += 1
-        if all(share.request.params.temperature == 0 for share in shares):
+        chooses = self._ranks is None or self._ranks.is_leader
+        if not chooses or all(share.request.params.temperature == 0 for share in shares):
             return greedy
         options = [
             (params.temperature, params.top_k, params.top_p, share.request.number)
@@ -294,6 +303,8 @@ class ModelRunner:
             self._call(batch, batch)
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # NCCL's own thread asks for events meanwhile, which must not end the capture.
+        mode = "thread_local" if self._ranks else "global"
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=mode):
             outputs = self._call(batch, batch)
         self._graphs[batch] = (graph, *outputs)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import random
 import time
+import zlib
+from array import array
 from collections import deque
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -32,7 +34,7 @@ class RequestStats:
     time_to_first_token: float | None = None
     """Since its submission; None before the first token."""
     seconds: float | None = None
-    """From its submission to its last token; None before the last token."""
+    """From its submission to its end; None before that."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -43,11 +45,12 @@ class RequestStats:
 class Request:
     """One prompt and the tokens generated for it; compares by identity."""
 
-    def __init__(self, prompt: list[int], params: SamplingParams) -> None:
+    def __init__(self, prompt: list[int], params: SamplingParams, serial: int) -> None:
         """Called by :meth:`cudnn_ops.generation.Engine.submit` only."""
         self.params = params
+        self.serial = serial  # tells ranks which one is meant
         self.stats = RequestStats(prompt_tokens=len(prompt))
-        self.finish_reason: Literal["stop", "length"] | None = None
+        self.finish_reason: Literal["stop", "length", "abort"] | None = None
         """Why it ended; None while it waits or runs."""
         # Prompt and output in one list: after a preemption they are recomputed alike.
         self.tokens = list(prompt)
@@ -89,6 +92,11 @@ class Request:
         if self.finish_reason:
             stats.seconds = elapsed
 
+    def abort(self, now: float) -> None:
+        """Ends the request at time ``now``, with the output that it has."""
+        self.finish_reason = "abort"
+        self.stats.seconds = now - self._submitted
+
     def __repr__(self) -> str:
         state = self.finish_reason or ("running" if self.sequence else "waiting")
         return f"Request(prompt={len(self.prompt)} tokens, output={self.output}, {state})"
@@ -119,6 +127,21 @@ class Batch:
     slots: list[int]
 
 
+class State(NamedTuple):
+    """What schedulers that make the same decisions have in common, between steps."""
+
+    free: int
+    """Empty pages of the cache."""
+    evictable: int
+    """Its pages that no sequence holds."""
+    running: int
+    """Requests."""
+    waiting: int
+    """Requests."""
+    slots: int
+    """A checksum of the slots of the step before."""
+
+
 class Scheduler:
     """First come, first served, as many requests at once as fit into the batch and the pages.
 
@@ -131,6 +154,15 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # the oldest first
         self.prefix_hits = self.preemptions = 0
+        self._slots: list[int] = []  # of the step before
+
+    @property
+    def state(self) -> State:
+        """To compare with other ranks' schedulers."""
+        pool = self.cache._pool
+        slots = zlib.crc32(array("q", self._slots))
+        queues = len(self.running), len(self.waiting)
+        return State(len(pool.free), len(pool.evictable), *queues, slots)
 
     def schedule(self) -> Batch:
         """Plans a step and allocates slots for its tokens; empty if there is nothing to do.
@@ -141,6 +173,7 @@ class Scheduler:
         """
         batch = self._continue_running()
         self._admit(batch)
+        self._slots = batch.slots
         return batch
 
     def undo(self, batch: Batch) -> None:
@@ -161,6 +194,22 @@ class Scheduler:
         """Removes a running request and frees its pages."""
         self.running.remove(request)
         self._release(request)
+
+    def find(self, serial: int) -> Request | None:
+        """The request of this number, if it runs or waits."""
+        for queue in (self.running, self.waiting):
+            for request in queue:
+                if request.serial == serial:
+                    return request
+        return None
+
+    def abort(self, request: Request) -> None:
+        """Removes a running or waiting request, and frees its pages."""
+        if request.sequence is None:
+            self.waiting.remove(request)
+        else:
+            self.finish(request)
+        request.abort(time.perf_counter())
 
     def _continue_running(self) -> Batch:
         """Schedules the next tokens of running requests, preempting some if pages run out."""

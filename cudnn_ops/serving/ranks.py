@@ -1,0 +1,191 @@
+"""One engine on several ranks: the first rank leads, and the others repeat its steps.
+
+Every rank has the whole engine: a scheduler, a cache with its own heads of every page, and a part
+of the model. Schedulers decide alike from the same requests and the same tokens, so these are all
+that the first rank tells: once a step, in a message between hosts, before the step is computed. The
+others choose no token. They learn what the first rank chose in one step from the message of the
+next, so no rank's rounding matters but the first one's.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import distributed
+
+from cudnn_ops.serving.sampling import SamplingParams
+from cudnn_ops.serving.scheduler import State
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+OP = "cudnn_ops.generation.Engine"
+
+
+class Order(enum.IntEnum):
+    """What the first rank tells the others to do."""
+
+    STEP = 0
+    WARM_UP = 1
+    CLOSE = 2
+
+
+class Submitted(NamedTuple):
+    """A request that the others do not know yet."""
+
+    serial: int
+    prompt: list[int]
+    params: SamplingParams
+
+
+class Aborted(NamedTuple):
+    """A request that was aborted."""
+
+    serial: int
+
+
+Event = Submitted | Aborted
+
+
+class Message(NamedTuple):
+    """What the first rank tells."""
+
+    order: Order
+    chosen: list[int]
+    """Its tokens of the step before, one for each share."""
+    events: list[Event]
+    """What happened after that, in this order."""
+    state: State
+    """Its scheduler's, after all that."""
+
+
+#: Of each group, one for messages between hosts.
+_hosts: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+
+
+class Ranks:
+    """The ranks of an engine, and their messages.
+
+    Args:
+        group: more than one rank.
+        device: where the engine computes.
+        max_batch: the largest number of tokens in a message.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device, max_batch: int) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        self.chosen: list[int] = []
+        """On the first rank: tokens that it has not told yet."""
+        self.events: list[Event] = []
+        """On the first rank: what it has not told yet."""
+        self._group, self._max_batch = group, max_batch
+        with self.naming("joining the other ranks"):
+            if group not in _hosts:
+                _hosts[group] = _host_group(group, device)
+        self._hosts = _hosts[group]
+
+    @classmethod
+    def of(
+        cls, mesh: DeviceMesh | ProcessGroup, device: torch.device, max_batch: int
+    ) -> Ranks | None:
+        """Those of a mesh; None if it is one rank alone.
+
+        Raises:
+            RuntimeError: a rank does not answer.
+            TypeError: it is no mesh.
+            ValueError: it has several dimensions, or no backend for the device; this rank is not in
+                it.
+        """
+        from cudnn_ops.distributed.heads import group_of_heads  # a program may need no ranks
+
+        group = group_of_heads(OP, mesh)
+        return cls(group, device, max_batch) if group.size() > 1 else None
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this is the first rank."""
+        return self.rank == 0
+
+    def naming(self, doing: str) -> AbstractContextManager[None]:
+        """A context whose RuntimeErrors come from a rank that does not answer, and say so."""
+        from cudnn_ops.distributed.group import naming_the_ranks
+
+        return naming_the_ranks(OP, self._group, doing)
+
+    @contextmanager
+    def computing(self, doing: str) -> Iterator[None]:
+        """The same where the model may raise others, too."""
+        try:
+            yield
+        except RuntimeError as error:
+            # What gloo raises has no class of its own.
+            if not isinstance(error, distributed.DistError) and "gloo" not in str(error):
+                raise
+            with self.naming(doing):
+                raise
+
+    def check_agreement(self, facts: dict[str, object]) -> None:
+        """Raises ValueError, on all ranks, if what they say under a name is not the same."""
+        said: list[dict[str, object]] = [{} for _ in range(self.size)]
+        with self.naming("comparing its arguments with those of the other ranks"):
+            distributed.all_gather_object(said, facts, group=self._hosts)
+        for rank, theirs in enumerate(said):
+            for name, value in said[0].items():
+                if theirs[name] != value:
+                    raise ValueError(
+                        f"{OP}: {name} is {value} on rank 0 and {theirs[name]} on rank {rank}; "
+                        "all ranks must create equal engines, with caches of equal sizes"
+                    )
+
+    def check_state(self, own: State, leader: State) -> None:
+        """Raises RuntimeError if this rank would decide differently from the first one."""
+        if own != leader:
+            raise RuntimeError(
+                f"{OP}: rank {self.rank} of {self.size} has {own}, and rank 0 has {leader}. What "
+                "is done to the cache beside the engine must be done on all ranks alike: close the "
+                "engine on rank 0 before it, and follow again after it"
+            )
+
+    def tell(self, order: Order, state: State) -> None:
+        """Tells the other ranks, as soon as they listen."""
+        chosen, events = self.chosen, self.events
+        words = [order, len(chosen), len(events), *state, *chosen]
+        words += [0] * (self._max_batch - len(chosen))
+        with self.naming("telling the other ranks to go on, which must be in follow()"):
+            distributed.broadcast(torch.tensor(words), group=self._hosts, group_src=0)
+            if events:
+                distributed.broadcast_object_list([events], group=self._hosts, group_src=0)
+        self.chosen, self.events = [], []
+
+    def hear(self) -> Message:
+        """Waits for what the first rank tells."""
+        fields = len(State._fields)
+        words = torch.empty(3 + fields + self._max_batch, dtype=torch.int64)
+        events: list[list[Event]] = [[]]
+        with self.naming("waiting for rank 0 to call step() or close()"):
+            distributed.broadcast(words, group=self._hosts, group_src=0)
+            order, count, happened, *rest = words.tolist()
+            if happened:
+                distributed.broadcast_object_list(events, group=self._hosts, group_src=0)
+        state, chosen = State(*rest[:fields]), rest[fields : fields + count]
+        return Message(Order(order), chosen, events[0], state)
+
+
+def _host_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:
+    """The same ranks by gloo, whose messages need no GPU; it waits as long for a rank."""
+    try:
+        timeout = group._get_backend(device).options._timeout
+    except RuntimeError as error:
+        raise ValueError(f"{OP}: mesh has no backend for {device}, where the cache is") from error
+    ranks = distributed.get_process_group_ranks(group)
+    made = distributed.new_group(
+        ranks, timeout=timeout, backend="gloo", use_local_synchronization=True
+    )
+    assert isinstance(made, distributed.ProcessGroup)
+    return made
