@@ -218,6 +218,8 @@ class Llama(nn.Module):
             *(Block(config, rotary, operators) for _ in range(config.layers))
         )
         self.norm = Norm(config, operators)
+        # Of the embedding's weight, to which the output projection is tied.
+        self.project: Callable[[Tensor, Tensor], Tensor] = F.linear
         for weight in self.parameters():
             if weight.dim() == 2:
                 nn.init.normal_(weight, std=0.5 * config.width**-0.5)
@@ -233,8 +235,7 @@ class Llama(nn.Module):
                 # Autocast leaves it float32. The layers add to it what is bf16.
                 x = x.bfloat16()
             x = self.norm(self.blocks(x))
-            # The output projection is tied to the embedding.
-            return F.linear(x, self.embedding.weight).float()
+            return self.project(x, self.embedding.weight).float()
 
     def serve(self, tokens: Tensor, positions: Tensor, last: Tensor, attend: Attention) -> Tensor:
         """Float32 logits [requests, V] of tokens [T], as `cudnn_ops.generation.Model` says.
@@ -245,7 +246,7 @@ class Llama(nn.Module):
         for layer, block in enumerate(self.blocks):
             assert isinstance(block, Block)  # nn.Sequential does not tell
             x = block.serve(x, positions, partial(attend, layer))
-        return F.linear(self.norm(x[last]), self.embedding.weight).float()
+        return self.project(self.norm(x[last]), self.embedding.weight).float()
 
     def loss(self, windows: Tensor) -> Tensor:
         """Mean next-token cross entropy in nats over token windows [B, S + 1]."""

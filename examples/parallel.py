@@ -9,7 +9,7 @@ of every weight in each process.
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -22,8 +22,9 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn import functional as F
 
-from examples.llama import Llama, Rotary, SelfAttention
+from examples.llama import Llama, Rotary, SelfAttention, SwiGLU
 
 
 def shard_tensors(model: Llama, mesh: DeviceMesh) -> None:
@@ -73,6 +74,59 @@ def shard_tensors(model: Llama, mesh: DeviceMesh) -> None:
                 "feed_forward.down": reduced,
             },
         )
+
+
+def shard_for_serving(model: Llama, mesh: DeviceMesh) -> None:
+    """Tensor parallelism of `Llama.serve` over a mesh of one dimension, in place.
+
+    The weights become plain tensors, each process's own part of heads and of the feed-forward
+    network's width. What each layer adds to the residual stream is summed over the processes: two
+    collectives a layer, which CUDA graphs capture. The vocabulary is split for the output
+    projection, and whole in the embedding.
+
+    Raises:
+        ValueError: processes cannot share the heads, the width or the vocabulary evenly.
+    """
+    from cudnn_ops.distributed import heads_of_rank  # on demand, as in llama.py
+
+    config = model.config
+    _, kv_heads = heads_of_rank(config.heads, config.kv_heads, mesh)
+    size, rank = mesh.size(), mesh.get_local_rank()
+    for name, length in (("hidden channels", config.hidden), ("tokens", config.vocabulary)):
+        if length % size != 0:
+            raise ValueError(f"{size} processes cannot share {length} {name} evenly")
+    group = mesh.get_group()
+
+    def keep_own(linear: nn.Module, dim: int) -> None:
+        assert isinstance(linear, nn.Linear)
+        own = linear.weight.detach().chunk(size, dim)[rank]
+        linear.weight = nn.Parameter(own.clone(), requires_grad=False)
+
+    def sum_up(module: nn.Module, inputs: object, output: Tensor) -> None:
+        distributed.all_reduce(output, group=group)
+
+    def project(x: Tensor, weight: Tensor) -> Tensor:
+        own = F.linear(x, weight.chunk(size)[rank])
+        parts = own.new_empty(size * own.shape[0], own.shape[1])
+        distributed.all_gather_into_tensor(parts, own, group=group)
+        return parts.unflatten(0, (size, -1)).transpose(0, 1).flatten(1)
+
+    for module in model.modules():
+        if isinstance(module, SelfAttention):
+            keep_own(module.query, 0)
+            # One key head is copied to all.
+            for linear in (module.key, module.value) if kv_heads < config.kv_heads else ():
+                keep_own(linear, 0)
+            last = module.out
+        elif isinstance(module, SwiGLU):
+            keep_own(module.gate, 0)
+            keep_own(module.up, 0)
+            last = module.down
+        else:
+            continue
+        keep_own(last, 1)
+        last.register_forward_hook(sum_up)
+    model.project = project
 
 
 def split_sequence(model: Llama, mesh: DeviceMesh) -> None:
