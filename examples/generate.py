@@ -1,27 +1,35 @@
 """Serves prompts with the model that `examples.train_llama` trains, from a paged cache.
 
     python -m examples.generate
+    torchrun --nproc-per-node 2 -m examples.generate --tp 2
+
+With `--tp`, processes share the model's heads, and each has a GPU of its own.
 
 Prompts are pieces of the held-out text behind beginnings that many of them share, as requests
 share a system prompt. What belongs here: the prompts, the progress, the report and the command
-line; the engine is `cudnn_ops.generation`, the model is in `llama.py`.
+line; the engine is `cudnn_ops.generation`, the model is in `llama.py`, how it is spread in
+`parallel.py`.
 """
 
 import argparse
+import os
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tqdm import tqdm
 
 from cudnn_ops import PagedKVCache
+from cudnn_ops.distributed import heads_of_rank
 from cudnn_ops.generation import Engine, Request, SamplingParams
-from examples.llama import Llama, Operators
+from examples.llama import Llama, LlamaConfig, Operators
 from examples.train_llama import (
     CHECKPOINT,
     RECIPES,
@@ -39,6 +47,7 @@ class GenerateConfig:
     checkpoint: Path = TrainConfig.out / CHECKPOINT
     random: bool = False
     device: str = "auto"
+    tp: int = 1
     prompts: int | None = None
     beginnings: int = 4
     max_tokens: int = 48
@@ -70,6 +79,7 @@ class Summary:
     """What one run measured; times are in seconds, tokens are bytes of text."""
 
     device: str
+    processes: int
     requests: int
     prompt_tokens: int
     output_tokens: int
@@ -85,7 +95,7 @@ class Summary:
 
 
 def load_model(config: GenerateConfig, device: torch.device) -> Llama:
-    """The trained model, or one of the device's size with random weights.
+    """The trained model, or one of the device's size with random weights; on the CPU.
 
     Raises:
         FileNotFoundError: there is no checkpoint; the message says how to get one.
@@ -112,7 +122,7 @@ def load_model(config: GenerateConfig, device: torch.device) -> Llama:
         for weight in model.parameters():
             # Not model.bfloat16(): the angles of the positions must stay float32.
             weight.data = weight.data.bfloat16()
-    return model.to(device)
+    return model
 
 
 def make_prompts(
@@ -149,13 +159,16 @@ def serve(engine: Engine, requests: list[Request]) -> None:
             )
 
 
-def summarize(engine: Engine, requests: Iterable[Request], device: torch.device) -> Summary:
+def summarize(
+    engine: Engine, requests: Iterable[Request], device: torch.device, processes: int
+) -> Summary:
     """The figures of a run that is over."""
     stats = [request.stats for request in requests]
     waits = [each.time_to_first_token or 0.0 for each in stats]
     overall = engine.stats
     return Summary(
         device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
+        processes=processes,
         requests=len(stats),
         prompt_tokens=sum(each.prompt_tokens for each in stats),
         output_tokens=overall.output_tokens,
@@ -176,7 +189,8 @@ def report(summary: Summary) -> str:
     return "\n".join(
         [
             f"served         {summary.requests} requests, {summary.prompt_tokens:,} + "
-            f"{summary.output_tokens:,} tokens, on {summary.device}",
+            f"{summary.output_tokens:,} tokens, on "
+            f"{summary.device}{f' x {summary.processes}' if summary.processes > 1 else ''}",
             f"speed          {summary.tokens_per_second:,.0f} tokens/s",
             f"first token    {1e3 * summary.time_to_first_token_median:,.0f} ms median, "
             f"{1e3 * summary.time_to_first_token_p99:,.0f} ms p99, all having come at once",
@@ -188,16 +202,46 @@ def report(summary: Summary) -> str:
     )
 
 
-def generate(config: GenerateConfig) -> tuple[Summary, list[Request]]:
-    """Serves the prompts that `config` asks for."""
-    kind = kind_of_device(config.device)
-    device = torch.device(kind)
+@contextmanager
+def mesh_of(config: GenerateConfig, kind: str) -> Iterator[DeviceMesh | None]:
+    """The processes that torchrun has started; None for one process.
+
+    Raises:
+        ValueError: they are not as many as `config` says.
+    """
+    if config.tp == 1:
+        yield None
+        return
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes != config.tp:
+        raise ValueError(
+            f"--tp {config.tp} needs as many processes, and there are {processes}: start it by "
+            f"torchrun --nproc-per-node {config.tp}"
+        )
+    if kind == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("nccl" if kind == "cuda" else "gloo")
+    try:
+        yield init_device_mesh(kind, (processes,))
+    finally:
+        distributed.destroy_process_group()
+
+
+def make_engine(
+    config: GenerateConfig, load: Load, device: torch.device, mesh: DeviceMesh | None
+) -> tuple[Engine, LlamaConfig]:
+    """An engine around this process's part of the model, and the sizes of the whole one."""
     model = load_model(config, device)
     sizes = model.config
     if not 1 <= config.max_tokens <= sizes.sequence - 4:
         raise ValueError(f"--max-tokens is 1 to {sizes.sequence - 4}, got {config.max_tokens}")
-    load = LOADS[kind]
-    prompts = load.prompts if config.prompts is None else config.prompts
+    kv_heads = sizes.kv_heads
+    if mesh is not None:
+        from examples.parallel import shard_for_serving  # on demand: its imports take long
+
+        shard_for_serving(model, mesh)
+        _, kv_heads = heads_of_rank(sizes.heads, sizes.kv_heads, mesh)
+    model.to(device)
     max_batch = load.max_batch if config.max_batch is None else config.max_batch
     longest = -(-sizes.sequence // config.page_size)
     # Fewer than all that run may come to need, as in practice: sharing makes up for some.
@@ -206,7 +250,7 @@ def generate(config: GenerateConfig) -> tuple[Summary, list[Request]]:
         sizes.layers,
         pages,
         config.page_size,
-        sizes.kv_heads,
+        kv_heads,
         sizes.head_size,
         dtype=next(model.parameters()).dtype,
         device=device,
@@ -217,19 +261,38 @@ def generate(config: GenerateConfig) -> tuple[Summary, list[Request]]:
         max_batch=max_batch,
         chunk=load.chunk if config.chunk is None else config.chunk,
         max_length=sizes.sequence,
+        mesh=mesh,
     )
-    engine.warm_up()
-    params = SamplingParams(
-        config.max_tokens, config.temperature, config.top_k, config.top_p, config.seed
-    )
-    _, heldout = load_text(torch.device("cpu"))
-    requests = [
-        # Same seed, same choices: each has its own, so that equal prompts may go on differently.
-        engine.submit(prompt, replace(params, seed=config.seed + index))
-        for index, prompt in enumerate(make_prompts(heldout, config, prompts, sizes.sequence))
-    ]
-    serve(engine, requests)
-    return summarize(engine, requests, device), requests
+    return engine, sizes
+
+
+def generate(config: GenerateConfig) -> tuple[Summary, list[Request]] | None:
+    """Serves the prompts that `config` asks for; None in processes that follow the first one."""
+    kind = kind_of_device(config.device)
+    with mesh_of(config, kind) as mesh:
+        device = torch.device(kind)
+        load = LOADS[kind]
+        engine, sizes = make_engine(config, load, device, mesh)
+        with engine:
+            if not engine.is_leader:
+                engine.follow()
+                return None
+            engine.warm_up()
+            params = SamplingParams(
+                config.max_tokens, config.temperature, config.top_k, config.top_p, config.seed
+            )
+            _, heldout = load_text(torch.device("cpu"))
+            prompts = load.prompts if config.prompts is None else config.prompts
+            requests = [
+                # Same seed, same choices: each has its own, so that equal prompts may go on
+                # differently.
+                engine.submit(prompt, replace(params, seed=config.seed + index))
+                for index, prompt in enumerate(
+                    make_prompts(heldout, config, prompts, sizes.sequence)
+                )
+            ]
+            serve(engine, requests)
+        return summarize(engine, requests, device, config.tp), requests
 
 
 def sample_text(request: Request) -> str:
@@ -250,6 +313,7 @@ def parse_args(argv: Sequence[str] | None = None) -> GenerateConfig:
     parser.add_argument("--checkpoint", type=Path, default=default.checkpoint, help="the model")
     parser.add_argument("--random", action="store_true", help="random weights instead")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default=default.device)
+    parser.add_argument("--tp", type=int, default=default.tp, help="processes that share the model")
     for name, meaning in (
         ("beginnings", "beginnings that the prompts share"),
         ("max_tokens", "tokens to generate for each"),
@@ -274,7 +338,7 @@ def parse_args(argv: Sequence[str] | None = None) -> GenerateConfig:
     parser.add_argument("--top-p", type=float, default=default.top_p, help="draw from this much")
     config = GenerateConfig(**vars(parser.parse_args(argv)))
     check_seed(parser, config.seed)
-    for name in ("prompts", "beginnings", "max_batch", "chunk", "page_size"):
+    for name in ("tp", "prompts", "beginnings", "max_batch", "chunk", "page_size"):
         if (number := getattr(config, name)) is not None and number < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if config.samples < 0:
@@ -288,12 +352,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     # For the CPU: its model is so small that threads wait for each other longer than they compute.
     torch.set_num_threads(1)
     try:
-        measured, served = generate(config)
+        result = generate(config)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print("\n".join(sample_text(request) for request in served[: config.samples]))
-    print(report(measured))
+    if result is not None:
+        measured, served = result
+        print("\n".join(sample_text(request) for request in served[: config.samples]))
+        print(report(measured))
     return 0
 
 

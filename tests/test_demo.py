@@ -1,6 +1,8 @@
 """Tests of the example programs belong here: the demo must really learn, under torch.compile."""
 
 import json
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -16,6 +18,8 @@ from examples.llama import Llama, LlamaConfig, Operators
 from examples.train_llama import CHECKPOINT, Recipe, TrainConfig, Trainer, train
 from examples.train_llama import report as training_report
 from tests.conftest import DEVICES
+
+ROOT = Path(__file__).parents[1]
 
 
 def byte_frequency_loss() -> float:
@@ -67,12 +71,14 @@ def test_torch_alone_learns_the_same(device: str) -> None:
 
 def test_serving_a_checkpoint(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = Llama(LlamaConfig(1, 32, 2, 1, sequence=64), Operators.named("cudnn_ops"))
+    model = Llama(LlamaConfig(1, 32, 4, 2, sequence=64), Operators.named("cudnn_ops"))
     model.save(tmp_path / CHECKPOINT)
     config = GenerateConfig(
         checkpoint=tmp_path / CHECKPOINT, device="cpu", prompts=9, max_tokens=16, max_batch=3
     )
-    summary, requests = generate(config)
+    result = generate(config)
+    assert result is not None
+    summary, requests = result
     assert summary.requests == len(requests) == 9
     assert summary.output_tokens == 9 * 16
     assert summary.prompt_tokens == 9 * 48
@@ -80,8 +86,25 @@ def test_serving_a_checkpoint(tmp_path: Path) -> None:
     assert 0 < summary.time_to_first_token_median <= summary.time_to_first_token_p99
     assert f"{summary.tokens_per_second:,.0f} tokens/s" in report(summary)
     assert "+++" in sample_text(requests[0])
-    _, again = generate(config)
-    assert [request.output for request in again] == [request.output for request in requests]
+    outputs = [request.output for request in requests]
+    again = generate(config)
+    assert again is not None
+    assert [request.output for request in again[1]] == outputs
+
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = ["--checkpoint", str(tmp_path / CHECKPOINT), "--device", "cpu", "--tp", "2"]
+    arguments += ["--prompts", "9", "--max-tokens", "16", "--max-batch", "3"]
+    shared = subprocess.run(
+        [sys.executable, "-m", *torchrun, "-m", "examples.generate", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert shared.returncode == 0, shared.stderr
+    assert "tokens, on cpu x 2\n" in shared.stdout
+    assert shared.stdout.count("+++") == 3
+    for request in requests[:3]:
+        assert sample_text(request) in shared.stdout
 
 
 def test_a_checkpoint_that_is_not_there_says_how_to_make_one(tmp_path: Path) -> None:
@@ -109,6 +132,8 @@ def test_no_gpu_is_told_in_a_line(program, capsys) -> None:
         (generate_example, ["--random", "--max-tokens", "9999"], "--max-tokens is 1 to 252"),
         (generate_example, ["--random", "--pages", "1"], "a request has room for 16"),
         (generate_example, ["--samples", "-1"], "--samples must be at least 0"),
+        (generate_example, ["--tp", "0"], "--tp must be at least 1"),
+        (generate_example, ["--random", "--tp", "2"], "torchrun --nproc-per-node 2"),
     ],
 )
 def test_bad_arguments_end_with_a_line(program, arguments, message, tmp_path, capsys) -> None:
