@@ -1,4 +1,7 @@
-"""Attention over a sequence split over GPUs: tokens a second, forward + backward, and peak memory.
+"""Several GPUs beside one: attention over a split sequence, and serving by split heads.
+
+Attention is forward + backward, and its memory is the peak beyond its inputs. Serving decodes with
+a model of Llama 3 8B's sizes, and its memory is all that the engine holds on a GPU.
 
 One process a GPU. `torchrun --nproc-per-node 2 -m benchmarks.bench_distributed --out FILE` gives
 them; run by itself it starts one for each GPU that is there, and with a single GPU measures
@@ -7,9 +10,11 @@ nothing. The tensors are those of bench_sdpa, whole on every GPU, each of which 
 
 import json
 import os
+import random
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -23,15 +28,28 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 
 import cudnn_ops
-from benchmarks import peers
+from benchmarks import bench_generation, peers
 from benchmarks.bench_sdpa import TOLERANCE, Shape, tensors
 from benchmarks.harness import OURS, Rows, main, peak_bytes
-from cudnn_ops.distributed import all_to_all_attention, ring_attention, zigzag_shard
+from cudnn_ops.distributed import (
+    all_to_all_attention,
+    heads_of_rank,
+    ring_attention,
+    zigzag_shard,
+)
+from cudnn_ops.generation import Engine, SamplingParams
 from cudnn_ops.plans.timing import interleaved
+from examples.llama import Llama, LlamaConfig, Operators
+from examples.parallel import shard_for_serving
 
 ONE = "one gpu"
 SHAPES = tuple(Shape(1, 32, 8, length, 128, causal=True) for length in (32768, 131072))
 WARM_UP_STEPS = 3
+
+SERVED = bench_generation.CONFIG
+BATCHES = (1, 64)  # requests that all decode
+PROMPT = 1024  # tokens
+DECODE_STEPS = 8  # a round
 
 Step = Callable[[], Sequence[Tensor]]
 
@@ -67,6 +85,8 @@ def as_rank(rows: Rows, rounds: int, init_method: str = "env://") -> None:
     distributed.broadcast_object_list(agreed, src=0)
     for shape in SHAPES:
         measure(shape, mesh, rows, agreed[0])
+    for batch in BATCHES:
+        measure_serving(SERVED, batch, PROMPT, mesh, rows, agreed[0])
     distributed.destroy_process_group()
 
 
@@ -169,6 +189,100 @@ def _sample(step: Step) -> float:
     end.synchronize()
     elapsed: float = start.elapsed_time(end)
     return elapsed
+
+
+def measure_serving(
+    config: LlamaConfig, batch: int, prompt: int, mesh: DeviceMesh, rows: Rows, rounds: int
+) -> None:
+    """Tokens a second of so many requests that decode, by all GPUs and by the first one alone."""
+    steps = WARM_UP_STEPS + rounds * DECODE_STEPS
+    held: dict[str, float] = {}
+    before = _allocated()
+    engines: dict[str, Engine] = {}
+    with _decoding(config, batch, prompt, steps, mesh) as ours:
+        if ours.is_leader:
+            engines[OURS] = _prefilled(ours, config, batch, prompt)
+            held[OURS] = _allocated() - before
+            alone = _decoding(config, batch, prompt, steps, None)
+            engines[ONE] = _prefilled(alone, config, batch, prompt)
+            held[ONE] = _allocated() - before - held[OURS]
+            seconds = _decode_seconds(engines, rounds)
+        else:
+            ours.follow()
+            held[OURS] = _allocated() - before
+    peak = largest(held[OURS])
+    if not ours.is_leader:
+        return
+    case = f"serving, {batch} requests, {mesh.size()} GPUs"
+    for name, taken in seconds.items():
+        rows.add(case, name, "tokens_per_s", batch * DECODE_STEPS / taken)
+    for name, size in {OURS: peak, ONE: held[ONE]}.items():
+        rows.add(case, name, "peak_mib", size / 2**20)
+
+
+def _decoding(
+    config: LlamaConfig, batch: int, prompt: int, steps: int, mesh: DeviceMesh | None
+) -> Engine:
+    """An engine with room for what is decoded, around this GPU's part of the model."""
+    device = "cpu" if distributed.get_backend() == "gloo" else "cuda"
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Llama(config, Operators.named("torch"))
+    model.to(torch.bfloat16).requires_grad_(False)
+    heads_kv = config.kv_heads
+    if mesh is not None:
+        shard_for_serving(model, mesh)
+        _, heads_kv = heads_of_rank(config.heads, config.kv_heads, mesh)
+    page = bench_generation.PAGE
+    # The prompts of some are computed while others decode.
+    longest = prompt + steps + batch * -(-prompt // bench_generation.CHUNK) + 1
+    cache = cudnn_ops.PagedKVCache(
+        config.layers,
+        batch * -(-longest // page),
+        page,
+        heads_kv,
+        config.head_size,
+        dtype=torch.bfloat16,
+        device=device,
+    )
+    return Engine(
+        model.serve,
+        cache,
+        max_batch=batch,
+        chunk=bench_generation.CHUNK,
+        max_length=longest,
+        mesh=mesh,
+    )
+
+
+def _prefilled(engine: Engine, config: LlamaConfig, batch: int, prompt: int) -> Engine:
+    """The engine once the prompts of all requests are computed and some steps have warmed it up."""
+    draw = random.Random(0)
+    requests = []
+    for _ in range(batch):
+        tokens = [draw.randrange(config.vocabulary) for _ in range(prompt)]
+        room = engine.max_length - prompt
+        requests.append(engine.submit(tokens, SamplingParams(max_tokens=room)))
+    while not all(request.output for request in requests):
+        engine.step()
+    for _ in range(WARM_UP_STEPS):
+        engine.step()
+    return engine
+
+
+def _decode_seconds(engines: dict[str, Engine], rounds: int) -> dict[str, float]:
+    """Median time of a round of steps of each engine; each step ends with its tokens."""
+    samples: dict[str, list[float]] = {name: [] for name in engines}
+    for name in interleaved(engines, rounds):
+        began = time.perf_counter()
+        for _ in range(DECODE_STEPS):
+            engines[name].step()
+        samples[name].append(time.perf_counter() - began)
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def _allocated() -> int:
+    return torch.cuda.memory_allocated()
 
 
 def largest(value: float) -> float:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from benchmarks import bench_distributed, harness, tables
 from benchmarks.harness import Rows
+from examples.llama import LlamaConfig
 from tests.cases.benchmarks import ENV, SHAPE
 
 
@@ -57,6 +58,23 @@ def test_who_does_not_support_a_shape_is_left_out(
     assert "torch does not support 2,4,2,48,16 causal, and is left out: no grouped" in (
         capsys.readouterr().out
     )
+
+
+def test_rows_of_serving(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mesh of one serves as one GPU does; requests are long enough for all rounds."""
+    mib = iter([1.0, 4.0, 9.0])
+    monkeypatch.setattr(bench_distributed, "_allocated", lambda: next(mib) * 2**20)
+    config = LlamaConfig(1, 32, 4, 2, sequence=64, vocabulary=32)
+    rows = Rows(ENV)
+    bench_distributed.measure_serving(config, 3, 9, mesh, rows, rounds=2)
+    case = "serving, 3 requests, 1 GPUs"
+    rates = harness.pivot(rows.rows, "tokens_per_s")[case]
+    assert rates.keys() == {"cudnn_ops", "one gpu"}
+    assert min(rates.values()) > 0
+    assert harness.pivot(rows.rows, "peak_mib") == {case: {"cudnn_ops": 3.0, "one gpu": 5.0}}
+    line = tables.distributed(rows.rows)[1]
+    assert line[0] == case
+    assert line[3:] == ["3.00", "0.60"]
 
 
 def test_results_are_verified() -> None:
