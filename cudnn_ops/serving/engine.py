@@ -23,7 +23,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from cudnn_ops.serving.kv_cache import PagedKVCache
 from cudnn_ops.serving.memory import whole
@@ -32,10 +35,6 @@ from cudnn_ops.serving.page_pool import OutOfPages
 from cudnn_ops.serving.ranks import Aborted, Message, Order, Ranks, Submitted
 from cudnn_ops.serving.sampling import SamplingParams
 from cudnn_ops.serving.scheduler import Batch, Request, Scheduler
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class GeneratedToken(NamedTuple):

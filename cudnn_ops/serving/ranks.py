@@ -12,18 +12,16 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import distributed
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from cudnn_ops.serving.sampling import SamplingParams
 from cudnn_ops.serving.scheduler import State
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 OP = "cudnn_ops.generation.Engine"
 
@@ -187,5 +185,5 @@ def _host_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:
     made = distributed.new_group(
         ranks, timeout=timeout, backend="gloo", use_local_synchronization=True
     )
-    assert isinstance(made, distributed.ProcessGroup)
+    assert isinstance(made, ProcessGroup)
     return made
