@@ -59,6 +59,15 @@ from cudnn_ops.support.known_bad import KnownBad, known_bad
 
 __version__ = "0.1.0"
 
+
+
+def __getattr__(name: str) -> object:
+    """What imports torch.fx and modules, when it is asked for."""
+    if name in ("optimize_", "OptimizeReport"):
+        return getattr(_import_module("cudnn_ops.integrations.optimize"), name)
+    raise AttributeError(f"module 'cudnn_ops' has no attribute {name!r}")
+
+
 _when_imported("torch.utils.flop_counter", lambda _: _import_module("cudnn_ops.ops.flops"))
 _when_imported(
     "torch._dynamo.backends.registry",
@@ -81,6 +90,7 @@ __all__ = [
     "KVSequence",
     "KnownBad",
     "NormTiming",
+    "OptimizeReport",
     "OutOfPages",
     "PagedKVCache",
     "PlanBundle",
@@ -106,6 +116,7 @@ __all__ = [
     "load_bundle",
     "load_requests",
     "merge_attention_states",
+    "optimize_",
     "paged_attention",
     "paged_attention_with_lse",
     "paged_kv_append_",
