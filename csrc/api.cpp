@@ -3,6 +3,7 @@
 // version of it. Tables, which schemas have no type for, come and go by their columns.
 
 #include "ops/context_parallel.h"
+#include "ops/linear/linear_choice.h"
 #include "ops/norm/norm_choice.h"
 #include "graph/cudnn_library.h"
 #include "graph/device_query.h"
@@ -196,6 +197,18 @@ void set_norm_choices(int64_t sm_version, int64_t cudnn_version, const Rows& cho
                             std::move(table));
 }
 
+// The columns of a choice: the step (a LinearStep), the activation, rows, columns, depth, and the
+// fastest LinearEngine.
+void set_linear_choices(int64_t sm_version, const Rows& choices) {
+  std::vector<LinearChoice> table;
+  for (const auto& choice : choices) {
+    table.push_back({{static_cast<LinearStep>(choice.at(0)), activation_at(choice.at(1)),
+                      choice.at(2), choice.at(3), choice.at(4)},
+                     static_cast<LinearEngine>(choice.at(5))});
+  }
+  set_linear_table(static_cast<int>(sm_version), std::move(table));
+}
+
 void set_known_bad(const Strings& ids, const Strings& plans, const Rows& versions,
                    const std::vector<Strings>& facts, const std::vector<Strings>& comparisons,
                    const Rows& values, const Strings& reasons) {
@@ -275,6 +288,7 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
         set_engine_table);
   m.def("_set_norm_table(int sm_version, int cudnn_version, int[][] choices, str[] engines) -> ()",
         set_norm_choices);
+  m.def("_set_linear_table(int sm_version, int[][] choices) -> ()", set_linear_choices);
   m.def(
       "_set_known_bad(str[] ids, str[] plans, int[][] versions, str[][] facts, "
       "str[][] comparisons, int[][] values, str[] reasons) -> ()",

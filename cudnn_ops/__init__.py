@@ -17,6 +17,7 @@ from cudnn_ops.ops.checkpointing import checkpoint_ops
 from cudnn_ops.ops.conv import conv1d, conv2d, conv3d
 from cudnn_ops.ops.decomposition import decompositions
 from cudnn_ops.ops.gated import geglu, swiglu
+from cudnn_ops.ops.linear import linear, mlp
 from cudnn_ops.ops.merge import merge_attention_states
 from cudnn_ops.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from cudnn_ops.ops.paged import (
@@ -47,11 +48,12 @@ from cudnn_ops.plans.cache import (
     store_clear,
     store_info,
 )
+from cudnn_ops.plans.linear_tuning import tune_linear
 from cudnn_ops.plans.norm_tuning import tune_norms
 from cudnn_ops.plans.policy import plan_policy, set_autotune, set_plan_policy, using_plan_policy
 from cudnn_ops.plans.profile import profile_names
 from cudnn_ops.plans.request_file import load_requests, save_requests
-from cudnn_ops.plans.tables import NormTiming
+from cudnn_ops.plans.tables import LinearTiming, NormTiming
 from cudnn_ops.plans.tune import TunedPlan, tune_sdpa
 from cudnn_ops.plans.warmup import PlanRequest, WarmupReport, plan_requests, record_shapes, warmup
 from cudnn_ops.serving import CacheUsage, KVSequence, OutOfPages, PagedKVCache
@@ -89,6 +91,7 @@ __all__ = [
     "CompileReport",
     "KVSequence",
     "KnownBad",
+    "LinearTiming",
     "NormTiming",
     "OptimizeReport",
     "OutOfPages",
@@ -113,9 +116,11 @@ __all__ = [
     "geglu",
     "known_bad",
     "layer_norm",
+    "linear",
     "load_bundle",
     "load_requests",
     "merge_attention_states",
+    "mlp",
     "optimize_",
     "paged_attention",
     "paged_attention_with_lse",
@@ -137,6 +142,7 @@ __all__ = [
     "store_info",
     "support",
     "swiglu",
+    "tune_linear",
     "tune_norms",
     "tune_sdpa",
     "unload_bundle",

@@ -15,6 +15,7 @@ from cudnn_ops.collect_env import collect_env
 from cudnn_ops.plans import cache
 from cudnn_ops.plans.bench import add_bench
 from cudnn_ops.plans.bundle_command import add_bundle
+from cudnn_ops.plans.linear_tuning import tune_linear, write_linear_table
 from cudnn_ops.plans.norm_tuning import tune_norms, write_table
 from cudnn_ops.plans.tables import EngineTable
 from cudnn_ops.plans.tune import tune_sdpa, tune_standard_shapes
@@ -117,6 +118,12 @@ def _tune(args: argparse.Namespace) -> int:
         if args.table:
             write_table(args.table, timings)
         return 0
+    if args.op == "linear":
+        products = tune_linear()
+        print(*products, sep="\n")
+        if args.table:
+            write_linear_table(args.table, products)
+        return 0
     table = _table_to_extend(args.table) if args.table else None
     if args.standard:
         tuned = tune_standard_shapes()
@@ -207,9 +214,9 @@ def _parser() -> argparse.ArgumentParser:
         help="measure cuDNN's engines for a call",
         description="Times every engine that cuDNN offers for a call, forward and backward, on the "
         "live GPU, and stores the fastest plans. Of norms: for rows of all sizes, and our kernels "
-        "too.",
+        "too. Of linear layers: cuBLASLt's epilogues and our kernels, for products of all sizes.",
     )
-    tune.add_argument("op", choices=["sdpa", "norms"])
+    tune.add_argument("op", choices=["sdpa", "norms", "linear"])
     command_line.add_shapes(tune, _SDPA)
     tune.add_argument("--causal", action="store_true")
     tune.add_argument(

@@ -1,5 +1,6 @@
-// The activations that end a convolution, in the order in which schemas count them: what has one
-// case for each is made of this list. X(name for users and kernels, name for C++).
+// The activations that end a convolution or a matrix product, in the order in which schemas count
+// them: what has one case for each is made of this list. X(name for users and kernels, name for
+// C++).
 #pragma once
 
 #define CUDNN_OPS_ACTIVATIONS(X) \

@@ -1,6 +1,7 @@
-// A convolution's epilogue, activation(conv + bias + residual), and its gradient: through the
-// activation, and its sum for the bias; each in one pass over memory. Compiled when the package is
-// built (cmake/compile_kernels.py); conv_epilogue_cuda.cpp launches them.
+// The epilogue of a convolution or of a matrix product, activation(conv + bias + residual) or
+// activation(conv + bias) + residual, and its gradient: through the activation, and its sum for the
+// bias; each in one pass over memory. Compiled when the package is built
+// (cmake/compile_kernels.py); conv_epilogue_cuda.cpp launches them.
 
 #include "activation.cuh"
 #include "activation_list.h"
@@ -27,15 +28,19 @@ __device__ void forward(const ConvEpilogueForwardCall& call) {
     ((const Vector*)call.conv)[index].read(sum);
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) sum[k] += bias[k];
-    if (call.residual != nullptr) {
-      float residual[kWidth];
-      ((const Vector*)call.residual)[index].read(residual);
+    float residual[kWidth] = {};
+    if (call.residual != nullptr) ((const Vector*)call.residual)[index].read(residual);
+    if (!call.adds_last) {
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) sum[k] += residual[k];
     }
     if (call.before != nullptr) ((Vector*)call.before)[index] = Vector::of(sum);
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) sum[k] = Activation::of(sum[k]).x;
+    if (call.adds_last) {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) sum[k] += residual[k];
+    }
     ((Vector*)call.out)[index] = Vector::of(sum);
   }
 }

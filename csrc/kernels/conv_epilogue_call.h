@@ -8,6 +8,7 @@ struct ConvEpilogueForwardCall {
   long long rows;
   unsigned columns;
   unsigned pieces;  // of a row, that a block has
+  bool adds_last;   // the residual, to what the activation gives
 };
 
 struct ConvEpilogueCall {

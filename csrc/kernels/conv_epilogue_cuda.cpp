@@ -23,12 +23,12 @@ constexpr int64_t kTurnsToAddUp = 8;
 class Kernels {
  public:
   Kernels(const std::string& prefix, const std::string& suffix) {
-    for (const auto name : kConvActivations) {
+    for (const auto name : kActivations) {
       names_.push_back("conv_epilogue_" + prefix + std::string(name) + suffix);
       kernels_.emplace_back(kConvEpilogueImages, names_.back().c_str());
     }
   }
-  const DeviceKernel& operator[](ConvActivation activation) const {
+  const DeviceKernel& operator[](Activation activation) const {
     return kernels_[static_cast<size_t>(activation)];
   }
 
@@ -83,8 +83,8 @@ struct Tiling {
 }  // namespace
 
 void conv_epilogue_forward(const at::Tensor& conv, const std::optional<at::Tensor>& bias,
-                           const std::optional<at::Tensor>& residual, ConvActivation activation,
-                           const at::Tensor& before, const at::Tensor& out) {
+                           const std::optional<at::Tensor>& residual, Activation activation,
+                           const at::Tensor& before, const at::Tensor& out, ResidualPlace place) {
   const int64_t columns = conv.size(1), rows = conv.numel() / columns;
   ConvEpilogueForwardCall call{};
   call.conv = conv.const_data_ptr();
@@ -94,6 +94,7 @@ void conv_epilogue_forward(const at::Tensor& conv, const std::optional<at::Tenso
   call.out = out.mutable_data_ptr();
   call.rows = rows;
   call.columns = static_cast<unsigned>(columns);
+  call.adds_last = place == ResidualPlace::kAfter;
   const auto element = static_cast<int64_t>(conv.element_size());
   const bool is_wide = columns * element % kVectorBytes == 0 && is_aligned(call.conv) &&
                        is_aligned(call.bias) && is_aligned(call.residual) &&
@@ -109,7 +110,7 @@ void conv_epilogue_forward(const at::Tensor& conv, const std::optional<at::Tenso
 }
 
 void conv_epilogue_backward(const at::Tensor& grad_out, const std::optional<at::Tensor>& saved,
-                            ConvActivation activation, const at::Tensor& grad,
+                            Activation activation, const at::Tensor& grad,
                             const at::Tensor& grad_bias) {
   const int64_t columns = grad_out.size(1), rows = grad_out.numel() / columns;
   ConvEpilogueCall call{};

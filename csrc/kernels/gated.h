@@ -12,7 +12,7 @@ enum class GatedActivation : int64_t { kSilu, kGelu, kGeluTanh };
 void gated_forward(const at::Tensor& gate, const at::Tensor& up, GatedActivation activation,
                    const at::Tensor& out);
 
-// Likewise: `grad_gate` and `grad_up` are contiguous.
+// Likewise: the rows of `grad_gate` and `grad_up` lie densely, and as far from each other in both.
 void gated_backward(const at::Tensor& grad_out, const at::Tensor& gate, const at::Tensor& up,
                     GatedActivation activation, const at::Tensor& grad_gate,
                     const at::Tensor& grad_up);

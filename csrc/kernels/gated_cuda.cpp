@@ -54,25 +54,27 @@ bool is_aligned(const at::Tensor& rows) {
          rows.size(1) * element % kBytes == 0;
 }
 
-// Writes `first`, and in the backward `second`, both dense.
+// Writes `first`, and in the backward `second`.
 void launch(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& grad_out,
             GatedActivation activation, const at::Tensor& first, const at::Tensor& second) {
   if (gate.numel() == 0) return;
   const bool is_backward = grad_out.defined();
   const at::Tensor g = as_rows(gate), u = as_rows(up);
   const at::Tensor d = is_backward ? as_rows(grad_out) : at::Tensor();
-  const bool is_wide = is_aligned(g) && is_aligned(u) && (!is_backward || is_aligned(d));
+  const at::Tensor f = as_rows(first), s = is_backward ? as_rows(second) : f;
+  const bool is_wide = is_aligned(g) && is_aligned(u) && is_aligned(f) && is_aligned(s) &&
+                       (!is_backward || is_aligned(d));
   const int64_t columns = g.size(1);
   const int64_t width = is_wide ? 16 / static_cast<int64_t>(g.element_size()) : 1;
   GatedCall call{g.const_data_ptr(),
                  u.const_data_ptr(),
                  is_backward ? d.const_data_ptr() : nullptr,
-                 first.mutable_data_ptr(),
-                 is_backward ? second.mutable_data_ptr() : nullptr,
+                 f.mutable_data_ptr(),
+                 is_backward ? s.mutable_data_ptr() : nullptr,
                  g.stride(0),
                  u.stride(0),
                  is_backward ? d.stride(0) : 0,
-                 columns,
+                 f.stride(0),
                  g.numel() / width,
                  columns / width};
   void* argument = &call;

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cudnn_ops.ops import conv, norm, paged, sdpa_cpu, varlen
+from cudnn_ops.ops import conv, linear, norm, paged, sdpa_cpu, varlen
 from cudnn_ops.ops.activation import ACTIVATIONS, activate, needs_before
 from cudnn_ops.ops.arguments import bind
 from cudnn_ops.ops.gated import gated_in_torch
@@ -64,11 +64,14 @@ def decompositions() -> _Decompositions:
         _ops._gated.default: gated_in_torch,
         _ops._rotary.default: rotary_in_torch,
         _ops._conv.default: _conv,
+        _ops._linear.default: _linear,
+        _ops._mlp.default: _mlp,
     }
     for name in (
         *("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"),
         *("swiglu", "geglu", "rotary_embedding"),
         *("conv1d", "conv2d", "conv3d", "_conv1d", "_conv2d", "_conv3d"),
+        *("linear", "mlp"),
     ):  # each calls one of the above
         packet = getattr(_ops, name)
         overloads = (getattr(packet, overload) for overload in packet.overloads())
@@ -152,6 +155,16 @@ def _paged(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 def _norm(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = bind(_ops._norm.default, args, {})
     return norm.norm_in_torch(call, torch.promote_types(call.input.dtype, torch.float32))
+
+
+def _linear(*args: Any) -> tuple[Tensor, Tensor]:
+    call = bind(_ops._linear.default, args, {})
+    return linear.linear_in_torch(call, call.input.dtype)
+
+
+def _mlp(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    call = bind(_ops._mlp.default, args, {})
+    return linear.mlp_in_torch(call, call.input.dtype)
 
 
 def _conv(*args: Any) -> tuple[Tensor, Tensor]:

@@ -145,6 +145,58 @@ def _conv_backward_flop(
     return (output_mask[0] + output_mask[1]) * _products(grad_out, weight)
 
 
+@register_flop_formula(_ops._linear)
+def _linear_flop(input: Sequence[int], weight: Sequence[int], *args: Any, **kwargs: Any) -> int:
+    return _layer(input, weight)
+
+
+@register_flop_formula(_ops._linear_backward)
+def _linear_backward_flop(
+    grad_out: Sequence[int],
+    input: Sequence[int],
+    weight: Sequence[int],
+    saved: Sequence[int] | None,
+    activation: int,
+    output_mask: Sequence[bool],
+    **kwargs: Any,
+) -> int:
+    return sum(output_mask[:2]) * _layer(input, weight)
+
+
+@register_flop_formula(_ops._mlp)
+def _mlp_flop(
+    input: Sequence[int],
+    weight1: Sequence[int],
+    bias1: Sequence[int] | None,
+    weight2: Sequence[int],
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    return _layer(input, weight1) + _layer([*input[:-1], weight2[1]], weight2)
+
+
+@register_flop_formula(_ops._mlp_backward)
+def _mlp_backward_flop(
+    grad_out: Sequence[int],
+    input: Sequence[int],
+    weight1: Sequence[int],
+    weight2: Sequence[int],
+    hidden: Sequence[int],
+    before: Sequence[int] | None,
+    activation: int,
+    gated: bool,
+    output_mask: Sequence[bool],
+    **kwargs: Any,
+) -> int:
+    of_first = sum(output_mask[:2]) * _layer(input, weight1)
+    return of_first + (any(output_mask[:3]) + output_mask[3]) * _layer(hidden, weight2)
+
+
+def _layer(input: Sequence[int], weight: Sequence[int]) -> int:
+    """Multiplications and additions of a linear layer, or of a gradient of it."""
+    return 2 * math.prod(input) * weight[0]
+
+
 def _products(out: Sequence[int], weight: Sequence[int]) -> int:
     """Multiplications and additions of a convolution with this result, or of a gradient of it."""
     return 2 * math.prod(out) * math.prod(weight[1:])

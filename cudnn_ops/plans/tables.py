@@ -2,8 +2,9 @@
 
 ``tuned/sm<architecture>.json`` names, for some plans, an engine that is faster than the first
 choice of cuDNN's heuristics; ``tuned/norms_sm<architecture>.json`` says which norms run faster on
-our kernels than on cuDNN. Each table notes the GPU and the versions that it was measured with, and
-is used with that version of cuDNN only. ``python -m cudnn_ops tune`` writes them.
+our kernels than on cuDNN, ``tuned/linear_sm<architecture>.json`` which linear layers run faster by
+cuBLASLt's epilogues. Each table notes the GPU and the versions that it was measured with; those of
+cuDNN's engines are used with that version of cuDNN only. ``python -m cudnn_ops tune`` writes them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cudnn_ops import _C
+from cudnn_ops.ops.activation import ACTIVATIONS, Activation
 
 if TYPE_CHECKING:
     from cudnn_ops.plans.tune import TunedPlan
@@ -27,6 +29,9 @@ TABLES = Path(__file__).parent / "tuned"
 WORTHWHILE = 0.02
 #: A norm's forward alone, one that a gradient follows, and the gradient.
 NORM_PLANS = ("inference", "training", "backward")
+#: What a linear layer is made of, and by what: csrc/ops/linear/linear_choice.h says more.
+LINEAR_STEPS = ("inference", "training", "hidden_gradient", "weight_gradient")
+LINEAR_ENGINES = ("ours", "epilogue", "epilogue_sum")
 
 
 @dataclass
@@ -112,6 +117,41 @@ class NormTiming:
         )
 
 
+@dataclass(frozen=True)
+class LinearTiming:
+    """GPU time of one step of a linear layer by each of its engines, in milliseconds."""
+
+    step: str
+    """One of :data:`LINEAR_STEPS`: a layer for inference, one that a gradient follows, the gradient
+    of a hidden layer with its bias's, that of a weight with its bias's."""
+    activation: Activation
+    rows: int
+    columns: int
+    depth: int
+    """Of the product, of [rows, depth] and [depth, columns]."""
+    engine_ms: dict[str, float]
+    """By the names in :data:`LINEAR_ENGINES`: a kernel of ours behind the product, cuBLASLt's
+    epilogue, and one that sums for the bias too."""
+
+    @property
+    def fastest(self) -> str:
+        return min(self.engine_ms, key=self.engine_ms.__getitem__)
+
+    def as_choice(self, engine: str | None = None) -> list[int]:
+        """The columns of C++, with the fastest engine or another."""
+        return [
+            LINEAR_STEPS.index(self.step),
+            ACTIVATIONS.index(self.activation),
+            *(self.rows, self.columns, self.depth),
+            LINEAR_ENGINES.index(engine or self.fastest),
+        ]
+
+    def __str__(self) -> str:
+        size = f"{self.rows} x {self.columns} x {self.depth}"
+        times = ", ".join(f"{engine} {ms:.4f} ms" for engine, ms in self.engine_ms.items())
+        return f"{self.step:<15} {self.activation:<9} {size:>22}  {times}"
+
+
 def load_tables() -> None:
     """Loads the package's tables into the operators."""
     for path in sorted(TABLES.glob("sm*.json")):
@@ -122,6 +162,11 @@ def load_tables() -> None:
         table = EngineTable.read(path)
         choices = [NormTiming(**entry).as_choice() for entry in table.entries]
         _C.set_norm_table(table.sm, table.cudnn, choices)
+    for path in sorted(TABLES.glob("linear_sm*.json")):
+        table = EngineTable.read(path)
+        _C.set_linear_table(
+            table.sm, [LinearTiming(**entry).as_choice() for entry in table.entries]
+        )
 
 
 load_tables()

@@ -3,17 +3,12 @@
 // and the derivative (conv_autograd.cpp).
 
 #include "ops/conv/conv.h"
+#include "ops/activation.h"
 #include "ops/autocast.h"
 #include "ops/backward_check.h"
 
 #include <ATen/ops/add.h>
-#include <ATen/ops/gelu.h>
-#include <ATen/ops/hardswish.h>
-#include <ATen/ops/hardtanh.h>
-#include <ATen/ops/leaky_relu.h>
 #include <ATen/ops/linear.h>
-#include <ATen/ops/relu.h>
-#include <ATen/ops/silu.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
@@ -23,13 +18,6 @@ namespace cudnn_ops {
 namespace {
 
 constexpr int64_t kChannelDims = 2;  // batch and channels come first
-
-int64_t activation_of(std::string_view name, const char* op) {
-  const auto* found = std::find(std::begin(kConvActivations), std::end(kConvActivations), name);
-  TORCH_CHECK_VALUE(found != std::end(kConvActivations), op, ": activation must be one of ",
-                    c10::Join(", ", kConvActivations), "; got \"", name, "\"");
-  return found - std::begin(kConvActivations);
-}
 
 using Numbers = c10::IntArrayRef;
 
@@ -102,20 +90,6 @@ bool is_of_patches(const Conv& args) {
   return true;
 }
 
-at::Tensor activate(const at::Tensor& before, ConvActivation activation) {
-  switch (activation) {
-    case ConvActivation::kNone: return before;
-    case ConvActivation::kRelu: return at::relu(before);
-    case ConvActivation::kSilu: return at::silu(before);
-    case ConvActivation::kGelu: return at::gelu(before);
-    case ConvActivation::kGeluTanh: return at::gelu(before, "tanh");
-    case ConvActivation::kRelu6: return at::hardtanh(before, 0, 6);
-    case ConvActivation::kHardSwish: return at::hardswish(before);
-    case ConvActivation::kLeakyRelu: return at::leaky_relu(before);
-  }
-  return before;
-}
-
 // Calls torch's operators, which have derivatives.
 at::Tensor conv_of_patches(const Conv& args) {
   check_conv(args);
@@ -177,7 +151,7 @@ at::Tensor public_conv(const at::Tensor& input, const at::Tensor& weight,
             bias,
             residual,
             geometry_of(dims, weight, stride, padding, dilation, groups),
-            activation_of(activation, op)};
+            static_cast<int64_t>(activation_of(activation, op))};
   if (input.dim() == dims + kChannelDims) return conv(std::move(args));
   args.input = input.unsqueeze(0);
   if (residual) args.residual = residual->unsqueeze(0);
@@ -251,10 +225,7 @@ c10::SymInt room(const Conv& args, size_t dim) {
 }  // namespace
 
 ConvActivation Conv::kind() const {
-  TORCH_CHECK_VALUE(
-      activation >= 0 && activation < static_cast<int64_t>(std::size(kConvActivations)),
-      "cudnn_ops: there is no activation ", activation);
-  return static_cast<ConvActivation>(activation);
+  return activation_at(activation);
 }
 
 const char* Conv::op() const {

@@ -1,6 +1,7 @@
 // Convolutions with their epilogue on CUDA.
 
 #include "ops/conv/conv_choice.h"
+#include "ops/only_kernels.h"
 #include "ops/or_none_cuda.h"
 
 #include "graph/call_pointers.h"
@@ -9,9 +10,7 @@
 
 #include <ATen/Context.h>
 #include <ATen/Functions.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/cuda/EmptyTensor.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
@@ -136,12 +135,6 @@ Convolved convolve(const Conv& args, const Images& images, bool with_before) {
     known_fusions().set(whole, fusion);
   }
 }
-
-// Torch's operators are called for their kernels alone: derivative and autocast are ours.
-struct OnlyKernels {
-  at::AutoDispatchBelowADInplaceOrView no_autograd;
-  c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
-};
 
 // The input for torch's convolution of one dimension, which pads both sides alike: with the zeros
 // in memory where ours differ. And the padding that is left.

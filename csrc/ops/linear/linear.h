@@ -1,0 +1,138 @@
+// Linear layers with their epilogue, act(input @ weight.T + bias) + residual, and two of them
+// around an activation: what their files share. See cudnn_ops/ops/linear.py for the meaning of the
+// arguments.
+#pragma once
+
+#include "ops/activation.h"
+#include "ops/operator.h"
+
+#include <ATen/core/DimVector.h>
+
+#include <array>
+
+namespace cudnn_ops {
+
+// The arguments of a call.
+struct Linear {
+  at::Tensor input, weight;
+  OptionalTensor bias, residual;
+  int64_t activation = 0;  // an Activation
+  CUDNN_OPS_FIELDS(input, weight, bias, residual, activation)
+  Activation kind() const {
+    return activation_at(activation);
+  }
+};
+
+// cudnn_ops::_linear.
+struct LinearForward {
+  Linear linear;
+  bool with_before = false;
+  CUDNN_OPS_FIELDS(linear, with_before)
+};
+
+// What the backward reads of the forward.
+struct LinearSaved {
+  at::Tensor input, weight;
+  OptionalTensor saved;  // the activation's input, or its output: as needs_before() says
+  int64_t activation = 0;
+  CUDNN_OPS_FIELDS(input, weight, saved, activation)
+  // The forward, as far as it is known.
+  Linear linear() const {
+    return {input, weight, /*bias=*/{}, /*residual=*/{}, activation};
+  }
+};
+
+// cudnn_ops::_linear_backward_check.
+struct LinearBackward {
+  at::Tensor grad_out;
+  LinearSaved forward;
+  CUDNN_OPS_FIELDS(grad_out, forward)
+};
+
+// cudnn_ops::_linear_backward.
+struct LinearMaskedBackward {
+  LinearBackward backward;
+  std::array<bool, 3> output_mask{};
+  CUDNN_OPS_FIELDS(backward, output_mask)
+};
+
+// The output, and the activation's input, [0] where nobody asks for it.
+using LinearResults = std::tuple<at::Tensor, at::Tensor>;
+// Of input, weight and bias; [0] where nobody asks for it. The residual's is the output's.
+using LinearGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+// Two layers with an activation between them. `gated`: the first gives a gate and what it is
+// multiplied with, one behind the other: act(gate) * up.
+struct Mlp {
+  at::Tensor input, weight1;
+  OptionalTensor bias1;
+  at::Tensor weight2;
+  OptionalTensor bias2;
+  int64_t activation = 0;  // an Activation
+  bool gated = false;
+  CUDNN_OPS_FIELDS(input, weight1, bias1, weight2, bias2, activation, gated)
+  Activation kind() const {
+    return activation_at(activation);
+  }
+};
+
+// cudnn_ops::_mlp.
+struct MlpForward {
+  Mlp mlp;
+  bool with_saved = false;
+  CUDNN_OPS_FIELDS(mlp, with_saved)
+};
+
+// What the backward reads of the forward.
+struct MlpSaved {
+  at::Tensor input, weight1, weight2, hidden;
+  OptionalTensor before;  // where needs_before() says so
+  int64_t activation = 0;
+  bool gated = false;
+  CUDNN_OPS_FIELDS(input, weight1, weight2, hidden, before, activation, gated)
+  // The forward, as far as it is known.
+  Mlp mlp() const {
+    return {input, weight1, /*bias1=*/{}, weight2, /*bias2=*/{}, activation, gated};
+  }
+};
+
+// cudnn_ops::_mlp_backward_check.
+struct MlpBackward {
+  at::Tensor grad_out;
+  MlpSaved forward;
+  CUDNN_OPS_FIELDS(grad_out, forward)
+};
+
+// cudnn_ops::_mlp_backward.
+struct MlpMaskedBackward {
+  MlpBackward backward;
+  std::array<bool, 5> output_mask{};
+  CUDNN_OPS_FIELDS(backward, output_mask)
+};
+
+// The output; what the second layer is of, and what the activation is of: [0] where nobody asks.
+using MlpResults = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+// Of input, weight1, bias1, weight2 and bias2; [0] where nobody asks for it.
+using MlpGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+// Whether the derivative is computed from the activation's input. That of ReLU is from its output,
+// unless a residual is added to that.
+inline bool needs_before(Activation activation, bool has_residual) {
+  return activation != Activation::kNone && (activation != Activation::kRelu || has_residual);
+}
+inline bool needs_before(const Mlp& args) {
+  return args.gated || needs_before(args.kind(), /*has_residual=*/false);
+}
+
+void check_linear(const Linear& args);
+void check_linear_backward(const LinearBackward& args);
+void check_mlp(const Mlp& args);
+void check_mlp_backward(const MlpBackward& args);
+
+// The input's sizes with another last one.
+at::SymDimVector with_columns(const at::Tensor& input, const c10::SymInt& columns);
+
+const Operator<LinearResults, LinearForward>& linear_op();
+const Operator<MlpResults, MlpForward>& mlp_op();
+
+}  // namespace cudnn_ops

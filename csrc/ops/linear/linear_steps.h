@@ -1,0 +1,42 @@
+// The steps that linear layers on CUDA are made of. All matrices are of one dtype and on the
+// current device, and have numbers in them; results are contiguous.
+#pragma once
+
+#include "ops/linear/linear.h"
+
+namespace cudnn_ops {
+
+// The tensor as [rows, columns], copied only if it cannot be seen as that; what is not there stays
+// so.
+at::Tensor as_matrix(const at::Tensor& tensor);
+OptionalTensor as_matrix(const OptionalTensor& tensor);
+
+// act(input @ weight.T + bias) + residual, into `out`; and what the activation is of into `before`
+// if that is defined.
+struct LinearStepCall {
+  at::Tensor input, weight;
+  OptionalTensor bias, residual;
+  Activation activation = Activation::kNone;
+  at::Tensor out, before;
+};
+void run_layer(const LinearStepCall& call);
+
+// The gradient of what the activation is of, from that of its result; and its sum over the rows
+// into `grad_bias` if that is defined. `saved`: see needs_before().
+at::Tensor through_activation(const at::Tensor& grad_out, const OptionalTensor& saved,
+                              Activation activation, const at::Tensor& grad_bias);
+
+// Likewise where that of the result is `grad_out @ weight`.
+at::Tensor into_hidden(const at::Tensor& grad_out, const at::Tensor& weight,
+                       const OptionalTensor& saved, Activation activation,
+                       const at::Tensor& grad_bias);
+
+// grad @ weight, into `grad_input`, as [rows, columns].
+void input_gradient(const at::Tensor& grad, const at::Tensor& weight, const at::Tensor& grad_input);
+
+// grad.T @ input into `grad_weight`, and the sum of `grad` over the rows into `grad_bias`: each if
+// it is defined.
+void weight_gradient(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& grad_weight,
+                     const at::Tensor& grad_bias);
+
+}  // namespace cudnn_ops

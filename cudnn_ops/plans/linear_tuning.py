@@ -1,0 +1,135 @@
+"""Measuring linear layers, by cuBLASLt's epilogues and by our kernels: ``tune linear``.
+
+The package's table ``tuned/linear_sm<architecture>.json`` says for some products which of the two
+is faster. A call runs by what was the fastest for the nearest of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cudnn_ops import _C
+from cudnn_ops.ops.activation import ACTIVATIONS, Activation
+from cudnn_ops.plans import timing
+from cudnn_ops.plans.tables import LINEAR_ENGINES, EngineTable, LinearTiming, load_tables
+
+_ops = torch.ops.cudnn_ops
+
+#: Rows, columns and depth of the products that the package's table is measured with, in bfloat16.
+STANDARD_SIZES = (
+    (256, 1024, 1024),
+    (1024, 4096, 1024),
+    (4096, 4096, 1024),
+    (4096, 8192, 8192),
+    (8192, 3072, 768),
+    (8192, 16384, 4096),
+    (12608, 3072, 768),
+    (12608, 4096, 1024),
+    (16384, 4608, 1152),
+    (16384, 8192, 2048),
+    (32768, 1024, 1024),
+)
+#: What is measured: the step, its activation, and the engines that it can run by.
+_STEPS: tuple[tuple[str, Activation, tuple[str, ...]], ...] = (
+    ("inference", "relu", ("ours", "epilogue")),
+    ("inference", "gelu_tanh", ("ours", "epilogue")),
+    ("training", "gelu_tanh", ("ours", "epilogue")),
+    ("hidden_gradient", "gelu_tanh", LINEAR_ENGINES),
+    ("weight_gradient", "none", ("ours", "epilogue_sum")),
+)
+
+
+def make_call(
+    step: str, activation: Activation, rows: int, columns: int, depth: int
+) -> Callable[[], object]:
+    """A call of one step, with random tensors: a product of [rows, depth] and [depth, columns]."""
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+
+    number = ACTIVATIONS.index(activation)
+    if step == "weight_gradient":
+        grad, x = draw(depth, rows), draw(depth, columns)
+        mask = (False, True, True)
+        weight = draw(rows, columns)
+        return lambda: _ops._linear_backward.default(grad, x, weight, None, number, mask)
+    if step == "hidden_gradient":
+        least = 8
+        grad, x, before = draw(rows, depth), draw(rows, least), draw(rows, columns)
+        w1, w2 = draw(columns, least), draw(depth, columns)
+        only_bias = (False, False, True, False, False)
+        arguments = (grad, x, w1, w2, before, before, number, False, only_bias)
+        return lambda: _ops._mlp_backward.default(*arguments)
+    x, weight, bias = draw(rows, depth), draw(columns, depth), draw(columns)
+    keeps = step == "training"
+    return lambda: _ops._linear.default(x, weight, bias, None, number, keeps)
+
+
+def tune_linear(
+    sizes: Iterable[tuple[int, int, int]] = STANDARD_SIZES, rounds: int = 11
+) -> list[LinearTiming]:
+    """Measures linear layers with random values on this GPU.
+
+    Args:
+        sizes: of the products: rows, columns and depth.
+        rounds: how many samples a time is the median of.
+
+    Returns:
+        One result for each size and step.
+
+    Raises:
+        RuntimeError: there is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("tuning needs a GPU, and torch sees none")
+    try:
+        return [
+            _measure(step, activation, engines, size, rounds)
+            for size in sizes
+            for step, activation, engines in _STEPS
+        ]
+    finally:
+        _C.set_linear_table(_sm(), [])
+        load_tables()
+
+
+def _measure(
+    step: str,
+    activation: Activation,
+    engines: tuple[str, ...],
+    size: tuple[int, int, int],
+    rounds: int,
+) -> LinearTiming:
+    call = make_call(step, activation, *size)
+    found = LinearTiming(step, activation, *size, engine_ms=dict.fromkeys(engines, 0.0))
+
+    def by(engine: str) -> Callable[[], object]:
+        only = found.as_choice(engine)
+
+        def run() -> object:
+            _C.set_linear_table(_sm(), [only])
+            return call()
+
+        return run
+
+    found.engine_ms.update(timing.gpu_ms({engine: by(engine) for engine in engines}, rounds=rounds))
+    return found
+
+
+def _sm() -> int:
+    major, minor = torch.cuda.get_device_capability()
+    return major * 10 + minor
+
+
+def write_linear_table(path: Path, timings: Iterable[LinearTiming]) -> None:
+    """Writes a table of this machine's GPU."""
+    table = EngineTable.of_this_machine()
+    for found in timings:
+        ms = {engine: round(ms, 5) for engine, ms in found.engine_ms.items()}
+        table.entries.append(asdict(found) | {"engine_ms": ms})
+    table.write(path)
