@@ -11,6 +11,7 @@ from cudnn_ops._library import cmake_prefix_path
 from cudnn_ops.compiler.report import Candidate, CompileReport, compile_report
 from cudnn_ops.ops import _vmap_attention as _vmap_attention
 from cudnn_ops.ops import _vmap_conv as _vmap_conv
+from cudnn_ops.ops import _vmap_linear as _vmap_linear
 from cudnn_ops.ops import _vmap_rows as _vmap_rows
 from cudnn_ops.ops._when_imported import when_imported as _when_imported
 from cudnn_ops.ops.checkpointing import checkpoint_ops

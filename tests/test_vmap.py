@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from tests.cases import sdpa
-from tests.cases.vmap import CONVOLUTIONS, ROWS, Problem
+from tests.cases.vmap import CONVOLUTIONS, LAYERS, ROWS, Problem
 from tests.cases.vmap_attention import ATTENTION, PACKED, PAGED
 from tests.conftest import DEVICES
 
 pytestmark = pytest.mark.usefixtures("without_vmap_fallback")
 
-PROBLEMS = [*ATTENTION, *PACKED, *PAGED, *ROWS, *CONVOLUTIONS]
+PROBLEMS = [*ATTENTION, *PACKED, *PAGED, *ROWS, *CONVOLUTIONS, *LAYERS]
 _WITH_GRADIENT = [problem for problem in PROBLEMS if problem.wanted]
 _ON = [
     pytest.param("cpu", torch.float64, id="cpu-float64"),

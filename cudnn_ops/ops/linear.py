@@ -135,11 +135,14 @@ def _linear_fake(*args: Any) -> tuple[Tensor, Tensor]:
     _ops._linear_check.default(*args[:-1])
     call = bind(_ops._linear.default, args, {})
     out = _rows(call.input, call.weight.shape[0])
-    return out, out.new_empty(out.shape if _keeps_before(call) else 0)
+    return out, out.new_empty(out.shape if keeps_before(call) else 0)
 
 
-def _keeps_before(call: SimpleNamespace) -> bool:
-    """Of a ReLU the result says enough, unless something is added to it."""
+def keeps_before(call: SimpleNamespace) -> bool:
+    """Whether ``_linear`` gives what the activation is of.
+
+    Of a ReLU the result says enough, unless something is added to it.
+    """
     name = ACTIVATIONS[call.activation]
     by_before = needs_before(name) or (name == "relu" and call.residual is not None)
     return call.with_before and by_before
@@ -168,7 +171,7 @@ def linear_in_torch(call: SimpleNamespace, dtype: torch.dtype) -> tuple[Tensor, 
         out = out + call.residual
     kept = call.input.dtype
     # What nothing is done to would be one tensor twice.
-    before = before.to(kept) if _keeps_before(call) else call.input.new_empty(0)
+    before = before.to(kept) if keeps_before(call) else call.input.new_empty(0)
     return out.to(kept).contiguous(), before.contiguous()
 
 
@@ -210,11 +213,12 @@ def _mlp_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return (
         out,
         hidden if call.with_saved else out.new_empty(0),
-        before if call.with_saved and _mlp_needs_before(call) else out.new_empty(0),
+        before if call.with_saved and mlp_needs_before(call) else out.new_empty(0),
     )
 
 
-def _mlp_needs_before(call: SimpleNamespace) -> bool:
+def mlp_needs_before(call: SimpleNamespace) -> bool:
+    """Whether the backward of ``_mlp`` needs what the activation is of, beside its result."""
     return call.gated or needs_before(ACTIVATIONS[call.activation])
 
 
@@ -249,7 +253,7 @@ def mlp_in_torch(call: SimpleNamespace, dtype: torch.dtype) -> tuple[Tensor, Ten
     return (
         out.contiguous(),
         hidden if call.with_saved else nothing,
-        before.to(kept) if call.with_saved and _mlp_needs_before(call) else nothing.clone(),
+        before.to(kept) if call.with_saved and mlp_needs_before(call) else nothing.clone(),
     )
 
 

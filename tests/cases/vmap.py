@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import cudnn_ops
-from tests.cases import conv
+from tests.cases import conv, linear
 
 Results = Tensor | tuple[Tensor, ...]
 
@@ -226,4 +226,33 @@ CONVOLUTIONS = [
     _conv("conv1d", conv.ConvCase(2, 8, 8, (9,), (3,), (1,), (1,), (1,), activation="gelu")),
     _conv("conv1d_depthwise", conv.ConvCase(1, 8, 8, (9,), (4,), (1,), (3,), (1,), groups=8)),
     _conv("conv3d", conv.ConvCase(1, 8, 8, (3, 4, 5), (2, 3, 2), (1,) * 3, (1, 0, 1), (1,) * 3)),
+]
+
+
+# Linear layers
+
+
+def _layer(name: str, case: linear.Case, first: tuple[str, ...] = ()) -> Problem:
+    def draw(generator: torch.Generator) -> dict[str, Tensor]:
+        seed = int(torch.randint(1000, (), generator=generator))
+        tensors, _ = linear.make(case, torch.float64, "cpu", seed)
+        return {n: t.detach().contiguous() for n, t in tensors.items() if t is not None}
+
+    names = tuple(draw(torch.Generator()))
+    absent = ("bias", "residual") if isinstance(case, linear.LinearCase) else ("b1", "b2")
+
+    def by(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda **tensors: function(case, {**dict.fromkeys(absent), **tensors})
+
+    return Problem(name, by(linear.run), by(linear.formula), draw, names, first=first)
+
+
+LAYERS = [
+    _layer("linear", linear.LinearCase((2, 5), 8, 12)),
+    _layer("linear_relu", linear.LinearCase((5,), 8, 12, "relu", residual=True)),
+    _layer("linear_silu", linear.LinearCase((2, 3), 8, 12, "silu", bias=False, residual=True)),
+    _layer("linear_one_row", linear.LinearCase((), 8, 12, "gelu_tanh")),
+    _layer("mlp", linear.MlpCase((2, 3), 8, 12, 4, "gelu_tanh"), ("x", "w1", "b2")),
+    _layer("mlp_relu", linear.MlpCase((5,), 8, 12, 4, "relu", bias=False)),
+    _layer("mlp_gated", linear.MlpCase((7,), 16, 24, 8, "silu", gated=True, bias=False)),
 ]

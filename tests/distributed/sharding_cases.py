@@ -319,7 +319,57 @@ CONVOLUTIONS = [
     Case("one image", _conv, {**IMAGES, "input": (4, 6, 5)}, CHANNELS),
 ]
 
-DIFFERENTIABLE = [*ATTENTION, *PACKED, *NORMS, *POINTWISE, *CONVOLUTIONS]
+
+def _mlp(x: Tensor, w1: Tensor, w2: Tensor, **rest: Any) -> Tensor:
+    return cudnn_ops.mlp(x, w1, rest.pop("b1", None), w2, rest.pop("b2", None), **rest)
+
+
+LAYER: Tensors = {"input": (B, 6, D), "weight": (12, D), "bias": (12,)}
+ADDED_LAYER: Tensors = {**LAYER, "residual": (B, 6, 12)}
+TWO_LAYERS: Tensors = {"x": (B, 6, D), "w1": (12, D), "b1": (12,), "w2": (D, 12), "b2": (D,)}
+GATED_LAYERS: Tensors = {**TWO_LAYERS, "w2": (D, 6)}
+linear = cudnn_ops.linear
+linear_gelu = partial(linear, activation="gelu")
+linear_relu = partial(linear, activation="relu")
+BY_OUTPUTS: Mapping[str, Placements] = {"weight": S0, "bias": S0}
+BY_INPUTS: Mapping[str, Placements] = {"input": S2, "weight": S1}
+BY_HIDDEN: Mapping[str, Placements] = {"w1": S0, "b1": S0, "w2": S1}
+
+LAYERS = [
+    Case("layer by batch", linear, LAYER, {"input": S0}, silent=True),
+    Case("layer by tokens", linear_gelu, ADDED_LAYER, every(S1, "input", "residual"), silent=True),
+    Case("layer by outputs", linear_gelu, LAYER, BY_OUTPUTS, silent=True),
+    Case(
+        "layer by outputs, added",
+        linear_relu,
+        ADDED_LAYER,
+        {**BY_OUTPUTS, "residual": S2},
+        silent=True,
+    ),
+    Case("layer by inputs", linear, LAYER, BY_INPUTS),
+    Case("layer by inputs, added", linear, ADDED_LAYER, BY_INPUTS),
+    Case("layer by inputs, activated", linear_gelu, LAYER, BY_INPUTS),
+    Case("layer of partial sums", linear_relu, LAYER, {"input": Partial()}),
+    Case("layer of one row", linear_gelu, {**LAYER, "input": (D,)}, BY_OUTPUTS, silent=True),
+    Case("two layers by batch", _mlp, TWO_LAYERS, {"x": S0}, silent=True),
+    Case("two layers by hidden", _mlp, TWO_LAYERS, BY_HIDDEN),
+    Case("two layers by hidden of relu", partial(_mlp, activation="relu"), TWO_LAYERS, BY_HIDDEN),
+    Case(
+        "two gated layers",
+        partial(_mlp, activation="silu", gated=True),
+        GATED_LAYERS,
+        {"x": S1},
+        silent=True,
+    ),
+    Case(
+        "two gated layers by hidden",
+        partial(_mlp, activation="silu", gated=True),
+        GATED_LAYERS,
+        {"w1": S0, "w2": S1},
+    ),
+]
+
+DIFFERENTIABLE = [*ATTENTION, *PACKED, *NORMS, *POINTWISE, *CONVOLUTIONS, *LAYERS]
 
 #: Over a mesh of two dimensions, with a placement for each.
 TWO_DIMENSIONS = [
