@@ -190,7 +190,7 @@ def pair(mlp: Mlp, modes: tuple[str | None, ...], rows: Rows, rounds: int) -> No
 
     def step(function: Callable[..., Tensor]) -> list[Tensor]:
         out = function(*leaves)
-        return [out, *torch.autograd.grad(out, wanted, grad)]
+        return [out.detach(), *torch.autograd.grad(out, wanted, grad)]
 
     every = {OURS: ours, "eager": eager, **compiled(eager, modes)}
     functions = {name: partial(step, function) for name, function in every.items()}

@@ -185,6 +185,33 @@ def conv(rows: Sequence[Row]) -> Lines:
     return lines
 
 
+def linear(rows: Sequence[Row]) -> Lines:
+    """A line a layer and direction: ours, over the bare product, and each peer's over ours."""
+    times = {c: ms for c, ms in pivot(rows, "gpu_ms").items() if not c.startswith("MLP ")}
+    peers = ("eager", "compile", "compile max-autotune", "addmm_activation")
+    lines = [["rows, outputs, inputs", "ms", "/ bare product", *(f"vs {peer}" for peer in peers)]]
+    for case, ms in times.items():
+        line = [_spaced(case), short(ms[OURS]), f"{ms[OURS] / ms['bare product']:.2f}"]
+        gains = (f"{ms[peer] / ms[OURS]:.2f}x" if peer in ms else "" for peer in peers)
+        lines.append([*line, *gains])
+    return lines
+
+
+def mlp(rows: Sequence[Row]) -> Lines:
+    """A line a model: ours, and each peer's over ours; then the geometric means."""
+    times = {c: ms for c, ms in pivot(rows, "gpu_ms").items() if c.startswith("MLP ")}
+    peers = [impl for impl in unique(i for ms in times.values() for i in ms) if impl != OURS]
+    lines = [["tokens, width, hidden", "ms", *(f"vs {peer}" for peer in peers)]]
+    gains: dict[str, list[float]] = {peer: [] for peer in peers}
+    for case, ms in times.items():
+        for peer in peers:
+            gains[peer].append(ms[peer] / ms[OURS])
+        name = _spaced(case.removeprefix("MLP ").removesuffix(" fwd + bwd"))
+        lines.append([name, short(ms[OURS]), *(f"{gains[peer][-1]:.2f}x" for peer in peers)])
+    means = (f"{statistics.geometric_mean(gains[peer]):.2f}x" for peer in peers)
+    return [*lines, ["geometric mean", "", *means]]
+
+
 def resnet(rows: Sequence[Row]) -> Lines:
     """A line a task: milliseconds of each variant, and the others' over ours."""
     times = pivot(rows, "step_ms")
@@ -311,6 +338,8 @@ TABLES = {
     "conv": Table(
         conv, "GPU time in ms, bf16, channels last, engines measured.", "conv", samples=1 / 3
     ),
+    "linear": Table(linear, "GPU time in ms, bf16.", "linear", samples=1 / 3),
+    "mlp": Table(mlp, "GPU time of forward and backward in ms, bf16.", "linear", samples=1 / 3),
     "resnet": Table(
         resnet,
         "Milliseconds with the host's time, bf16, channels last, 224 x 224.",

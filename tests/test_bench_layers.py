@@ -7,6 +7,7 @@ import torch
 
 from benchmarks import (
     bench_conv,
+    bench_linear,
     bench_norms,
     bench_resnet,
     bench_sdpa,
@@ -211,6 +212,50 @@ def test_bench_conv_rows_make_its_table(monkeypatch: pytest.MonkeyPatch) -> None
         ["2, 3, 8, 8, 4, 4, 0 patches", *same],
         ["geometric mean without patches", "", "", *same[2:]],
     ]
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_bench_linear_rows_make_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_linear
+    monkeypatch.setattr(bench, "SHAPES", (bench.Shape(6, 16, 8),))
+    mlps = (bench.Mlp("GPT", 6, 8, 16, "gelu_tanh"), bench.Mlp("L", 6, 8, 16, "silu", gated=True))
+    monkeypatch.setattr(bench, "MLPS", mlps)
+    for name in ("gpu_ms", "host_us"):
+        monkeypatch.setattr(bench, name, bench_sdpa.gpu_ms)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    rows = Rows(ENV)
+    bench.run(rows, rounds=30)
+    ours, peers = ["2.00", "1.00"], ["1.00x"] * 3
+    assert tables.linear(rows.rows) == [
+        [
+            *("rows, outputs, inputs", "ms", "/ bare product", "vs eager", "vs compile"),
+            *("vs compile max-autotune", "vs addmm_activation"),
+        ],
+        ["6, 16, 8 gelu_tanh fwd", *ours, *peers, "1.00x"],
+        ["6, 16, 8 gelu_tanh, kept, fwd", *ours, "1.00x", "", "", ""],
+        ["6, 16, 8 relu fwd", *ours, *peers, "1.00x"],
+        *(
+            line
+            for name in ("gelu", "silu")
+            for line in (
+                [f"6, 16, 8 {name} fwd", *ours, *peers, ""],
+                [f"6, 16, 8 {name}, kept, fwd", *ours, "1.00x", "", "", ""],
+            )
+        ),
+        *(
+            [f"6, 16, 8 {name} with the bias's bwd", *ours, *peers, ""]
+            for name in ("gelu_tanh", "gelu")
+        ),
+    ]
+    assert tables.mlp(rows.rows) == [
+        ["tokens, width, hidden", "ms", "vs eager", "vs compile", "vs compile max-autotune"],
+        ["GPT 6, 8, 16 gelu_tanh", "2.00", *peers],
+        ["L 6, 8, 16 silu", "2.00", *peers],
+        ["geometric mean", "", *peers],
+    ]
+    quick = Rows(ENV)
+    bench.run(quick, rounds=harness.QUICK_ROUNDS)
+    assert not [row for row in quick.rows if "compile" in row["impl"]]
 
 
 def test_other_logits_are_not_timed() -> None:

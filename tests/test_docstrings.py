@@ -25,7 +25,7 @@ PUBLIC: tuple[ModuleType, ...] = (
     support,
 )
 #: These measure on a GPU, or ask one.
-NEED_A_GPU = {"describe_device", "tune_norms", "tune_sdpa"}
+NEED_A_GPU = {"describe_device", "tune_linear", "tune_norms", "tune_sdpa"}
 #: For what is made of the package itself, such as the command line.
 INTERNAL = {"format_cudnn_version", "meta_tensors", "offer_wheels", "plan_key", "prepare"}
 

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from cudnn_ops.nn.conv import _ConvAct, folded
+from cudnn_ops.nn.hooks import has_hooks
 from cudnn_ops.nn.recognize import (
     activation_of,
     counterpart,
@@ -23,7 +24,6 @@ from cudnn_ops.nn.recognize import (
     name_of,
     passes_on,
 )
-from cudnn_ops.nn.replace import has_hooks
 from cudnn_ops.ops.activation import Activation
 
 

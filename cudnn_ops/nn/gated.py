@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from cudnn_ops.nn.hooks import is_plain_linear
+from cudnn_ops.ops.activation import Activation
 from cudnn_ops.ops.gated import geglu, swiglu
+from cudnn_ops.ops.linear import mlp
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": swiglu,
     "gelu": geglu,
     "gelu_tanh": lambda gate, up: geglu(gate, up, approximate="tanh"),
@@ -34,14 +37,14 @@ class _GatedMLP(nn.Module):
         hidden_features: int,
         bias: bool = False,
         *,
-        activation: str = "silu",
+        activation: Activation = "silu",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if activation not in _GATED:
+        if activation not in GATED:
             raise ValueError(
-                f"{type(self).__name__}: activation must be one of {', '.join(_GATED)}, got "
+                f"{type(self).__name__}: activation must be one of {', '.join(GATED)}, got "
                 f"{activation!r}"
             )
         self.activation = activation
@@ -52,18 +55,18 @@ class _GatedMLP(nn.Module):
         setattr(self, out, nn.Linear(hidden_features, in_features, bias, device, dtype))
 
     @classmethod
-    def of(cls, mlp: nn.Module, activation: str, names: tuple[str, ...]) -> Self:
+    def of(cls, module: nn.Module, activation: Activation, names: tuple[str, ...]) -> Self:
         """Makes one with the projections of another module, the modules themselves, by name."""
         gated = cls(1, 1, activation=activation, device="meta")
         for name in gated.names:
             delattr(gated, name)
         gated.names = names
         for name in names:
-            setattr(gated, name, getattr(mlp, name))
-        return gated.train(mlp.training)
+            setattr(gated, name, getattr(module, name))
+        return gated.train(module.training)
 
     def _gate(self, gate: Tensor, up: Tensor) -> Tensor:
-        return _GATED[self.activation](gate, up)
+        return GATED[self.activation](gate, up)
 
 
 class SwiGLU(_GatedMLP):
@@ -130,5 +133,8 @@ class PackedSwiGLU(_GatedMLP):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to the same."""
         packed, down = (getattr(self, name) for name in self.names)
+        if is_plain_linear(packed) and is_plain_linear(down):
+            weights = (packed.weight, packed.bias, down.weight, down.bias)
+            return mlp(x, *weights, self.activation, gated=True)
         gate, up = packed(x).chunk(2, dim=-1)
         return down(self._gate(gate, up))

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from cudnn_ops.nn.conv import ConvAct1d, ConvAct2d, ConvAct3d, _ConvAct
-from cudnn_ops.nn.replace import has_hooks
+from cudnn_ops.nn.hooks import has_hooks
 from cudnn_ops.ops.activation import Activation
 
 _CONVS: dict[type[_ConvNd], type[_ConvAct]] = {

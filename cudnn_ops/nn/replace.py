@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from cudnn_ops.nn.gated import PROJECTIONS, PackedSwiGLU, SwiGLU
+from cudnn_ops.nn.hooks import has_hooks
+from cudnn_ops.nn.linear import MergedSwiGLU
 from cudnn_ops.nn.norm import LayerNorm, RMSNorm, UnitRMSNorm
 
 #: What is not swapped again.
-_OURS = (RMSNorm, UnitRMSNorm, LayerNorm, SwiGLU, PackedSwiGLU)
+_OURS = (RMSNorm, UnitRMSNorm, LayerNorm, SwiGLU, PackedSwiGLU, MergedSwiGLU)
 
 
 @dataclass(frozen=True)
@@ -99,14 +101,6 @@ def _look(model: nn.Module) -> Iterator[Replacement | LeftAlone]:
             yield LeftAlone(name, module, new)
         elif new is not None:
             yield Replacement(name, module, new)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether the module has hooks, which a replacement would not run."""
-    return any(
-        getattr(module, name, None)
-        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-    )
 
 
 def _counterpart(module: nn.Module) -> nn.Module | str | None:

@@ -1,0 +1,386 @@
+"""Linear layers in one call: MLPs, and projections of one input as one product."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from cudnn_ops.nn.gated import GATED, PROJECTIONS
+from cudnn_ops.nn.hooks import is_plain_linear
+from cudnn_ops.ops.activation import ACTIVATIONS, Activation, activate
+from cudnn_ops.ops.linear import linear, mlp
+from cudnn_ops.ops.rotary import rotary_embedding
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class MLP(nn.Module):
+    """Two linear layers around an activation, by :func:`cudnn_ops.mlp`.
+
+    Its keys are ``fc1`` and ``fc2``, those of timm's ``Mlp`` and of CLIP's. A layer that is put in
+    the place of one of the two (an adapter's, a quantized one), or that has hooks, is called as it
+    is.
+
+    Args:
+        in_features: size of the input.
+        hidden_features: size between the layers.
+        out_features: size of the output; None stands for that of the input.
+        bias: whether the layers have one.
+        activation: one of :data:`cudnn_ops.ops.activation.ACTIVATIONS`.
+        device: the parameters' device.
+        dtype: the parameters' dtype.
+
+    Raises:
+        ValueError: another activation.
+
+    Example:
+        >>> import torch
+        >>> from cudnn_ops.nn import MLP
+        >>> MLP(64, 256, activation="gelu_tanh")(torch.randn(2, 5, 64)).shape
+        torch.Size([2, 5, 64])
+    """
+
+    fc1: nn.Module
+    fc2: nn.Module
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        bias: bool = True,
+        *,
+        activation: Activation = "gelu",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(
+                f"MLP: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
+            )
+        self.activation = activation
+        out = in_features if out_features is None else out_features
+        self.fc1 = nn.Linear(in_features, hidden_features, bias, device, dtype)
+        self.fc2 = nn.Linear(hidden_features, out, bias, device, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features] to [..., out_features]."""
+        first, second = self.fc1, self.fc2
+        if not (is_plain_linear(first) and is_plain_linear(second)):
+            return second(activate(first(x), self.activation))
+        assert isinstance(first, nn.Linear)
+        assert isinstance(second, nn.Linear)
+        return mlp(x, first.weight, first.bias, second.weight, second.bias, self.activation)
+
+    def extra_repr(self) -> str:
+        """The options, for ``print``."""
+        return f"activation={self.activation}"
+
+
+class MergedLinear(nn.Module):
+    """Linear layers of one input, computed as one product and saved as layers of their own.
+
+    The module has one ``weight`` and, if any, one ``bias``: those of the layers, one behind the
+    other. In its ``state_dict`` stand those of each layer under its name, so that checkpoints of
+    models with separate layers load, and are written.
+
+    Args:
+        in_features: size of the input.
+        outputs: size of each layer's output, by the layer's name.
+        bias: whether the layers have one.
+        device: the parameters' device.
+        dtype: the parameters' dtype.
+
+    Example:
+        >>> import torch
+        >>> from cudnn_ops.nn import MergedLinear
+        >>> layers = MergedLinear(64, {"query": 32, "key": 16})
+        >>> [part.shape[-1] for part in layers(torch.randn(2, 64))]
+        [32, 16]
+        >>> list(layers.state_dict())
+        ['query.weight', 'query.bias', 'key.weight', 'key.bias']
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        outputs: Mapping[str, int],
+        bias: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.outputs = in_features, dict(outputs)
+        rows = sum(self.outputs.values())
+        self.weight = nn.Parameter(torch.empty(rows, in_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As of ``torch.nn.Linear``."""
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        for parameter in self.parameters(recurse=False):
+            nn.init.uniform_(parameter, -bound, bound)
+
+    @classmethod
+    def of(cls, layers: Mapping[str, nn.Linear]) -> Self:
+        """Makes one of copies of layers with one input, by their names.
+
+        Raises:
+            ValueError: layers of different inputs, dtypes or devices, or of which some have a bias.
+        """
+        merged = cls.__new__(cls)
+        MergedLinear._take(merged, layers)
+        return merged
+
+    def _take(self, layers: Mapping[str, nn.Linear]) -> None:
+        given = list(layers.values())
+        facts = {
+            (one.in_features, one.bias is None, one.weight.dtype, one.weight.device)
+            for one in given
+        }
+        if len(facts) != 1:
+            raise ValueError(
+                f"{type(self).__name__}: layers to be merged must have the same input, dtype and "
+                f"device, and all or none of them a bias; got {', '.join(map(str, given))}"
+            )
+        first = given[0]
+        MergedLinear.__init__(
+            self,
+            first.in_features,
+            {name: one.out_features for name, one in layers.items()},
+            bias=first.bias is not None,
+            device="meta",
+            dtype=first.weight.dtype,
+        )
+        for name, parameter in list(self.named_parameters(recurse=False)):
+            parts = [getattr(one, name) for one in given]
+            is_learned = any(part.requires_grad for part in parts)
+            merged = torch.cat([part.detach() for part in parts])
+            assert merged.shape == parameter.shape
+            setattr(self, name, nn.Parameter(merged, requires_grad=is_learned))
+        self.train(first.training)
+
+    def product(self, x: Tensor) -> Tensor:
+        """[..., in_features] to all outputs, side by side."""
+        return linear(x, self.weight, self.bias)
+
+    def forward(self, x: Tensor) -> Any:
+        """[..., in_features] to the output of each layer: views of one tensor."""
+        return self.product(x).split(list(self.outputs.values()), dim=-1)
+
+    def _parts(self, parameter: Tensor) -> dict[str, Tensor]:
+        parts = parameter.split(list(self.outputs.values()))
+        return dict(zip(self.outputs, parts, strict=True))
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        parameters = dict(self.named_parameters(recurse=False))
+        kept = {n: p if keep_vars else p.detach() for n, p in parameters.items()}
+        parts = {name: self._parts(parameter) for name, parameter in kept.items()}
+        for layer in self.outputs:
+            for name, of_layers in parts.items():
+                destination[f"{prefix}{layer}.{name}"] = of_layers[layer]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        parameters = dict(self.named_parameters(recurse=False))
+        given = dict(state_dict)
+        for name, parameter in parameters.items():
+            keys = {layer: f"{prefix}{layer}.{name}" for layer in self.outputs}
+            absent = [key for key in keys.values() if key not in given]
+            if absent:
+                missing_keys += absent
+                continue
+            loaded = [given[key] for key in keys.values()]
+            parts = self._parts(parameter).values()
+            for key, part, new in zip(keys.values(), parts, loaded, strict=True):
+                if new.shape != part.shape:
+                    error_msgs.append(
+                        f"size mismatch for {key}: copying a param with shape {new.shape} from "
+                        f"checkpoint, the shape in current model is {part.shape}."
+                    )
+            if any(new.shape != part.shape for part, new in zip(parts, loaded, strict=True)):
+                continue
+            if local_metadata.get("assign_to_params_buffers", False):
+                merged = nn.Parameter(torch.cat(loaded), parameter.requires_grad)
+                setattr(self, name, merged)
+            else:
+                with torch.no_grad():
+                    parameter.copy_(torch.cat([new.to(parameter.device) for new in loaded]))
+        known = {f"{layer}.{name}" for layer in self.outputs for name in parameters}
+        for key in given if strict else ():
+            rest = key.removeprefix(prefix)
+            is_mine = key.startswith(prefix) and rest.partition(".")[0] not in self._modules
+            if is_mine and rest not in known:
+                unexpected_keys.append(key)
+
+    def extra_repr(self) -> str:
+        """The sizes, for ``print``."""
+        return (
+            f"in_features={self.in_features}, outputs={self.outputs}, bias={self.bias is not None}"
+        )
+
+
+class FusedQKV(MergedLinear):
+    """Queries, keys and values of attention by one product.
+
+    The results are views of its output, which attention, QK-norm and rotary embedding read where
+    they are. Its keys in a ``state_dict`` are those of separate layers.
+
+    Args:
+        in_features: size of the input.
+        heads: of the queries.
+        kv_heads: of keys and of values; None stands for as many as of the queries.
+        head_dim: size of a head; None stands for ``in_features / heads``.
+        bias: whether the layers have one.
+        names: of the three layers.
+        device: the parameters' device.
+        dtype: the parameters' dtype.
+
+    Raises:
+        ValueError: the input cannot be split into that many heads.
+
+    Example:
+        >>> import torch, cudnn_ops
+        >>> from cudnn_ops.nn import FusedQKV
+        >>> projection = FusedQKV(64, heads=8, kv_heads=2)
+        >>> q, k, v = projection(torch.randn(2, 10, 64))
+        >>> q.shape, k.shape
+        (torch.Size([2, 8, 10, 8]), torch.Size([2, 2, 10, 8]))
+        >>> attend = cudnn_ops.scaled_dot_product_attention
+        >>> attend(q, k, v, is_causal=True, enable_gqa=True).shape
+        torch.Size([2, 8, 10, 8])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = False,
+        *,
+        names: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if head_dim is None:
+            if in_features % heads:
+                raise ValueError(
+                    f"FusedQKV: in_features, {in_features}, is no multiple of heads, {heads}; "
+                    "head_dim says how large a head is"
+                )
+            head_dim = in_features // heads
+        kv_heads = heads if kv_heads is None else kv_heads
+        counts = (heads, kv_heads, kv_heads)
+        outputs = {name: n * head_dim for name, n in zip(names, counts, strict=True)}
+        super().__init__(in_features, outputs, bias, device=device, dtype=dtype)
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+
+    def forward(
+        self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Projects tokens, and turns queries and keys by their positions.
+
+        Args:
+            x: [B, S, in_features].
+            cos: [B or 1, S, head_dim]; with ``sin``, queries and keys are turned by
+                :func:`cudnn_ops.rotary_embedding`, in one kernel for both.
+            sin: likewise.
+
+        Returns:
+            Queries [B, heads, S, head_dim]; keys and values [B, kv_heads, S, head_dim].
+        """
+        every = self.product(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        if cos is None or sin is None:
+            return every.split([self.heads, self.kv_heads, self.kv_heads], dim=1)  # type: ignore[return-value]
+        both, value = every.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
+        query, key = rotary_embedding(both, cos, sin).split([self.heads, self.kv_heads], dim=1)
+        return query, key, value
+
+
+class MergedSwiGLU(MergedLinear):
+    """A gated MLP whose gate and up are one product, by :func:`cudnn_ops.mlp`.
+
+    Its keys in a ``state_dict`` are those of :class:`SwiGLU` and of Llama's MLP: ``gate_proj``,
+    ``up_proj`` and ``down_proj``. A layer that is put in the place of ``down_proj``, or that has
+    hooks, is called as it is.
+
+    Args:
+        in_features: size of the input and the output.
+        hidden_features: size between them.
+        bias: whether the projections have one.
+        activation: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
+        device: the parameters' device.
+        dtype: the parameters' dtype.
+
+    Raises:
+        ValueError: another activation.
+
+    Example:
+        >>> import torch
+        >>> from cudnn_ops.nn import MergedSwiGLU, SwiGLU
+        >>> mlp = MergedSwiGLU(64, 192)
+        >>> _ = mlp.load_state_dict(SwiGLU(64, 192).state_dict())
+        >>> mlp(torch.randn(2, 5, 64)).shape
+        torch.Size([2, 5, 64])
+    """
+
+    down_proj: nn.Module
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        bias: bool = False,
+        *,
+        activation: Activation = "silu",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if activation not in GATED:
+            raise ValueError(
+                f"MergedSwiGLU: activation must be one of {', '.join(GATED)}, got {activation!r}"
+            )
+        outputs = dict.fromkeys(PROJECTIONS[:2], hidden_features)
+        super().__init__(in_features, outputs, bias, device=device, dtype=dtype)
+        self.activation = activation
+        self.down_proj = nn.Linear(hidden_features, in_features, bias, device, dtype)
+
+    @classmethod
+    def of_mlp(cls, module: nn.Module, activation: Activation) -> Self:
+        """Makes one of another module's three projections: of the last one itself."""
+        merged = cls.__new__(cls)
+        merged._take({name: getattr(module, name) for name in PROJECTIONS[:2]})
+        merged.activation = activation
+        merged.down_proj = module.down_proj
+        return merged.train(module.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features] to the same."""
+        down = self.down_proj
+        if not is_plain_linear(down):
+            gate, up = self.product(x).chunk(2, dim=-1)
+            return down(GATED[self.activation](gate, up))
+        assert isinstance(down, nn.Linear)
+        return mlp(x, self.weight, self.bias, down.weight, down.bias, self.activation, gated=True)
