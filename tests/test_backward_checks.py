@@ -57,6 +57,33 @@ def conv(device: str) -> Arguments:
     }
 
 
+def linear(device: str) -> Arguments:
+    x, out = torch.ones(3, 8, device=device), torch.ones(3, 4, device=device)
+    return {
+        "grad_out": out,
+        "input": x,
+        "weight": torch.ones(4, 8, device=device),
+        "saved": out,
+        "activation": 1,
+        "output_mask": [True, True, True],
+    }
+
+
+def mlp(device: str) -> Arguments:
+    x, hidden = torch.ones(3, 8, device=device), torch.ones(3, 4, device=device)
+    return {
+        "grad_out": torch.ones(3, 6, device=device),
+        "input": x,
+        "weight1": torch.ones(4, 8, device=device),
+        "weight2": torch.ones(6, 4, device=device),
+        "hidden": hidden,
+        "before": hidden,
+        "activation": 2,
+        "gated": False,
+        "output_mask": [True] * 5,
+    }
+
+
 CALLS: dict[str, tuple[str, Callable[[str], Arguments]]] = {
     "rms_norm": ("_norm_backward", lambda device: norm(device, False)),
     "layer_norm": ("_norm_backward", lambda device: norm(device, True)),
@@ -64,6 +91,8 @@ CALLS: dict[str, tuple[str, Callable[[str], Arguments]]] = {
     "geglu": ("_gated_backward", lambda device: gated(device, 2)),
     "rotary_embedding": ("_rotary", rotary),
     "conv": ("_conv_backward", conv),
+    "linear": ("_linear_backward", linear),
+    "mlp": ("_mlp_backward", mlp),
 }
 
 
@@ -121,6 +150,19 @@ MISTAKES = [
     ("conv", "saved", short, ValueError, "backward: saved must be like the output"),
     ("conv", "saved", lambda _: None, ValueError, "an activation needs saved"),
     ("conv", "weight", half, TypeError, "input and weight must be of one dtype"),
+    *[
+        (op, name, change, error, f"{op} backward: {name} must be")
+        for op, names in (("linear", ("grad_out", "saved")), ("mlp", ("grad_out", "hidden")))
+        for name in names
+        for change, error in ((narrow, ValueError), (short, ValueError), (half, TypeError))
+    ],
+    ("linear", "saved", lambda _: None, ValueError, "an activation needs saved"),
+    ("linear", "weight", half, TypeError, "input and weight must be of one dtype"),
+    ("linear", "weight", narrow, ValueError, "does not fit 8 columns"),
+    ("mlp", "before", short, ValueError, "mlp backward: before must be"),
+    ("mlp", "before", lambda _: None, ValueError, "an activation needs before"),
+    ("mlp", "weight2", narrow, ValueError, r"w2 must be \[out, 4\]"),
+    ("mlp", "gated", lambda _: True, ValueError, "w2 must be"),
     ("conv", "geometry", lambda numbers: numbers[:-1], ValueError, "do not fit"),
 ]
 

@@ -102,6 +102,14 @@ def _convolutions(x: Tensor, weight: Tensor, bias: Tensor, volume: Tensor, kerne
     yield cudnn_ops.conv3d(volume, kernel, stride=(1, 2, 1), padding="valid")
 
 
+def _layers(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor):
+    yield cudnn_ops.linear(x, w1)
+    yield cudnn_ops.linear(x, w1, b1, activation="gelu_tanh")
+    yield cudnn_ops.linear(x, w1[:8], None, activation="relu", residual=x)
+    yield cudnn_ops.mlp(x, w1, b1, w2, b2)
+    yield cudnn_ops.mlp(x, w1, b1, w2[:, :6], b2, "silu", gated=True)
+
+
 def _dense(batch: int, length: int, length_kv: int) -> tuple[Tensor, ...]:
     query = _draw(batch, length, 4, 16).transpose(1, 2)
     key, value = _draw(batch, length_kv, 2, 16), _draw(batch, length_kv, 2, 24, seed=1)
@@ -164,6 +172,12 @@ CASES: dict[str, tuple[Any, tuple[Tensor, ...], Any, tuple[Tensor, ...]]] = {
         (_draw(3, 5, 32), _draw(3, 5, 32, seed=1), _draw(32), _draw(32, seed=1)),
         ({0: BATCH, 1: LENGTH}, {0: BATCH, 1: LENGTH}, None, None),
         (_draw(2, 9, 32), _draw(2, 9, 32, seed=1), _draw(32), _draw(32, seed=1)),
+    ),
+    "layers": (
+        _layers,
+        (_draw(3, 5, 8), _draw(12, 8), _draw(12), _draw(8, 12), _draw(8)),
+        ({0: BATCH, 1: LENGTH}, None, None, None, None),
+        (_draw(2, 9, 8), _draw(12, 8), _draw(12), _draw(8, 12), _draw(8)),
     ),
     "convolutions": (
         _convolutions,

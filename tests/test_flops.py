@@ -1,4 +1,4 @@
-"""FLOPs of attention where lengths lie on a device: read where they can be, else the longest."""
+"""FLOPs of attention, by lengths where they can be read, else the longest; of linear layers."""
 
 from __future__ import annotations
 
@@ -81,3 +81,30 @@ def test_without_numbers_sequences_are_as_long_as_they_may_be():
         assert _flops(cudnn_ops.varlen_attention, q, q, q, starts, starts, 6, 7) == expected
     meta = [tensor.to("meta") for tensor in _paged()]
     assert _flops(cudnn_ops.paged_attention, *meta) == 2 * HEADS * 2 * 12 * 2 * SIZE
+
+
+def _layer_tensors() -> list[Tensor]:
+    return [torch.randn(*shape, requires_grad=True) for shape in ((3, 5, 8), (12, 8), (6, 12))]
+
+
+def test_a_layer_as_torchs_own():
+    x, weight, _ = _layer_tensors()
+    one = 2 * 15 * 8 * 12
+    assert _flops(cudnn_ops.linear, x, weight, activation="relu") == one
+    assert _flops(torch.nn.functional.linear, x, weight) == one
+    out = cudnn_ops.linear(x, weight, activation="relu").sum()
+    assert _flops(out.backward) == 2 * one
+    out = cudnn_ops.linear(x.detach(), weight).sum()
+    assert _flops(out.backward) == one
+
+
+def test_two_layers():
+    x, w1, w2 = _layer_tensors()
+    one, two = 2 * 15 * 8 * 12, 2 * 15 * 12 * 6
+    assert _flops(cudnn_ops.mlp, x, w1, None, w2, None) == one + two
+    assert _flops(cudnn_ops.mlp(x, w1, None, w2, None).sum().backward) == 2 * (one + two)
+    only_last = cudnn_ops.mlp(x.detach(), w1.detach(), None, w2, None).sum()
+    assert _flops(only_last.backward) == two
+    half = w2[:, :6]
+    gated = cudnn_ops.mlp(x, w1, None, half, None, "silu", gated=True)
+    assert _flops(gated.sum().backward) == 2 * (one + two // 2)

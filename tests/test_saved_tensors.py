@@ -107,6 +107,8 @@ def _calls() -> dict[str, Call]:
         "residual": _leaf(2, 4, 3, 3),
     }
     rows = {"input": _leaf(3, 8), "weight": _leaf(8)}
+    layer = {"input": _leaf(3, 8), "weight": _leaf(4, 8), "bias": _leaf(4), "residual": _leaf(3, 4)}
+    layers = {"x": _leaf(3, 8), "w1": _leaf(6, 8), "b1": _leaf(6), "w2": _leaf(4, 6)}
     return {
         "bias": Call(_attend, {**_heads(), "attn_mask": _leaf(1, 2, 6, 6)}, results=2),
         "lengths": Call(
@@ -156,6 +158,14 @@ def _calls() -> dict[str, Call]:
         "conv": Call(_convolve("none"), image, ("bias", "residual")),
         "conv_relu": Call(_convolve("relu"), image, ("bias", "residual"), 1),
         "conv_gelu": Call(_convolve("gelu"), image, ("bias", "residual"), 1),
+        "linear": Call(cudnn_ops.linear, layer, ("bias", "residual")),
+        "linear_gelu": Call(
+            functools.partial(cudnn_ops.linear, activation="gelu"), layer, ("bias", "residual"), 1
+        ),
+        "mlp": Call(functools.partial(cudnn_ops.mlp, b2=None), layers, ("b1",), 2),
+        "mlp_relu": Call(
+            functools.partial(cudnn_ops.mlp, b2=None, activation="relu"), layers, ("b1",), 1
+        ),
         "swiglu": Call(cudnn_ops.swiglu, {"gate": _leaf(3, 8), "up": _leaf(3, 8)}),
         "rotary": Call(
             cudnn_ops.rotary_embedding,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import cudnn_ops
-from tests.cases import conv, norm, sdpa, sdpa_features, varlen
+from tests.cases import conv, linear, norm, sdpa, sdpa_features, varlen
 from tests.cases.conv import ConvCase
 from tests.cases.norm import NormCase
 from tests.cases.sdpa_features import Features
@@ -91,6 +91,13 @@ def _conv(name: str, case: ConvCase) -> Derivative:
     return Derivative(name, check)
 
 
+def _layer(name: str, case: linear.Case) -> Derivative:
+    def check(device: str, within: AbstractContextManager[object]) -> None:
+        linear.check(case, DTYPE, device, within=within)
+
+    return Derivative(name, check)
+
+
 def _norm(name: str, case: NormCase) -> Derivative:
     def check(device: str, within: AbstractContextManager[object]) -> None:
         norm.check(case, norm.make(case, DTYPE, device, seed=0), within)
@@ -162,6 +169,10 @@ DERIVATIVES: list[Derivative] = [
         "conv3d_relu",
         ConvCase(1, 8, 8, (5, 6, 7), (3, 3, 3), (1,) * 3, (1,) * 3, (1,) * 3, activation="relu"),
     ),
+    _layer("linear_relu", linear.LinearCase((3, 7), 16, 24, "relu")),
+    _layer("linear_gelu", linear.LinearCase((3, 7), 16, 24, "gelu_tanh", residual=True)),
+    _layer("mlp", linear.MlpCase((3, 7), 16, 24, 40, "gelu_tanh")),
+    _layer("mlp_gated", linear.MlpCase((3, 7), 16, 24, 40, "silu", gated=True)),
     Derivative("swiglu", _check_swiglu),
     Derivative("rotary", _check_rotary),
 ]

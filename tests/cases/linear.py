@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -200,16 +201,26 @@ def reference(
     return [out, *torch.autograd.grad(out, wanted, grad_out.to(dtype))]
 
 
-def check(case: Case, dtype: torch.dtype, device: str, seed: int = 0) -> None:
-    """Output and gradients against float64; torch's own in the dtype is the yardstick."""
+def check(
+    case: Case,
+    dtype: torch.dtype,
+    device: str,
+    seed: int = 0,
+    within: AbstractContextManager[object] | None = None,
+) -> None:
+    """Output and gradients against float64; torch's own in the dtype is the yardstick.
+
+    They are computed within a context, if there is one.
+    """
     tensors, grad_out = make(case, dtype, device, seed)
     leaves = {name: leaf for name, leaf in tensors.items() if leaf is not None}
     with torch.no_grad():
         inference = run(case, tensors)
-    out = run(case, tensors)
+    with within or nullcontext():
+        out = run(case, tensors)
+        found = [out, *torch.autograd.grad(out, list(leaves.values()), grad_out)]
     assert out.is_contiguous()
     assert out.dtype == dtype
-    found = [out, *torch.autograd.grad(out, list(leaves.values()), grad_out)]
     exact = reference(case, tensors, grad_out, torch.float64)
     rough = reference(case, tensors, grad_out, dtype)
     sdpa.check(inference, exact[0], rough[0], f"{case} inference")

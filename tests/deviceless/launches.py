@@ -220,6 +220,15 @@ def run_epilogues(recorder: Recorder, device: torch.device) -> None:
                 )
 
 
+def run_linear(recorder: Recorder, device: torch.device) -> None:
+    """The gradient of a bias through an activation, without the products of torch."""
+    for dtype, (rows, width), start in itertools.product(DTYPES, SIZES, (0, 1)):
+        x = memory(device, dtype, rows, width, start=start)
+        of_layer = memory(device, dtype, rows, 1), memory(device, dtype, width, 1)
+        with recorder.calling("linear", dtype, rows, width, start):
+            _ops._linear_backward.default(x, *of_layer, x, 4, (False, False, True))
+
+
 def run_append(recorder: Recorder, device: torch.device) -> None:
     dtypes = (*DTYPES, torch.float8_e4m3fn)
     for dtype, tokens, size in itertools.product(dtypes, (1, 1000, 1_000_003), (1, 4, 6, 8, 128)):
@@ -246,7 +255,7 @@ def main() -> None:
         _C.set_norm_table(gpu["deviceVer"] // 10, 0, [])
     for index in range(len(gpus)):
         device = torch.device("cuda", index)
-        for run in (run_norms, run_gated, run_rotary, run_epilogues, run_append):
+        for run in (run_norms, run_gated, run_rotary, run_epilogues, run_linear, run_append):
             run(recorder, device)
     launched = [sorted(names) for names in recorder.launched]
     print(json.dumps({"launched": launched, "wrong": sorted(recorder.wrong)}))
