@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,7 +86,9 @@ def run(rows: Rows, rounds: int) -> None:
     host(rows, rounds)
 
 
-def compiled(function: Callable[..., object], modes: tuple[str | None, ...]) -> dict[str, Callable]:
+def compiled(
+    function: Callable[..., object], modes: tuple[str | None, ...]
+) -> dict[str, Callable[..., Any]]:
     """The function by torch.compile in each mode, by the name that its rows carry."""
     torch._dynamo.reset()  # one function's shapes would run into its limit of recompilations
     names = {None: "compile", "max-autotune-no-cudagraphs": "compile max-autotune"}
@@ -154,11 +156,15 @@ def backward(
     number, only_bias = ACTIVATIONS.index(activation), (False, False, True, False, False)
     arguments = (grad, x, first, weight, before, before, number, False, only_bias)
     tensors = grad, weight, before
-    functions: dict[str, Callable[[], object]] = {
+
+    def of_bias(function: Callable[..., tuple[Tensor, Tensor]]) -> Tensor:
+        return function(*tensors)[1]
+
+    every = {"eager": eager, **compiled(eager, modes)}
+    functions: dict[str, Callable[[], Tensor]] = {
         OURS: lambda: _ops._mlp_backward.default(*arguments)[2],
-        "eager": lambda: eager(*tensors)[1],
+        **{name: partial(of_bias, function) for name, function in every.items()},
     }
-    functions |= {n: lambda f=f: f(*tensors)[1] for n, f in compiled(eager, modes).items()}
     case = f"{shape} {activation} with the bias's bwd"
     verify(case, {name: [function()] for name, function in functions.items()}, TOLERANCE)
     add(case, functions | {BARE: lambda: grad @ weight}, rows, rounds)
@@ -185,13 +191,14 @@ def pair(mlp: Mlp, modes: tuple[str | None, ...], rows: Rows, rounds: int) -> No
             return F.linear(activate(gate, mlp.activation) * up, w2, b2)
         return F.linear(activate(before, mlp.activation), w2, b2)
 
-    def ours(*tensors: Tensor | None) -> Tensor:
-        return cudnn_ops.mlp(*tensors, mlp.activation, gated=mlp.gated)  # type: ignore[arg-type]
+    def ours(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> Tensor:
+        return cudnn_ops.mlp(x, w1, b1, w2, b2, mlp.activation, gated=mlp.gated)
 
     def step(function: Callable[..., Tensor]) -> list[Tensor]:
         out = function(*leaves)
         return [out.detach(), *torch.autograd.grad(out, wanted, grad)]
 
+    every: dict[str, Callable[..., Tensor]]
     every = {OURS: ours, "eager": eager, **compiled(eager, modes)}
     functions = {name: partial(step, function) for name, function in every.items()}
     size = f"{mlp.rows},{mlp.width},{mlp.hidden} {mlp.activation}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,20 @@ from torch import nn
 from torch.nn import functional as F
 
 import cudnn_ops
-from cudnn_ops.nn import MLP, FusedQKV, MergedLinear, MergedSwiGLU, PackedSwiGLU, SwiGLU
+from cudnn_ops.integrations.transformers import register
+from cudnn_ops.nn import (
+    MLP,
+    FusedQKV,
+    MergedLinear,
+    MergedSwiGLU,
+    PackedSwiGLU,
+    SwiGLU,
+    replace_modules_,
+)
+from cudnn_ops.nn.merge import SharedProjection
 from tests.cases import models
 from tests.conftest import DEVICES
+from tests.test_nn import MODELS, Mlp
 
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
@@ -29,7 +41,7 @@ def check(ours: nn.Module, theirs: nn.Module, x: torch.Tensor) -> None:
         out = out if isinstance(out, torch.Tensor) else torch.cat([o.flatten() for o in out])
         out.sin().sum().backward()
         # Of merged layers the gradients lie as their state does.
-        grads = copy.copy(module)
+        grads: Any = copy.copy(module)
         grads._parameters = {n: p if p is None else p.grad for n, p in grads._parameters.items()}
         state = dict(grads.state_dict() if module is ours else {})
         own = {name: p.grad for name, p in module.named_parameters() if name in state or not state}
@@ -227,3 +239,124 @@ def test_merged_modules_compile():
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), module(x))
     assert F.mse_loss(compiled(x), x).item() >= 0
+
+
+class TestMerging:
+    """``replace_modules_(model, merge=True)``."""
+
+    @pytest.mark.parametrize("name", MODELS)
+    def test_what_is_found_in_a_model(self, name):
+        register()
+        model = models.make_model(name, "cpu")
+        names, state = list(model.state_dict()), copy.deepcopy(model.state_dict())
+        replace_modules_(model, merge=True)
+        for layer in model.model.layers:
+            assert type(layer.mlp) is MergedSwiGLU
+            for part in ("q_proj", "k_proj", "v_proj"):
+                assert type(getattr(layer.self_attn, part)) is SharedProjection
+        assert list(model.state_dict()) == names
+        torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
+        stock = models.make_model(name, "cpu")
+        for parameter in stock.parameters():
+            nn.init.normal_(parameter)
+        model.load_state_dict(stock.state_dict())
+        torch.testing.assert_close(model.state_dict(), stock.state_dict(), rtol=0, atol=0)
+        assert replace_modules_(model, merge=True) == []
+
+    @pytest.mark.parametrize("device", DEVICES)
+    @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2"])
+    def test_a_merged_model_computes_the_same(self, name, device):
+        register()
+        stock = models.make_model(name, device)
+        merged = copy.deepcopy(stock)
+        replace_modules_(merged, merge=True)
+        tokens = models.make_tokens(device)
+        losses, grads = [], []
+        for model in (stock, merged):
+            model.float().train().set_attn_implementation("eager")
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            losses.append(loss.item())
+            grads.append(model.model.embed_tokens.weight.grad)
+        assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+        torch.testing.assert_close(grads[1], grads[0], rtol=1e-3, atol=1e-5)
+
+    def test_torchs_mlps(self):
+        from torchvision.ops.misc import MLP as VisionMLP
+
+        model = nn.ModuleDict(
+            {
+                "vision": VisionMLP(8, [16, 8], activation_layer=nn.GELU, inplace=None),
+                "plain": nn.Sequential(nn.Linear(8, 16, bias=False), nn.SiLU(), nn.Linear(16, 4)),
+                "other": nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)),
+                "dropped": nn.Sequential(
+                    nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.5), nn.Linear(16, 8)
+                ),
+                "gated": Mlp(nn.SiLU()),
+                "ours": SwiGLU(8, 12, activation="gelu"),
+            }
+        )
+        x, stock = torch.randn(3, 8), copy.deepcopy(model)
+        done = {replacement.name: type(replacement.new) for replacement in replace_modules_(model)}
+        assert done == {"gated": SwiGLU}
+        done = {r.name: type(r.new) for r in replace_modules_(model, merge=True)}
+        assert done == {
+            **{"vision": MLP, "plain": MLP},
+            **{"gated": MergedSwiGLU, "ours": MergedSwiGLU},
+        }
+        assert list(model.state_dict()) == list(stock.state_dict())
+        for name, module in stock.items():
+            torch.testing.assert_close(model[name].eval()(x), module.eval()(x))
+
+    def shared(self) -> nn.Module:
+        attention = nn.Module()
+        for name, size in (("q_proj", 12), ("k_proj", 4), ("v_proj", 4)):
+            setattr(attention, name, nn.Linear(8, size))
+        model = nn.ModuleDict({"attention": attention})
+        replace_modules_(model, merge=True)
+        return model["attention"]
+
+    def test_one_product_for_one_input(self, monkeypatch):
+        attention, x = self.shared(), torch.randn(3, 8)
+        product = attention.q_proj.merged
+        calls = []
+        run = product.product
+        monkeypatch.setattr(product, "product", lambda x: calls.append(x) or run(x))
+        for part in (attention.k_proj, attention.q_proj, attention.v_proj):
+            expected = F.linear(x, part.weight, part.bias)
+            torch.testing.assert_close(part(x), expected)
+        assert len(calls) == 1
+        assert product.held is None, "the outputs are let go"
+        attention.q_proj(x)
+        attention.q_proj(x)  # again, before the others
+        assert len(calls) == 3
+
+    def test_inputs_that_differ_or_change(self):
+        attention, x, other = self.shared(), torch.randn(3, 8), torch.randn(5, 8)
+        attention.q_proj(x)
+        key = attention.k_proj(other)
+        expected = F.linear(other, attention.k_proj.weight, attention.k_proj.bias)
+        torch.testing.assert_close(key, expected)
+        assert attention.q_proj.merged.is_apart
+        changed = self.shared()
+        changed.q_proj(x)
+        x.mul_(2)
+        expected = F.linear(x, changed.k_proj.weight, changed.k_proj.bias)
+        torch.testing.assert_close(changed.k_proj(x), expected)
+        with torch.inference_mode():
+            y = torch.randn(3, 8)
+            expected = F.linear(y, changed.v_proj.weight, changed.v_proj.bias)
+            torch.testing.assert_close(changed.v_proj(y), expected)
+
+    def test_mistakes_of_a_state(self):
+        attention = self.shared()
+        state = attention.state_dict()
+        with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"k_proj.bias\""):
+            attention.load_state_dict({n: v for n, v in state.items() if n != "k_proj.bias"})
+        with pytest.raises(RuntimeError, match=r"size mismatch for v_proj.weight"):
+            attention.load_state_dict({**state, "v_proj.weight": torch.ones(3, 3)})
+        with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: \"q_proj.x\""):
+            attention.load_state_dict({**state, "q_proj.x": torch.ones(3)})
+        empty = self.shared().to("meta")
+        empty.load_state_dict(state, assign=True)
+        torch.testing.assert_close(dict(empty.state_dict()), dict(state))

@@ -64,18 +64,26 @@ class MLP(nn.Module):
             raise ValueError(
                 f"MLP: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
             )
-        self.activation = activation
+        self.activation, self.names = activation, ("fc1", "fc2")
         out = in_features if out_features is None else out_features
         self.fc1 = nn.Linear(in_features, hidden_features, bias, device, dtype)
         self.fc2 = nn.Linear(hidden_features, out, bias, device, dtype)
 
+    @classmethod
+    def of(cls, module: nn.Module, activation: Activation, names: tuple[str, str]) -> Self:
+        """Makes one with the two layers of another module, the modules themselves, by name."""
+        made = cls(1, 1, activation=activation, device="meta")
+        del made.fc1, made.fc2
+        made.names = names
+        for name in names:
+            setattr(made, name, getattr(module, name))
+        return made.train(module.training)
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
-        first, second = self.fc1, self.fc2
+        first, second = (getattr(self, name) for name in self.names)
         if not (is_plain_linear(first) and is_plain_linear(second)):
             return second(activate(first(x), self.activation))
-        assert isinstance(first, nn.Linear)
-        assert isinstance(second, nn.Linear)
         return mlp(x, first.weight, first.bias, second.weight, second.bias, self.activation)
 
     def extra_repr(self) -> str:
@@ -179,7 +187,8 @@ class MergedLinear(nn.Module):
         """[..., in_features] to the output of each layer: views of one tensor."""
         return self.product(x).split(list(self.outputs.values()), dim=-1)
 
-    def _parts(self, parameter: Tensor) -> dict[str, Tensor]:
+    def parts(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The rows of each layer, by its name."""
         parts = parameter.split(list(self.outputs.values()))
         return dict(zip(self.outputs, parts, strict=True))
 
@@ -188,7 +197,7 @@ class MergedLinear(nn.Module):
     ) -> None:
         parameters = dict(self.named_parameters(recurse=False))
         kept = {n: p if keep_vars else p.detach() for n, p in parameters.items()}
-        parts = {name: self._parts(parameter) for name, parameter in kept.items()}
+        parts = {name: self.parts(parameter) for name, parameter in kept.items()}
         for layer in self.outputs:
             for name, of_layers in parts.items():
                 destination[f"{prefix}{layer}.{name}"] = of_layers[layer]
@@ -212,7 +221,7 @@ class MergedLinear(nn.Module):
                 missing_keys += absent
                 continue
             loaded = [given[key] for key in keys.values()]
-            parts = self._parts(parameter).values()
+            parts = self.parts(parameter).values()
             for key, part, new in zip(keys.values(), parts, loaded, strict=True):
                 if new.shape != part.shape:
                     error_msgs.append(
@@ -313,7 +322,7 @@ class FusedQKV(MergedLinear):
         """
         every = self.product(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         if cos is None or sin is None:
-            return every.split([self.heads, self.kv_heads, self.kv_heads], dim=1)  # type: ignore[return-value]
+            return every.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         both, value = every.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
         query, key = rotary_embedding(both, cos, sin).split([self.heads, self.kv_heads], dim=1)
         return query, key, value
@@ -367,13 +376,28 @@ class MergedSwiGLU(MergedLinear):
         self.activation = activation
         self.down_proj = nn.Linear(hidden_features, in_features, bias, device, dtype)
 
+    @staticmethod
+    def can_be_of(module: nn.Module) -> bool:
+        """Whether another module's gate and up can be merged: plain layers, alike."""
+        layers = [getattr(module, name) for name in PROJECTIONS[:2]]
+        return (
+            all(map(is_plain_linear, layers))
+            and len(
+                {
+                    (one.weight.shape, one.bias is None, one.weight.dtype, one.weight.device)
+                    for one in layers
+                }
+            )
+            == 1
+        )
+
     @classmethod
     def of_mlp(cls, module: nn.Module, activation: Activation) -> Self:
         """Makes one of another module's three projections: of the last one itself."""
         merged = cls.__new__(cls)
         merged._take({name: getattr(module, name) for name in PROJECTIONS[:2]})
         merged.activation = activation
-        merged.down_proj = module.down_proj
+        merged.down_proj = module.get_submodule("down_proj")
         return merged.train(module.training)
 
     def forward(self, x: Tensor) -> Tensor:

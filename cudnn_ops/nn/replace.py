@@ -12,11 +12,16 @@ from torch import Tensor, nn
 
 from cudnn_ops.nn.gated import PROJECTIONS, PackedSwiGLU, SwiGLU
 from cudnn_ops.nn.hooks import has_hooks
-from cudnn_ops.nn.linear import MergedSwiGLU
+from cudnn_ops.nn.linear import MLP, MergedSwiGLU
+from cudnn_ops.nn.merge import SharedProjection, shared_projections
 from cudnn_ops.nn.norm import LayerNorm, RMSNorm, UnitRMSNorm
+from cudnn_ops.ops.activation import ACTIVATIONS, Activation, activate
 
 #: What is not swapped again.
-_OURS = (RMSNorm, UnitRMSNorm, LayerNorm, SwiGLU, PackedSwiGLU, MergedSwiGLU)
+_OURS = (
+    *(RMSNorm, UnitRMSNorm, LayerNorm),
+    *(SwiGLU, PackedSwiGLU, MergedSwiGLU, MLP, SharedProjection),
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,9 @@ class LeftAlone:
         return f"{self.name}: {type(self.old).__name__} is left alone: {self.reason}"
 
 
-def replace_modules_(model: nn.Module, *, dry_run: bool = False) -> list[Replacement]:
+def replace_modules_(
+    model: nn.Module, *, dry_run: bool = False, merge: bool = False
+) -> list[Replacement]:
     """Replaces a model's norms and gated MLPs with those of this package, in place.
 
     A module is replaced if it has the parts of one of this package's modules, and if a copy of it
@@ -61,10 +68,22 @@ def replace_modules_(model: nn.Module, *, dry_run: bool = False) -> list[Replace
 
     Parameters stay the same tensors and keep their names. Modules with hooks are not replaced.
 
+    With ``merge`` linear layers are merged as well:
+
+    - the first two of ``gate_proj``, ``up_proj`` and ``down_proj`` become one product;
+    - a module of two ``nn.Linear`` around an activation runs by :func:`cudnn_ops.mlp` (timm's and
+      torchvision's MLPs), if it has no dropout;
+    - ``q_proj``, ``k_proj`` and ``v_proj`` of one module, which must be plain ``nn.Linear`` of one
+      input, are computed together when the first of them is called (transformers).
+
+    The ``state_dict`` keeps its keys; merged parameters are new tensors, so merge before an
+    optimizer is made.
+
     Args:
         model: its submodules are replaced, not the model itself.
         dry_run: print what would be replaced, and which similar modules would not be and why;
             replace nothing.
+        merge: merge linear layers too, as above.
 
     Returns:
         What was, or would be, replaced.
@@ -77,7 +96,7 @@ def replace_modules_(model: nn.Module, *, dry_run: bool = False) -> list[Replace
         >>> type(model[1])
         <class 'cudnn_ops.nn.norm.RMSNorm'>
     """
-    looked_at = list(_look(model))
+    looked_at = list(_look(model, merge))
     found = [each for each in looked_at if isinstance(each, Replacement)]
     if dry_run:
         for each in (*found, *(each for each in looked_at if isinstance(each, LeftAlone))):
@@ -89,13 +108,16 @@ def replace_modules_(model: nn.Module, *, dry_run: bool = False) -> list[Replace
     return found
 
 
-def _look(model: nn.Module) -> Iterator[Replacement | LeftAlone]:
+def _look(model: nn.Module, merge: bool) -> Iterator[Replacement | LeftAlone]:
     made: dict[nn.Module, nn.Module | str | None] = {}  # what is there twice is swapped for one
     for name, module in model.named_modules(remove_duplicate=False):
-        if module is model or isinstance(module, _OURS):
+        is_to_be_merged = merge and type(module) is SwiGLU
+        if module is model or (isinstance(module, _OURS) and not is_to_be_merged):
             continue
+        if merge and module not in made:
+            made |= _shared(module)
         if module not in made:
-            made[module] = _counterpart(module)
+            made[module] = _counterpart(module, merge)
         new = made[module]
         if isinstance(new, str):
             yield LeftAlone(name, module, new)
@@ -103,9 +125,15 @@ def _look(model: nn.Module) -> Iterator[Replacement | LeftAlone]:
             yield Replacement(name, module, new)
 
 
-def _counterpart(module: nn.Module) -> nn.Module | str | None:
+def _shared(module: nn.Module) -> dict[nn.Module, nn.Module]:
+    """For each attention projection of a module what computes it together with the others."""
+    found = shared_projections(module) or {}
+    return {module.get_submodule(name): new for name, new in found.items()}
+
+
+def _counterpart(module: nn.Module, merge: bool) -> nn.Module | str | None:
     """The replacement; or why there is none, if the module looks like one; else None."""
-    candidate = _candidate(module)
+    candidate = _candidate(module, merge)
     if candidate is None:
         return None
     make, reason = candidate
@@ -119,7 +147,7 @@ def _counterpart(module: nn.Module) -> nn.Module | str | None:
 _Candidate = tuple[Callable[[], nn.Module | None], str | None]
 
 
-def _candidate(module: nn.Module) -> _Candidate | None:
+def _candidate(module: nn.Module, merge: bool) -> _Candidate | None:
     if type(module) in (nn.LayerNorm, nn.RMSNorm):
         return functools.partial(_like_torch, module), "it is another norm"
     parameters = dict(module.named_parameters())
@@ -134,7 +162,10 @@ def _candidate(module: nn.Module) -> _Candidate | None:
         names = PROJECTIONS
     if names is not None:
         reason = "it is not down(act(gate) * up) by silu, gelu or gelu_tanh"
-        return functools.partial(_like_gated_mlp, module, names), reason
+        return functools.partial(_like_gated_mlp, module, names, merge), reason
+    layers = _two_layers(module) if merge else None
+    if layers is not None:
+        return functools.partial(_like_mlp, module, layers), None
     own = dict(module.named_parameters(recurse=False))
     if any(weight.dim() == 3 and "gate" in name for name, weight in own.items()):
         return lambda: None, "each of its weights is of several experts"
@@ -143,13 +174,23 @@ def _candidate(module: nn.Module) -> _Candidate | None:
 
 def _packed_projections(module: nn.Module) -> tuple[str, str] | None:
     """The names of two projections of which the first gives two inputs of the second."""
+    return _pair(module, 2)
+
+
+def _two_layers(module: nn.Module) -> tuple[str, str] | None:
+    """The names of two linear layers of which the first gives the input of the second."""
+    return _pair(module, 1)
+
+
+def _pair(module: nn.Module, ratio: int) -> tuple[str, str] | None:
+    """The names of a module's only two layers; ``ratio``: of the first's outputs to inputs."""
     linears = [(name, part) for name, part in module.named_children() if type(part) is nn.Linear]
     if len(linears) != 2:
         return None
     (first, wide), (second, down) = linears
     owners = {name.rpartition(".")[0] for name, _ in module.named_parameters()}
-    is_packed = wide.out_features == 2 * down.in_features and owners == {first, second}
-    return (first, second) if is_packed else None
+    fits = wide.out_features == ratio * down.in_features and owners == {first, second}
+    return (first, second) if fits else None
 
 
 def _like_torch(module: nn.Module) -> LayerNorm | RMSNorm:
@@ -245,7 +286,28 @@ def _like_norm(module: nn.Module) -> RMSNorm | LayerNorm | None:
     return None
 
 
-def _like_gated_mlp(module: nn.Module, names: tuple[str, ...]) -> SwiGLU | PackedSwiGLU | None:
+def _like_mlp(module: nn.Module, names: tuple[str, str]) -> MLP | None:
+    width, hidden, out = 6, 64, 5
+    first, second = names
+    sizes: dict[str, tuple[int, ...]] = {
+        **{f"{first}.weight": (hidden, width), f"{first}.bias": (hidden,)},
+        **{f"{second}.weight": (out, hidden), f"{second}.bias": (out,)},
+    }
+    probe = _probe(module, sizes)
+    if probe is None:
+        return None
+    x = torch.randn(33, width, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        before = getattr(probe, first)(x)
+        for activation in ACTIVATIONS:
+            if _computes(probe, x, getattr(probe, second)(activate(before, activation))):
+                return MLP.of(module, activation, names)
+    return None
+
+
+def _like_gated_mlp(
+    module: nn.Module, names: tuple[str, ...], merge: bool
+) -> SwiGLU | PackedSwiGLU | MergedSwiGLU | None:
     width, hidden = 6, 64
     *into, out = names
     rows = hidden if len(into) == 2 else 2 * hidden
@@ -256,16 +318,14 @@ def _like_gated_mlp(module: nn.Module, names: tuple[str, ...]) -> SwiGLU | Packe
     if probe is None:
         return None
     x = torch.randn(33, width, generator=torch.Generator().manual_seed(1))
-    activations: dict[str, Callable[[Tensor], Tensor]] = {
-        "silu": nn.functional.silu,
-        "gelu": nn.functional.gelu,
-        "gelu_tanh": lambda value: nn.functional.gelu(value, approximate="tanh"),
-    }
+    activations: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
     with torch.no_grad():
         gate, up = torch.cat([getattr(probe, name)(x) for name in into], -1).chunk(2, -1)
-        for activation, function in activations.items():
-            if not _computes(probe, x, getattr(probe, out)(function(gate) * up)):
+        for activation in activations:
+            if not _computes(probe, x, getattr(probe, out)(activate(gate, activation) * up)):
                 continue
+            if merge and names == PROJECTIONS and MergedSwiGLU.can_be_of(module):
+                return MergedSwiGLU.of_mlp(module, activation)
             kind = SwiGLU if len(into) == 2 else PackedSwiGLU
             return kind.of(module, activation, names)
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -168,13 +169,14 @@ def make(
     return leaves, draw(*out, layout=case.layout)
 
 
-def run(case: Case, tensors: dict[str, Tensor | None]) -> Tensor:
+def run(case: Case, t: dict[str, Any]) -> Tensor:
+    activation: Any = case.activation
     if isinstance(case, LinearCase):
-        return cudnn_ops.linear(**tensors, activation=case.activation)
-    return cudnn_ops.mlp(**tensors, activation=case.activation, gated=case.gated)
+        return cudnn_ops.linear(**t, activation=activation)
+    return cudnn_ops.mlp(**t, activation=activation, gated=case.gated)
 
 
-def formula(case: Case, t: dict[str, Tensor | None]) -> Tensor:
+def formula(case: Case, t: dict[str, Any]) -> Tensor:
     """By torch's functions."""
     if isinstance(case, LinearCase):
         out = activate(F.linear(t["input"], t["weight"], t["bias"]), case.activation)
@@ -231,12 +233,14 @@ def check(
 def draw(rng: random.Random) -> Case:
     """Any sizes and options."""
     leading = tuple(rng.randint(1, 20) for _ in range(rng.choice([0, 1, 1, 2, 3])))
-    sizes = [rng.choice([1, 8, 16, 24, 40, 64, 100, rng.randint(2, 150)]) for _ in range(3)]
+    inputs, hidden, outputs = (
+        rng.choice([1, 8, 16, 24, 40, 64, 100, rng.randint(2, 150)]) for _ in range(3)
+    )
     layout, bias = rng.choice(LAYOUTS), rng.random() < 0.7
     activation = rng.choice(ACTIVATIONS[:5])
     if rng.random() < 0.6:
         residual = rng.random() < 0.4
-        return LinearCase(leading, sizes[0], sizes[1], activation, bias, residual, layout)
+        return LinearCase(leading, inputs, outputs, activation, bias, residual, layout)
     gated = rng.random() < 0.4
     activation = rng.choice(GATED) if gated else activation
-    return MlpCase(leading, *sizes, activation, gated, bias, layout)
+    return MlpCase(leading, inputs, hidden, outputs, activation, gated, bias, layout)
