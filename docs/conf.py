@@ -44,7 +44,8 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(torch|transformers|collections|pathlib|typing|os)\..*"),
     (
         r"py:(class|data|func)",
-        r"(Tensor|Path|Self|(nn\.)?Module|Parameter|GraphModule|sdpa_mask|(NORM_)?PLANS)",
+        r"(Tensor|Path|Self|(nn\.)?(Module|Linear)|Parameter|GraphModule|sdpa_mask|Activation"
+        r"|(NORM_)?PLANS|LINEAR_(STEPS|ENGINES))",
     ),
     (r"py:mod", r"cudnn_ops\..*"),
 ]
