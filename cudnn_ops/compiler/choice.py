@@ -13,14 +13,14 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from cudnn_ops import _C
 from cudnn_ops.compiler.nodes import value_of
@@ -90,20 +90,10 @@ class Chooser:
     def _measure(self, found: Found) -> tuple[float, float]:
         modules = {"ours": replacement_of(found), "stock": module_of(found)}
         values = [value_of(node) for node in found.inputs]
-        needs_grad = torch.is_grad_enabled()
-
-        def run() -> dict[str, float]:
-            with torch.set_grad_enabled(needs_grad), torch.random.fork_rng(), _device_of(values):
-                inputs = [_random_like(value) for value in values]
-                steps = {
-                    name: _step(_compile(module, inputs), inputs)
-                    for name, module in modules.items()
-                }
-                return self._clock(steps)
-
-        # A thread knows nothing of the compilation under way, of its fake tensors and its tracing.
-        with ThreadPoolExecutor(1) as thread:
-            times = thread.submit(run).result()
+        with torch.random.fork_rng(), _outside_of_compilation(), _device_of(values):
+            inputs = [_random_like(value) for value in values]
+            steps = {name: _compiled_step(module, inputs) for name, module in modules.items()}
+            times = self._clock(steps)
         return times["ours"], times["stock"]
 
 
@@ -144,24 +134,25 @@ def key_of(pattern: Pattern, found: Found) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
-def _compile(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+def _compiled_step(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[], object]:
+    """One call of what inductor makes of a graph, and its gradients where there are any."""
+    from torch._dynamo.utils import get_metrics_context
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(module, list(inputs))  # type: ignore[return-value]
+    with get_metrics_context():
+        function: Any = compile_fx(module, list(inputs))
+        leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+        grads = [torch.randn_like(x) if x.requires_grad else None for x in function(*inputs)]
 
+        def step() -> object:
+            results = function(*inputs)
+            roots = [x for x, grad in zip(results, grads, strict=True) if grad is not None]
+            if not leaves or not roots:
+                return results
+            along = [grad for grad in grads if grad is not None]
+            return torch.autograd.grad(roots, leaves, along, allow_unused=True)
 
-def _step(function: Callable[..., Any], inputs: Sequence[Any]) -> Callable[[], object]:
-    """One call, and its gradients where there are any."""
-    leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
-    outputs = [x for x in function(*inputs) if x.requires_grad]
-    if not leaves or not outputs:
-        return lambda: function(*inputs)
-    grads = [torch.randn_like(x) for x in outputs]
-
-    def step() -> object:
-        results = [x for x in function(*inputs) if x.requires_grad]
-        return torch.autograd.grad(results, leaves, grads, allow_unused=True)
-
+        step()  # the backward is compiled when it is first called
     return step
 
 
@@ -175,6 +166,25 @@ def _random_like(value: Tensor | None) -> Any:
     else:
         result = torch.ones(value.shape, dtype=value.dtype, device=value.device)
     return result.requires_grad_(value.requires_grad and torch.is_grad_enabled())
+
+
+@contextmanager
+def _outside_of_compilation() -> Iterator[None]:
+    """Real tensors, and compilations that have nothing to do with the one under way.
+
+    Not in a thread: compiling a backward takes the lock that the compilation under way holds.
+    """
+    from torch._dynamo import utils
+    from torch._dynamo.metrics_context import MetricsContext
+    from torch._guards import tracing
+
+    outer = utils.get_metrics_context()
+    utils._metrics_context_tls.metrics_context = MetricsContext(on_exit=lambda *_: None)
+    try:
+        with tracing(None), _disable_current_modes():
+            yield
+    finally:
+        utils._metrics_context_tls.metrics_context = outer
 
 
 def _device_of(values: Sequence[Tensor | None]) -> AbstractContextManager[object]:

@@ -40,6 +40,8 @@ class GraphFacts:
                 modes.append(node)
             self.mode[node] = tuple(modes)
         self.mutated = mutated(graph)
+        # What the pattern at hand could replace and was not to: its parts are none of their own.
+        self.declined: set[fx.Node] = set()
 
     def add(self, node: fx.Node, like: fx.Node) -> None:
         self.place[node] = self.place[like]
@@ -63,10 +65,11 @@ def rewrite(
     graph = module.graph
     facts = GraphFacts(graph)
     for pattern in patterns:
+        facts.declined.clear()
         # From the end: of two matches, one within the other, the larger one is first.
         for node in reversed(list(graph.nodes)):
             # The nodes of an earlier match are gone.
-            if node in facts.place and _ends(pattern, node):
+            if node in facts.place and node not in facts.declined and _ends(pattern, node):
                 count += _try(graph, facts, pattern, node, decide, report)
     if count:
         graph.lint()
@@ -94,10 +97,13 @@ def _try(
             candidate = Candidate.of(pattern.name, node)
             candidate.reason = objection(found, facts)
             recognized = True
-            if not candidate.reason and decide(pattern, found, candidate):
+            if candidate.reason:
+                continue
+            if decide(pattern, found, candidate):
                 _replace(graph, facts, found)
                 candidate.swapped = True
                 break
+            facts.declined.update(found.nodes)
     except Refusal as refusal:
         recognized, candidate.reason = True, str(refusal)
     except Exception as error:  # whatever goes wrong in a pattern, the stock graph is right

@@ -19,19 +19,6 @@ std::map<Place, std::vector<LinearChoice>>& tables() {
   return *all;
 }
 
-// On H200, cuBLASLt's sums of columns take longer than a pass over memory.
-LinearEngine usual_engine(const LinearProblem& problem) {
-  switch (problem.step) {
-    case LinearStep::kInference:
-    case LinearStep::kTraining: return LinearEngine::kEpilogue;
-    case LinearStep::kHiddenGradient:
-      return problem.activation == Activation::kGeluTanh ? LinearEngine::kEpilogue
-                                                         : LinearEngine::kOurs;
-    case LinearStep::kWeightGradient: return LinearEngine::kOurs;
-  }
-  return LinearEngine::kOurs;
-}
-
 double distance(int64_t left, int64_t right) {
   return std::abs(std::log2(static_cast<double>(left) / static_cast<double>(right)));
 }
@@ -50,9 +37,9 @@ void set_linear_table(int sm_version, std::vector<LinearChoice> choices) {
 LinearEngine choose_engine(int sm_version, const LinearProblem& problem) {
   const std::lock_guard<std::mutex> lock(mutex);
   const auto table = tables().find({sm_version, problem.step, problem.activation});
-  if (table == tables().end()) return usual_engine(problem);
+  LinearEngine nearest = LinearEngine::kOurs;
+  if (table == tables().end()) return nearest;
   double least = std::numeric_limits<double>::infinity();
-  LinearEngine nearest = usual_engine(problem);
   for (const auto& [measured, engine] : table->second) {
     const double far = distance(measured.rows, problem.rows) +
                        distance(measured.columns, problem.columns) +

@@ -36,7 +36,7 @@ struct LinearChoice {
 void set_linear_table(int sm_version, std::vector<LinearChoice> choices);
 
 // The engine that was the fastest of those measured at the nearest size, by the ratios of rows,
-// columns and depth; the one that is usually the fastest where nothing was measured.
+// columns and depth; kOurs where nothing was.
 LinearEngine choose_engine(int sm_version, const LinearProblem& problem);
 
 }  // namespace cudnn_ops
