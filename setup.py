@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -30,7 +31,10 @@ def torch_version() -> str | None:
 
 
 class CMakeBuild(build_ext):
-    """Builds the whole tree at once, into the package folder; a wheel has its part of that."""
+    """Builds the whole tree at once, into the package folder; a wheel has its part of that.
+
+    CMake gets what the environment variable CMAKE_ARGS says, too.
+    """
 
     def run(self) -> None:
         if torch_version() is None:
@@ -44,6 +48,7 @@ class CMakeBuild(build_ext):
             f"-S{ROOT}",
             f"-B{BUILD}",
             f"-DPython_EXECUTABLE={sys.executable}",
+            *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
         package = Path(self.build_lib).resolve() / "cudnn_ops"
         install = ["cmake", "--install", str(BUILD), "--component", "wheel", "--prefix"]

@@ -1,10 +1,13 @@
 """Builds against versions of torch, and runs a sample of the tests with versions of cuDNN.
 
-    python -m tests.versions --torch 2.11.0 2.15.0 --cudnn 9.19.0.56 9.28.1.4
+    python -m tests.versions --cudnn 9.28.1.4
+    python -m tests.versions --torch 2.11.0 2.15.0 --cudnn own 9.28.1.4
 
-Each torch gets an environment and a copy of the sources in ``build/versions``; an environment that
-is there already is used again. What runs needs no GPU: CPU kernels, opcheck, and real plans of that
-cuDNN for described GPUs. Prints a table, as it stands in ``docs/install.md``.
+The first runs what is built here, in this environment, with that cuDNN in place of torch's. With
+``--torch``, each gets an environment and a copy of the committed sources in ``build/versions``; one
+that is there already is used again. What runs needs no GPU: CPU kernels, opcheck, and real plans of
+that cuDNN for described GPUs. Prints a table, as it stands in ``docs/install.md``; the exit status
+is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -13,13 +16,17 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PLACE = ROOT / "build" / "versions"
+NOTHING: Mapping[str, str] = MappingProxyType({})
 SAMPLE = (
     "deviceless",
     "test_conv.py",
@@ -34,7 +41,12 @@ SAMPLE = (
 )
 FACTS = """
 import json, platform, torch
-print(json.dumps([platform.python_version(), torch.__version__, torch.version.cuda]))
+from cudnn_ops import _C
+from cudnn_ops.support import format_cudnn_version
+versions = _C.versions()
+numbers = versions["frontend_headers"], versions["cudnn_headers"], _C.cudnn_version()
+names = torch.__version__, torch.version.cuda or "none", platform.python_version()
+print(json.dumps([*names, *map(format_cudnn_version, numbers)]))
 """
 
 
@@ -44,43 +56,84 @@ class Result(NamedTuple):
     torch: str
     cuda: str
     python: str
-    cudnn: str
     frontend: str
+    headers: str
+    cudnn: str
     outcome: str
+
+    @property
+    def good(self) -> bool:
+        return re.fullmatch(r"\d+ passed(, \d+ skipped)?", self.outcome) is not None
 
 
 class Environment:
-    """A torch, what its build needs, and the sources built against it."""
+    """A Python with a torch, and the sources that are built against it: by default, these."""
 
-    def __init__(self, torch: str, frontend: str) -> None:
-        self.torch, self.frontend = torch, frontend
-        self.folder = PLACE / f"torch-{torch}-frontend-{frontend}"
-        self.python = self.folder / "venv" / "bin" / "python"
-        self.sources = self.folder / "sources"
+    def __init__(self, python: str | Path = sys.executable, sources: Path = ROOT) -> None:
+        self.python, self.sources = Path(python), sources
 
-    def run(self, *command: str, **kwargs) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *command: str | Path, variables: Mapping[str, str] = NOTHING, **kwargs
+    ) -> subprocess.CompletedProcess[str]:
         path = f"{self.python.parent}{os.pathsep}{os.environ['PATH']}"
-        environment = os.environ | {"PATH": path}
-        return subprocess.run(
-            [str(self.python), *command],
-            check=kwargs.pop("check", True),
-            text=True,
-            env=environment,
-            **kwargs,
+        environment = os.environ | variables | {"PATH": path}
+        words = [str(self.python), *map(str, command)]
+        kwargs = {"check": True, "text": True} | kwargs
+        return subprocess.run(words, env=environment, **kwargs)
+
+    def install(self, *requirements: str | Path) -> None:
+        self.run("-m", "pip", "install", "--quiet", "--no-compile", *requirements)
+
+    def cudnn(self, version: str) -> Path | None:
+        """That version's library, in a folder of its own; None for the one that torch brings.
+
+        Torch finds its own by a path that is written in its libraries: only what is loaded before
+        them takes its place. cuDNN's other libraries are found beside the first.
+        """
+        if version == "own":
+            return None
+        folder = PLACE / f"cudnn-{version}"
+        library = folder / "nvidia" / "cudnn" / "lib" / "libcudnn.so.9"
+        if not library.exists():
+            self.install("--no-deps", "--target", folder, f"nvidia-cudnn-cu13=={version}")
+        return library
+
+    def test(self, cudnn: str) -> Result:
+        library = self.cudnn(cudnn)
+        variables = {"LD_PRELOAD": str(library)} if library else {}
+        how: dict[str, Any] = {"cwd": self.sources, "variables": variables}
+        how["stdout"] = subprocess.PIPE
+        facts: list[str] = json.loads(self.run("-c", FACTS, **how).stdout)
+        if cudnn != "own" and not f"{cudnn}.".startswith(f"{facts[-1]}."):
+            raise SystemExit(f"cuDNN {cudnn} was asked for and {facts[-1]} was loaded")
+        done = self.run(
+            *("-m", "pytest", "-q", "-m", "not gpu", "-p", "no:cacheprovider", "-n", "auto"),
+            *("--maxprocesses", "4"),
+            *(f"tests/{name}" for name in SAMPLE),
+            check=False,
+            **how,
         )
+        print(*re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.MULTILINE), sep="\n")
+        *_, last = ["no result", *done.stdout.splitlines()]
+        outcome = re.sub(r" in [\d.]+s.*|, \d+ (?:deselected|warnings?)", "", last.strip("= "))
+        return Result._make([*facts, outcome])
 
-    def facts(self) -> tuple[str, str, str]:
-        done = self.run("-c", FACTS, stdout=subprocess.PIPE)
-        python, torch, cuda = json.loads(done.stdout)
-        return python, torch, cuda
 
-    def install(self, *requirements: str) -> None:
-        self.run("-m", "pip", "install", "--quiet", *requirements)
+class NewEnvironment(Environment):
+    """Made for a version of torch, of the frontend, and of cuDNN's headers ("own": torch's)."""
+
+    def __init__(self, torch: str, frontend: str, headers: str) -> None:
+        self.torch, self.frontend, self.headers = torch, frontend, headers
+        self.folder = PLACE / f"torch-{torch}-frontend-{frontend}"
+        super().__init__(
+            self.folder / "venv" / "bin" / "python", self.folder / f"sources-{headers}"
+        )
 
     def make(self) -> None:
         subprocess.run([sys.executable, "-m", "venv", self.folder / "venv"], check=True)
         self.install(f"torch=={self.torch}", *tools())
-        cuda = self.facts()[2]
+        code = "import torch; print(torch.version.cuda)"
+        cuda = self.run("-c", code, stdout=subprocess.PIPE).stdout.strip()
         self.install(*(f"nvidia-cuda-{part}=={cuda}.*" for part in ("crt", "cccl")))
         self.install("--no-deps", f"nvidia-cudnn-frontend=={self.frontend}")
 
@@ -92,58 +145,48 @@ class Environment:
             ["git", "archive", "HEAD"], cwd=ROOT, check=True, capture_output=True
         )
         subprocess.run(["tar", "-x", "-C", self.sources], input=files.stdout, check=True)
-        self.run("setup.py", "--quiet", "build_ext", "--inplace", cwd=self.sources)
+        library = self.cudnn(self.headers)
+        folder = f"-DCUDNN_INCLUDE_DIR={library.parents[1] / 'include'}" if library else ""
+        variables = {"CMAKE_ARGS": f"{os.environ.get('CMAKE_ARGS', '')} {folder}"}
+        command = ("setup.py", "--quiet", "build_ext", "--inplace")
+        self.run(*command, cwd=self.sources, variables=variables)
 
-    def test(self, cudnn: str) -> str:
-        self.install("--no-deps", f"nvidia-cudnn-cu13=={cudnn}")
-        done = self.run(
-            *("-m", "pytest", "-q", "-m", "not gpu", "-p", "no:cacheprovider"),
-            *(f"tests/{name}" for name in SAMPLE),
-            cwd=self.sources,
-            stdout=subprocess.PIPE,
-            check=False,
-        )
-        print(*re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.MULTILINE), sep="\n")
-        *_, last = done.stdout.splitlines()
-        return re.sub(r" in [\d.]+s.*|, \d+ (?:deselected|warnings?)", "", last.strip("= "))
+    def results(self, cudnns: list[str]) -> list[Result]:
+        try:
+            self.build()
+        except subprocess.CalledProcessError as error:
+            print(error)
+            return [Result(self.torch, "", "", self.frontend, self.headers, "", "not built")]
+        return [self.test(cudnn) for cudnn in cudnns]
 
 
 def tools() -> list[str]:
     """What builds and tests need beside torch and NVIDIA's headers, as it is pinned."""
-    wanted = {"cmake", "hypothesis", "ninja", "numpy", "pytest", "setuptools", "tqdm"}
+    wanted = {"cmake", "hypothesis", "ninja", "numpy", "pytest", "pytest-xdist", "setuptools"}
     pins = re.findall(r'^    "(.+)", +#', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    return [pin for pin in pins if re.split(r"[=<>]", pin)[0] in wanted]
+    return [pin for pin in pins if re.split(r"[=<>]", pin)[0] in {*wanted, "tqdm"}]
 
 
-def results(torch: str, frontend: str, cudnns: list[str]) -> list[Result]:
-    environment = Environment(torch, frontend)
-    try:
-        environment.build()
-    except subprocess.CalledProcessError as error:
-        print(error)
-        return [Result(torch, "", "", "", frontend, "not built")]
-    python, version, cuda = environment.facts()
-    return [
-        Result(version, cuda, python, cudnn, frontend, environment.test(cudnn)) for cudnn in cudnns
-    ]
-
-
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--torch", nargs="+", default=["2.11.0"])
-    parser.add_argument("--cudnn", nargs="+", default=["9.19.0.56"])
-    parser.add_argument("--frontend", nargs="+", default=["1.32.0"])
+    parser.add_argument("--torch", nargs="+", default=[], help="default: what is built here")
+    parser.add_argument("--cudnn", nargs="+", default=["own"], help="'own' is torch's")
+    parser.add_argument("--frontend", default="1.32.0")
+    parser.add_argument("--headers", default="own", help="version of cuDNN that is built against")
+    parser.add_argument("--remove", action="store_true", help="each environment when it was run")
     options = parser.parse_args()
-    rows = [
-        row
-        for torch in options.torch
-        for frontend in options.frontend
-        for row in results(torch, frontend, options.cudnn)
-    ]
-    print("\n| torch | CUDA | Python | cuDNN | frontend | tests |\n|---|---|---|---|---|---|")
+    rows = [] if options.torch else [Environment().test(cudnn) for cudnn in options.cudnn]
+    for torch in options.torch:
+        environment = NewEnvironment(torch, options.frontend, options.headers)
+        rows += environment.results(options.cudnn)
+        if options.remove:
+            shutil.rmtree(environment.folder)
+    print("\n| torch | CUDA | Python | frontend | built against | cuDNN | tests |")
+    print("|---|---|---|---|---|---|---|")
     for row in rows:
         print(f"| {' | '.join(row)} |")
+    return 0 if all(row.good for row in rows) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -13,20 +13,34 @@ function(ask_python result code)
   set(${result} "${output}" PARENT_SCOPE)
 endfunction()
 
-# Asking torch by its files, not by find_package(Torch): that one wants a CUDA toolkit.
-ask_python(torch_facts
-           "import torch; print(torch.__version__, torch.version.cuda is not None, torch.__path__[0], torch.version.cuda or '13.0', sep=';')"
-           "cudnn_ops is built against torch: `pip install torch==2.11.0` first")
-list(GET torch_facts 0 TORCH_VERSION)
-list(GET torch_facts 1 TORCH_WITH_CUDA)
-list(GET torch_facts 2 torch_dir)
-list(GET torch_facts 3 cuda_version)
+# Torch is known by its files: find_package(Torch) wants a CUDA toolkit, and another machine's torch
+# cannot be imported.
+set(CUDNN_OPS_SITE_PACKAGES "" CACHE PATH
+    "Unpacked wheels of the machine that is built for, where that is not Python's; torch at least")
+if(CUDNN_OPS_SITE_PACKAGES)
+  set(torch_dir ${CUDNN_OPS_SITE_PACKAGES}/torch)
+else()
+  ask_python(torch_dir
+             "import importlib.util as u; torch = u.find_spec('torch') or exit('it has no torch'); print(*torch.submodule_search_locations)"
+             "cudnn_ops is built against torch: `pip install torch==2.11.0` first")
+endif()
+file(STRINGS ${torch_dir}/version.py torch_version REGEX "^__version__ = ")
+string(REGEX REPLACE ".*'(.*)'.*" "\\1" TORCH_VERSION "${torch_version}")
+# cuda: Optional[str] = '13.0'; None in a torch without CUDA
+file(STRINGS ${torch_dir}/version.py cuda_version REGEX "^cuda.*'")
+string(REGEX REPLACE ".*'(.*)'.*" "\\1" cuda_version "${cuda_version}")
+set(TORCH_WITH_CUDA TRUE)
+if(NOT cuda_version)
+  set(TORCH_WITH_CUDA FALSE)
+  set(cuda_version 13.0)
+endif()
 set(TORCH_INCLUDE_DIRS ${torch_dir}/include ${torch_dir}/include/torch/csrc/api/include)
 set(TORCH_LIBRARY_DIR ${torch_dir}/lib)
 
 ask_python(site_dirs "import sys; print(*[p for p in sys.path if p], sep=';')" "python failed")
+# NVIDIA's headers are the same for every processor: what the folder of wheels lacks is Python's.
 set(hints)
-foreach(dir IN LISTS site_dirs)
+foreach(dir IN LISTS CUDNN_OPS_SITE_PACKAGES site_dirs)
   list(APPEND hints ${dir}/include ${dir}/nvidia/cudnn/include ${dir}/nvidia/cu13/include
        ${dir}/nvidia/cu13/include/cccl)
 endforeach()
