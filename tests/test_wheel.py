@@ -48,10 +48,18 @@ def setup(*command: str | Path, temporary: Path) -> None:
     """``setup.py``, which leaves nothing in the source folder."""
     done = run(
         *(sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", temporary),
-        *("build", "--build-base", temporary / "build", *command),
+        *command,
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
+
+
+def configure(sources: Path, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """CMake alone, which finds what the build takes."""
+    return run(
+        *("cmake", "-GNinja", f"-S{sources}", f"-B{folder}", *options),
+        *(f"-DPython_EXECUTABLE={sys.executable}", f"-DCUDNN_OPS_OUTPUT_DIR={folder}/package"),
+    )
 
 
 def symbol_versions(library: Path) -> dict[str, tuple[int, ...]]:
@@ -75,7 +83,8 @@ def import_error(torch_version: str) -> str:
     not (ROOT / "build" / "build.ninja").exists(), reason="`make build` has not been run here"
 )
 def test_the_wheel(tmp_path):
-    setup("bdist_wheel", "--dist-dir", tmp_path, temporary=tmp_path)
+    build = ("build", "--build-base", tmp_path / "build")
+    setup(*build, "bdist_wheel", "--dist-dir", tmp_path, temporary=tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
     name = f"cudnn_ops-{cudnn_ops.__version__}+torch{TORCH}"
     assert re.fullmatch(rf"{re.escape(name)}-py3-none-linux_\w+\.whl", wheel.name)
@@ -123,10 +132,18 @@ def test_the_sources_are_enough_to_build(tmp_path):
         file = tar.extractfile(f"cudnn_ops-{cudnn_ops.__version__}/PKG-INFO")
         assert file is not None
         assert "Requires-Dist: torch>=2.11\n" in file.read().decode()
+        tar.extractall(tmp_path, filter="data")
     wanted = {"CMakeLists.txt", "LICENSE", "NOTICE", "pyproject.toml", "setup.py"}
     wanted |= {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.is_file()}
     assert not wanted - names
     assert not [name for name in names if name.endswith((".so", ".so.1"))]
+
+    folder = tmp_path / f"cudnn_ops-{cudnn_ops.__version__}"
+    done = configure(folder, tmp_path / "configured")
+    assert done.returncode == 0, done.stderr
+    read = re.findall(rf"{folder}/[^\s:|;\"]+", (tmp_path / "configured/build.ninja").read_text())
+    assert any(path.endswith("norm_cuda.cpp") for path in read)
+    assert [path for path in read if not Path(path).exists()] == []
 
 
 @pytest.mark.parametrize("version", ["2.10.1", "2.12.0+cu130", "3.0.0"])
