@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
-from torch.distributed.tensor._ops._pointwise_ops import pointwise_strategy
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from cudnn_ops.distributed.sharding.rules import Rule, call_of, cheapest, register
+from cudnn_ops.distributed.sharding.rules import (
+    Rule,
+    call_of,
+    cheapest,
+    chosen,
+    placements_of,
+    register,
+)
 
 _ops = torch.ops.cudnn_ops
+
+
+def _gated(schema: OpSchema) -> OpStrategy:
+    """All tensors have one shape: where one is sharded, they all are."""
+    tensors = {
+        name: value
+        for name, value in vars(call_of(schema)).items()
+        if isinstance(value, OpStrategy)
+    }
+    results = len(schema.op._schema.returns)
+    rules = []
+    for placements in zip(*map(placements_of, tensors.values()), strict=True):
+        shards = [one for one in placements if isinstance(one, Shard | _StridedShard)]
+        shard = shards[0] if shards else Replicate()
+        rules.append(Rule(dict.fromkeys(tensors, shard), (shard,) * results))
+    return chosen(schema, rules)
 
 
 def _rotary(schema: OpSchema) -> OpStrategy:
@@ -26,6 +49,6 @@ def _rotary(schema: OpSchema) -> OpStrategy:
     return cheapest(schema, rules)
 
 
-register(_ops._gated.default, pointwise_strategy)
-register(_ops._gated_backward.default, pointwise_strategy)
+register(_ops._gated.default, _gated)
+register(_ops._gated_backward.default, _gated)
 register(_ops._rotary.default, _rotary)
