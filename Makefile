@@ -1,6 +1,7 @@
 # `make demo` and `make test` do their own set-up; `make gpu` is the one command for a machine
 # with a GPU, torch and no network. CONTRIBUTING.md tells more.
-.PHONY: demo test test-transformers docs notebooks lint format build wheel sdist setup gpu sanitize clean
+.PHONY: demo test test-transformers test-cudnn matrix docs notebooks lint format build wheel \
+	wheel-aarch64 sdist setup gpu sanitize clean
 
 SYSTEM_PYTHON ?= python3
 VENV := .venv
@@ -20,6 +21,16 @@ test-transformers: build
 	$(PYTHON) -m pip install --quiet --no-deps --target build/transformers-$(NEWEST) transformers==$(NEWEST)
 	PYTHONPATH=build/transformers-$(NEWEST) $(PYTHON) -m pytest -m "not gpu" -n auto --maxprocesses 8 \
 		tests/test_transformers*.py tests/test_rotary.py tests/test_nn.py
+
+# What depends on cuDNN, with the newest in place of torch's; nothing is built.
+NEWEST_CUDNN := 9.28.1.4
+test-cudnn: build
+	$(PYTHON) -m tests.versions --cudnn $(NEWEST_CUDNN)
+
+# The table of docs/install.md: an environment and a build for each torch. Takes half an hour for
+# each, and 8 GB while it runs.
+matrix: $(VENV)/ready
+	$(PYTHON) -m tests.versions --torch 2.11.0 2.15.0 --cudnn own $(NEWEST_CUDNN) --remove
 
 # Warnings are errors; `make test` builds it too.
 docs: build
@@ -53,6 +64,22 @@ wheel: $(VENV)/ready
 	$(PYTHON) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
 	$(PYTHON) -m auditwheel repair --plat manylinux_2_28_$$(uname -m) --only-plat \
 		$(TORCH_LIBRARIES:%=--exclude %) --wheel-dir dist build/wheel/*.whl
+
+# The same for aarch64, by Debian's g++-aarch64-linux-gnu and the torch of that processor; what runs
+# on the GPU is machine code of the GPU's in both.
+CROSS := $(CURDIR)/build/aarch64
+wheel-aarch64: export CMAKE_TOOLCHAIN_FILE := $(CURDIR)/csrc/cmake/aarch64.cmake
+wheel-aarch64: export CMAKE_ARGS := -DCUDNN_OPS_SITE_PACKAGES=$(CROSS)/site -DCUDNN_OPS_OUTPUT_DIR=$(CROSS)/package
+wheel-aarch64: export CUDNN_OPS_BUILD_DIR := $(CROSS)/cmake
+wheel-aarch64: $(VENV)/ready
+	test -d $(CROSS)/site || $(PYTHON) -m pip install --quiet --no-deps --no-compile \
+		--target $(CROSS)/site --platform manylinux_2_28_aarch64 --only-binary=:all: \
+		torch==$$($(PYTHON) -c 'from importlib.metadata import version; print(version("torch"))')
+	rm -rf $(CROSS)/wheel
+	$(PYTHON) setup.py --quiet build --build-base $(CROSS)/wheel \
+		bdist_wheel --plat-name manylinux_2_28_aarch64 --dist-dir $(CROSS)/wheel
+	$(PYTHON) -m tests.wheels $(CROSS)/wheel/*.whl
+	mkdir -p dist && mv $(CROSS)/wheel/*.whl dist
 
 sdist: $(VENV)/ready
 	$(PYTHON) -c 'from setuptools.build_meta import build_sdist; build_sdist("dist")'

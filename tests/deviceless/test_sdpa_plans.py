@@ -1,6 +1,7 @@
 """Real cuDNN plans of attention for GPUs that are not there, forward and backward.
 
-What is expected was read off cuDNN 9.19 itself, so a change here is a change of cuDNN.
+What is expected was read off cuDNN itself, 9.19 where no other version is named: a change here is a
+change of cuDNN.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import itertools
 import pytest
 import torch
 
+from cudnn_ops import _C
 from cudnn_ops.support import explain
 
 GPUS = {"a100": 80, "h200": 90, "b200": 100}
@@ -19,6 +21,8 @@ LAYOUTS = {"bshd": (0, 2, 1, 3), "bhsd": (0, 1, 2, 3)}
 
 #: Head sizes (query and key, value) over 128 that cuDNN 9.19 differentiates, by GPU.
 LARGE_BACKWARD = {"a100": set(), "h200": {(192, 128), (256, 256)}, "b200": {(192, 128)}}
+if _C.cudnn_version() >= 92300:
+    LARGE_BACKWARD["b200"].add((256, 256))
 
 
 def tensor(batch, heads, length, size, dtype, layout):
