@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import cudnn_ops
-from tests.wheels import check
+from tests.wheels import MACHINES, check, defects
 
 ROOT = Path(__file__).parents[1]
 TORCH = ".".join(torch.__version__.split(".")[:2])
@@ -159,3 +160,12 @@ def test_without_a_library(damage, message, tmp_path):
         (package / "libtorch_cudnn_ops.so").write_bytes(b"\x7fELF" + bytes(100))
     done = run(sys.executable, "-c", "import cudnn_ops", cwd=tmp_path)
     assert message in done.stderr.splitlines()[-1]
+
+
+def test_a_library_of_another_machine_is_found_out():
+    library = ROOT / "cudnn_ops" / "libtorch_cudnn_ops.so"
+    machine = {"x86_64": "aarch64", "aarch64": "x86_64"}[platform.machine()]
+    found = defects(library, machine)
+    assert found[0] == f"{library.name}: it is for {MACHINES[platform.machine()]}"
+    # The one that is worked with has the build's own run paths.
+    assert any("its run path is" in defect for defect in found)
