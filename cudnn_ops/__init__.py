@@ -71,6 +71,10 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module 'cudnn_ops' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 _when_imported("torch.utils.flop_counter", lambda _: _import_module("cudnn_ops.ops.flops"))
 _when_imported(
     "torch._dynamo.backends.registry",

@@ -21,7 +21,8 @@ IMPORTS: dict[str, set[str]] = {
     "plans": {"ops", "support"},
     "serving": {"ops", "distributed"},
     "distributed": {"ops"},
-    "integrations": {"", "ops"},
+    "compiler": {"ops", "plans"},
+    "integrations": {"", "nn", "ops"},
 }
 #: Names at the package's root that stand for no room: what the library is asked.
 ROOT_NAMES = {"_C"}

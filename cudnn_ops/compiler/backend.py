@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import Any
 
 from torch import fx
-from torch._dynamo.exc import RestartAnalysis, SkipFrame
 
 from cudnn_ops.compiler.report import compile_report
 
@@ -47,10 +46,11 @@ def cudnn_ops(
         ValueError: an option, a mode or a pattern that does not exist.
         TypeError: an option of another type.
     """
+    from torch._dynamo.exc import RestartAnalysis, SkipFrame
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
-    # Here, or importing Dynamo would import all patterns.
+    # All of this here: importing Dynamo imports this module.
     from cudnn_ops.compiler.choice import Chooser
     from cudnn_ops.compiler.options import settings_of
     from cudnn_ops.compiler.patterns import PATTERNS
