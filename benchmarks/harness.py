@@ -3,6 +3,8 @@
 Knowledge of one operator belongs in bench_<name>.py, knowledge of a competitor in peers.py.
 """
 
+from __future__ import annotations
+
 import argparse
 import gc
 import json
@@ -14,9 +16,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
+
+if TYPE_CHECKING:
+    from typing_extensions import NotRequired
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = "cudnn_ops"
@@ -34,6 +39,8 @@ class Row(TypedDict):
     impl: str
     metric: str
     value: float
+    commit: NotRequired[str]
+    """Where the rows of a file are of several."""
 
 
 def gpu_ms(functions: Functions, *, rounds: int, around: Around | None = None) -> dict[str, float]:
@@ -113,6 +120,16 @@ class Rows:
     def table(self) -> str:
         """Plain text: for each metric, cases down, implementations across, each peer over ours."""
         return "\n\n".join(self._metric_table(m) for m in unique(r["metric"] for r in self.rows))
+
+    def merge_into(self, others: Sequence[Row]) -> None:
+        """Puts the rows of an earlier run before these, but for the cases that these have.
+
+        Each row says of which commit it is.
+        """
+        mine = {row["case"] for row in self.rows}
+        for row in self.rows:
+            row["commit"] = str(self.env["commit"])
+        self.rows[:0] = [row for row in others if row["case"] not in mine]
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -207,13 +224,24 @@ def _output(*command: str) -> str:
     return done.stdout.strip()
 
 
-def main(name: str, run: Callable[[Rows, int], None]) -> None:
-    """The command line of bench_<name>.py: `run(rows, rounds)` fills the rows."""
+def main(
+    name: str,
+    run: Callable[[Rows, int], None],
+    run_part: Callable[[str, Rows, int], None] | None = None,
+    parts: Sequence[str] = (),
+) -> None:
+    """The command line of bench_<name>.py: `run(rows, rounds)` fills the rows.
+
+    A long one has parts too: `--only` runs some of them by `run_part`, and its rows take the place
+    of those of the same cases in the file.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.bench_{name}")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the rows there as JSON")
     parser.add_argument(
         "--quick", action="store_true", help="few samples: shows that it runs, not how fast"
     )
+    if run_part is not None:
+        parser.add_argument("--only", nargs="+", choices=parts, metavar="PART", help=f"of {parts}")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("it needs a CUDA GPU, and torch finds none")
@@ -221,9 +249,16 @@ def main(name: str, run: Callable[[Rows, int], None]) -> None:
         parser.error(f"--out: {args.out.parent} is not a folder")
     rounds = QUICK_ROUNDS if args.quick else FULL_ROUNDS
     rows = Rows({**environment(), "rounds": rounds})
+    only = getattr(args, "only", None)
     try:
-        run(rows, rounds)
+        if only and run_part is not None:
+            for part in only:
+                run_part(part, rows, rounds)
+        else:
+            run(rows, rounds)
     finally:  # who interrupts it sees what there is
         print(rows.table())
     if args.out:
+        if only and args.out.exists():
+            rows.merge_into(json.loads(args.out.read_text())["rows"])
         rows.write(args.out)

@@ -366,3 +366,25 @@ def test_no_warnings():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         torch.compile(Block(), backend="cudnn_ops", options=ALL)(torch.randn(2, 7, 32))
+
+
+@pytest.mark.gpu
+def test_measured_on_a_gpu(store):
+    """Without options: every candidate has both times, and the results are right."""
+    model = Block(64).to("cuda", torch.bfloat16)
+    compiled = torch.compile(model, backend="cudnn_ops")
+    _check(model, compiled, torch.randn(2, 512, 64, device="cuda", dtype=torch.bfloat16), 5e-2)
+    report = cudnn_ops.compile_report()
+    assert {candidate.pattern for candidate in report} == {"attention", "gated", "rms_norm"}
+    for candidate in report:
+        assert candidate.ours_ms is not None
+        assert candidate.stock_ms is not None
+        assert candidate.swapped == (candidate.ours_ms < 0.97 * candidate.stock_ms)
+
+
+@pytest.mark.gpu
+def test_all_patterns_on_a_gpu():
+    model = Block(64).to("cuda", torch.bfloat16)
+    compiled = torch.compile(model, backend="cudnn_ops", options=ALL)
+    _check(model, compiled, torch.randn(2, 512, 64, device="cuda", dtype=torch.bfloat16), 5e-2)
+    assert _swapped() == ["attention", "gated", "rms_norm", "rms_norm"]

@@ -1,0 +1,87 @@
+"""The zoo of models: its list, its measurement on a small model, and files of several runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks import bench_zoo, tables
+from benchmarks.harness import OURS, Row, Rows
+from benchmarks.zoo_models import ZOO, Entry
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 16), nn.RMSNorm(16), nn.Dropout(0.5))
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (self.layers(x),)
+
+
+def _inputs(device: torch.device) -> dict[str, Any]:
+    return {"x": torch.randn(4, 16, dtype=torch.bfloat16, device=device)}
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+SMALL = Entry("small", "torch", Small, _inputs, lambda out: out[0])
+
+
+def test_at_least_eighteen_models_of_four_libraries():
+    assert len({entry.name for entry in ZOO}) == len(ZOO) >= 18
+    libraries = {entry.library for entry in ZOO}
+    assert libraries == {"transformers", "torchvision", "timm", "diffusers"}
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_small_model_is_compiled_and_held_to_float32(trains):
+    rows = Rows({"commit": "abc"})
+    bench_zoo.measure_case(SMALL, trains, rows, rounds=1, device="cpu")
+    kind = "training" if trains else "inference"
+    assert [(row["case"], row["impl"], row["metric"]) for row in rows.rows] == [
+        (f"small, {kind}", name, "compile_s") for name in bench_zoo.COMPILERS
+    ]
+
+
+def test_a_wrong_result_is_refused(monkeypatch):
+    monkeypatch.setattr(bench_zoo, "COMPILERS", {"wrong": {"backend": lambda *_: _twice}})
+    with pytest.raises(RuntimeError, match="small, inference: wrong is off by"):
+        bench_zoo.measure_case(SMALL, False, Rows({}), rounds=1, device="cpu")
+
+
+def _twice(*_: Any) -> tuple[Tensor]:
+    return (torch.full((4, 16), 9.0),)
+
+
+def test_rows_of_some_models_join_those_of_an_earlier_run():
+    old: list[Row] = [
+        {"case": case, "impl": OURS, "metric": "step_ms", "value": 1.0, "commit": "old"}
+        for case in ("a", "b")
+    ]
+    rows = Rows({"commit": "new"})
+    rows.add("b", OURS, "step_ms", 2.0)
+    rows.merge_into(old)
+    assert [(r["case"], r["value"], r["commit"]) for r in rows.rows] == [
+        ("a", 1.0, "old"),
+        ("b", 2.0, "new"),
+    ]
+
+
+def test_the_table():
+    rows = Rows({})
+    for impl, ms in ((OURS, 1.0), ("eager", 3.0), ("compile", 2.0), ("compile max-autotune", 1.5)):
+        for metric in ("step_ms", "peak_mib", "compile_s"):
+            rows.add("x, training", impl, metric, ms)
+    heading, line, mean = tables.zoo(rows.rows)
+    assert len(heading) == len(line) == len(mean)
+    assert line == ["x, training", "1.00", "3.00x", "2.00x", "1.50x", "1.00 / 2.00", "0.50"]
+    assert mean[2:5] == ["3.00x", "2.00x", "1.50x"]
