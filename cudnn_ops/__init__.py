@@ -63,7 +63,6 @@ from cudnn_ops.support.known_bad import KnownBad, known_bad
 __version__ = "0.1.0"
 
 
-
 def __getattr__(name: str) -> object:
     """What imports torch.fx and modules, when it is asked for."""
     if name in ("optimize_", "OptimizeReport"):

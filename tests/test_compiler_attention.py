@@ -211,6 +211,7 @@ def test_what_is_known_of_a_mask_is_taken_out_of_it():
     padding = torch.ones(BATCH, LENGTH, dtype=torch.long)
     padding[1, 6:] = 0
     found = check_swap(attend, *_qkv(), padding, expect=["attention"])
+    assert found.report.swapped[0].note == "its mask became causal, a smaller tensor"
     assert _options(found) == _expect(causal=True, mask=True)
     assert found.ours[0].args[3].meta["example_value"].shape == (BATCH, 1, 1, LENGTH)
 

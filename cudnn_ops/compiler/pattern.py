@@ -21,12 +21,14 @@ class Found:
         inputs: the nodes that the replacement reads.
         build: the replacement, a function of the inputs' tensors: one tensor, or as many as there
             are outputs.
+        note: what readers of a report should know of it.
     """
 
     nodes: Sequence[fx.Node]
     outputs: Sequence[fx.Node]
     inputs: Sequence[fx.Node]
     build: Callable[..., Any]
+    note: str = ""
 
     def built(self, *inputs: Any) -> tuple[Any, ...]:
         """The replacement's results for these inputs, which are tensors or stand for them."""

@@ -20,6 +20,7 @@ class Candidate:
         shape: of the result.
         dtype: of the result.
         where: the line of the model that computes it, as ``file:line``; empty where unknown.
+        note: what was recognized in it, such as what became of a mask.
         swapped: whether our operator is in its place.
         reason: why not; or, for one that is swapped, what speaks for it.
         ours_ms: how long ours takes, in milliseconds, forward and backward where there is one.
@@ -31,6 +32,7 @@ class Candidate:
     shape: tuple[int, ...] = ()
     dtype: str = ""
     where: str = ""
+    note: str = ""
     swapped: bool = False
     reason: str = ""
     ours_ms: float | None = None
@@ -108,7 +110,9 @@ class CompileReport:
         return [candidate for candidate in self.candidates if candidate.swapped]
 
     def __str__(self) -> str:
-        lines = [("pattern", "result", "count", "swapped", "ours ms", "inductor ms", "where, why")]
+        lines = [
+            ("pattern", "result", "count", "swapped", "ours ms", "inductor ms", "where, what, why")
+        ]
         for found, count in Counter(map(_row, self.candidates)).items():
             pattern, result, swapped, ours, stock, why = found
             lines.append((pattern, result, str(count), swapped, ours, stock, why))
@@ -124,7 +128,8 @@ class CompileReport:
 def _row(candidate: Candidate) -> tuple[str, str, str, str, str, str]:
     """Without what differs from layer to layer."""
     sizes = ", ".join(map(str, candidate.shape))
-    why = "; ".join(part for part in (candidate.where, candidate.reason) if part)
+    parts = (candidate.where, candidate.note, candidate.reason)
+    why = "; ".join(part for part in parts if part)
     ours, stock = (
         "" if ms is None else f"{ms:.4f}" for ms in (candidate.ours_ms, candidate.stock_ms)
     )

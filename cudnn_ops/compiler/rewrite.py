@@ -95,6 +95,7 @@ def _try(
     try:
         for found in pattern.find(node):
             candidate = Candidate.of(pattern.name, node)
+            candidate.note = found.note
             candidate.reason = objection(found, facts)
             recognized = True
             if candidate.reason:

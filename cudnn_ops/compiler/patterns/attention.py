@@ -91,7 +91,27 @@ class Attention(Pattern):
                 **mask_options(visible, masks, length_kv),
             )
 
-        yield Found(nodes, [node], [query, *heads, *masks], build)
+        note = note_of(mask, visible, is_grouped)
+        yield Found(nodes, [node], [query, *heads, *masks], build, note)
+
+
+def note_of(mask: fx.Node | None, visible: Visible, is_grouped: bool) -> str:
+    """What became of a mask, and of heads."""
+    known = []
+    if visible.is_causal:
+        known.append("causal")
+    if visible.window_size != (-1, -1):
+        known.append(f"a window of {visible.window_size}")
+    if visible.bottom_right:
+        known.append("aligned at the last key")
+    if visible.lengths is not None:
+        known.append("lengths")
+    if visible.rest is not None:
+        known.append("a tensor" if visible.rest is mask else "a smaller tensor")
+    if mask is None:
+        return "grouped heads" if is_grouped else ""
+    became = "its mask became " + (", ".join(known) or "nothing")
+    return f"{became}; grouped heads" if is_grouped else became
 
 
 def mask_options(visible: Visible, masks: Sequence[Any], length_kv: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from cudnn_ops.compiler.masks import Visible, visible_of
 from cudnn_ops.compiler.match import Bound, Cast, Number, OneOf, Op, Var, first_match, match
 from cudnn_ops.compiler.nodes import value_of
 from cudnn_ops.compiler.pattern import Found, Pattern, is_tensor, shape_of, tensor
-from cudnn_ops.compiler.patterns.attention import check_dtype, mask_options, unrepeated
+from cudnn_ops.compiler.patterns.attention import check_dtype, mask_options, note_of, unrepeated
 
 #: A score this low has no weight beside any other.
 _LOW = -1e4
@@ -129,7 +129,8 @@ def _found(node: fx.Node, bound: Bound) -> Found | None:
             **mask_options(visible, masks, sizes[2][-2]),
         )
 
-    return Found(nodes, [node], [query, key, value, *masks], build)
+    note = note_of(mask, visible, is_transposed)
+    return Found(nodes, [node], [query, key, value, *masks], build, note)
 
 
 def _mask_of(bound: Bound) -> tuple[fx.Node | None, bool]:
