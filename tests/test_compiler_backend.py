@@ -352,7 +352,7 @@ def test_the_report_is_a_table():
     torch.compile(Block(), backend="cudnn_ops", options=ALL)(torch.randn(2, 7, 32))
     report = cudnn_ops.compile_report()
     head, columns, *rows = str(report).splitlines()
-    assert head == "1 graphs, 4 of 4 candidates swapped"
+    assert head == "1 graph, 4 of 4 candidates swapped"
     assert columns.split() == [
         *("pattern", "result", "count", "swapped", "ours", "ms", "inductor", "ms"),
         *("where,", "what,", "why"),

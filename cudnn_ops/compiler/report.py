@@ -121,7 +121,8 @@ class CompileReport:
         for *cells, last in lines:
             padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
             table.append("  ".join([*padded, last]).rstrip())
-        head = f"{self.graphs} graphs, {len(self.swapped)} of {len(self)} candidates swapped"
+        graphs = "1 graph" if self.graphs == 1 else f"{self.graphs} graphs"
+        head = f"{graphs}, {len(self.swapped)} of {len(self)} candidates swapped"
         return "\n".join([head, *self.notes, *(table if self.candidates else [])])
 
 
