@@ -116,13 +116,13 @@ MODELS: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, int]]] = {
         language(hf.Phi3ForCausalLM, hf.Phi3Config(**(GROUPED | {"head_dim": 8}))),
         {"attention": 2, "rms_norm": 5, "rotary": 4, "gated": 2},
     ),
-    "bert": (bert, {"attention": 2, "layer_norm": 5}),
+    "bert": (bert, {"attention": 2, "layer_norm": 5, "mlp": 2}),
     "gpt 2": (gpt2, {"attention": 2, "layer_norm": 5}),
     "t5": (t5, {"attention": 3, "rms_norm": 7, "gated": 2}),
-    "vision transformer": (vit, {"convolution": 1, "layer_norm": 5}),
+    "vision transformer": (vit, {"convolution": 1, "layer_norm": 5, "mlp": 2}),
     "resnet": (resnet, {"convolution": 20}),
     "mobilenet": (mobilenet, {"convolution": 52}),
-    "convnext": (convnext, {"convolution": 4, "layer_norm": 5}),
+    "convnext": (convnext, {"convolution": 4, "layer_norm": 5, "mlp": 2}),
 }
 
 

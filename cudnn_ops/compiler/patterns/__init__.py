@@ -8,6 +8,7 @@ from cudnn_ops.compiler.patterns.attention_by_matmul import AttentionByMatmul
 from cudnn_ops.compiler.patterns.convolution import Convolution
 from cudnn_ops.compiler.patterns.gated import Gated
 from cudnn_ops.compiler.patterns.layer_norm import LayerNorm
+from cudnn_ops.compiler.patterns.linear import Linear, Mlp
 from cudnn_ops.compiler.patterns.rms_norm import RmsNorm
 from cudnn_ops.compiler.patterns.rotary import Rotary
 
@@ -20,4 +21,6 @@ PATTERNS: tuple[Pattern, ...] = (
     Rotary(),
     Gated(),
     Convolution(),
+    Mlp(),
+    Linear(),
 )

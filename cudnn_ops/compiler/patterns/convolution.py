@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from cudnn_ops.compiler.nodes import Call, call_of, value_of
-from cudnn_ops.compiler.pattern import Found, Pattern, Refusal, is_tensor, shape_of
+from cudnn_ops.compiler.pattern import Found, Pattern, Refusal, activation_of, is_tensor, shape_of
 from cudnn_ops.ops.activation import Activation
 
 _CONVS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
@@ -42,23 +42,13 @@ class Convolution(Pattern):
 def _with_activation(node: fx.Node) -> Iterator[_Parts]:
     call = call_of(node)
     assert call is not None
-    if (activation := _activation_of(call)) is None:
+    if (activation := activation_of(call)) is None:
         yield from _with_residual(node)
         return
     source = call["input"]
     if isinstance(source, fx.Node):
         for parts in _with_residual(source):
             yield parts._replace(nodes=(*parts.nodes, node), activation=activation)
-
-
-def _activation_of(call: Call) -> Activation | None:
-    if call.name in ("relu", "relu6", "silu", "hardswish"):
-        return call.name  # type: ignore[return-value]
-    if call.name == "leaky_relu" and call["negative_slope"] == 0.01:
-        return "leaky_relu"
-    if call.name == "gelu":
-        return "gelu_tanh" if call["approximate"] == "tanh" else "gelu"
-    return None
 
 
 def _with_residual(node: fx.Node) -> Iterator[_Parts]:

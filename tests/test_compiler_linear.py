@@ -1,0 +1,136 @@
+"""The patterns of linear layers: with an activation, with a sum behind it, and in pairs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.cases.compiler import Rewritten, check_swap
+
+ACTIVATIONS: list[Any] = [
+    F.relu,
+    torch.relu,
+    nn.ReLU(inplace=True),
+    F.silu,
+    nn.SiLU(),
+    F.gelu,
+    nn.GELU("tanh"),
+    F.relu6,
+    F.hardswish,
+    nn.LeakyReLU(),
+]
+
+
+def _tensors(*more: tuple[int, ...]) -> list[Tensor]:
+    sizes = ((3, 5, 12), (20, 12), (20,), *more)
+    return [torch.randn(size, dtype=torch.float64) for size in sizes]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_with_an_activation(activation):
+    def layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return activation(F.linear(x, w, b))
+
+    check_swap(layer, *_tensors(), expect=["linear"])
+
+
+def test_without_a_bias():
+    def layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.gelu(nn.functional.linear(x, w)) * b
+
+    check_swap(layer, *_tensors(), expect=["linear"])
+
+
+def test_with_a_sum_behind_it():
+    def layer(x: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+        return F.silu(F.linear(x, w, b)) + y
+
+    def other(x: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+        y = y * 2
+        y += F.silu(F.linear(x, w, b))
+        return y
+
+    for function in (layer, other):
+        found = check_swap(function, *_tensors((3, 5, 20)), expect=["linear"])
+        assert len(found.ours[0].args) == 5
+
+
+def test_a_sum_that_broadcasts_stays_outside():
+    def layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.silu(F.linear(x, w, b)) + b
+
+    found = check_swap(layer, *_tensors(), expect=["linear"])
+    assert found.ours[0].args[4] is None
+
+
+class Pair(nn.Module):
+    def __init__(self, activation: nn.Module, bias: bool = True, dropout: float = 0.0) -> None:
+        super().__init__()
+        first, second = nn.Linear(12, 20, bias), nn.Linear(20, 12, bias)
+        self.layers = nn.Sequential(first, activation, nn.Dropout(dropout), second)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.GELU(), nn.GELU("tanh"), nn.SiLU()], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_pairs(activation, bias):
+    check_swap(Pair(activation, bias).double(), _tensors()[0], expect=["mlp"])
+
+
+def test_dropout_between_them():
+    model = Pair(nn.GELU(), dropout=0.5).double()
+    check_swap(model.eval(), _tensors()[0], expect=["mlp"])
+    rewritten = Rewritten(model.train())
+    rewritten(_tensors()[0])
+    assert rewritten.swapped == ["linear"]
+
+
+def test_a_hidden_layer_that_is_used_elsewhere():
+    def layers(x: Tensor, w: Tensor, b: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = F.relu(F.linear(x, w, b))
+        return F.linear(hidden, v), hidden
+
+    check_swap(layers, *_tensors((7, 20)), expect=["linear"])
+
+
+def _without(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.linear(x, w, b).sigmoid()
+
+
+def _other_slope(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.leaky_relu(F.linear(x, w, b), 0.2)
+
+
+def _before_activation_used(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    before = F.linear(x, w, b)
+    return F.relu(before) * before
+
+
+def _sum_between(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.relu(F.linear(x, w, b) + 1)
+
+
+@pytest.mark.parametrize(
+    "near_miss",
+    [_without, _other_slope, _before_activation_used, _sum_between],
+    ids=lambda f: f.__name__,
+)
+def test_what_only_looks_like_it(near_miss):
+    check_swap(near_miss, *_tensors(), expect=[])
+
+
+def test_mixed_dtypes_stay():
+    """Which autocast would mend, and nothing else does."""
+
+    def layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.gelu(F.linear(x, w, b))
+
+    tensors = [tensor.float() for tensor in _tensors()]
+    check_swap(layer, *tensors, expect=["linear"], tolerance=5e-2)
