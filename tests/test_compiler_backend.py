@@ -40,7 +40,8 @@ class Block(nn.Module):
         batch, length, size = x.shape
         heads = self.qkv(self.norm(x)).view(batch, length, 3, 4, size // 4).permute(2, 0, 3, 1, 4)
         seen = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
-        out = F.scaled_dot_product_attention(*heads.unbind(0), attn_mask=seen)
+        q, k, v = heads.unbind(0)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
         x = x + out.transpose(1, 2).reshape(batch, length, size)
         normed = self.norm(x)
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))

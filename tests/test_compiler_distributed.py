@@ -28,7 +28,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.qkv(self.norm(x)).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
-        out = nn.functional.scaled_dot_product_attention(*heads.unbind(0), is_causal=True)
+        q, k, v = heads.unbind(0)
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + out.transpose(1, 2).flatten(2)
 
 
@@ -42,7 +43,7 @@ def _inputs() -> Tensor:
     return torch.randn(BATCH, LENGTH, SIZE, generator=generator).to(device())
 
 
-def _gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+def _gradients(model: Any, x: Tensor) -> dict[str, Tensor]:
     model(x).square().mean().backward()
     found = {}
     for name, weight in model.named_parameters():
@@ -56,7 +57,7 @@ def _gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 def _run() -> dict[str, Any]:
     rank, size = distributed.get_rank(), distributed.get_world_size()
     own = _inputs().chunk(size)[rank]
-    options = {"swap": NAMES}
+    options: Any = {"swap": NAMES}
     plain = _gradients(_model(), _inputs())
     sharded = _model()
     for block in sharded:

@@ -24,6 +24,7 @@ SMALL: dict[str, Any] = {
     "pad_token_id": 0,
 }
 GROUPED = SMALL | {"num_key_value_heads": 2, "head_dim": 8}
+EAGER: dict[str, Any] = {"attn_implementation": "eager"}
 IDS = torch.randint(1, 64, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
@@ -59,7 +60,7 @@ def gpt2() -> tuple[Any, ...]:
 def t5() -> tuple[Any, ...]:
     config = hf.T5Config(
         vocab_size=64, d_model=32, d_ff=48, num_layers=1, num_heads=4, d_kv=8, dropout_rate=0.0,
-        decoder_start_token_id=0, feed_forward_proj="gated-gelu",
+        feed_forward_proj="gated-gelu",
     )  # fmt: skip
     arguments = {"input_ids": IDS, "decoder_input_ids": IDS, "use_cache": False}
     return hf.T5Model(config), arguments, lambda out: out[0]
@@ -97,7 +98,7 @@ MODELS: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, int]]] = {
         {"attention": 2, "rms_norm": 5, "rotary": 4, "gated": 2},
     ),
     "llama, eager attention": (
-        language(hf.LlamaForCausalLM, hf.LlamaConfig(**GROUPED, attn_implementation="eager")),
+        language(hf.LlamaForCausalLM, hf.LlamaConfig(**GROUPED, **EAGER)),
         {"attention_by_matmul": 2, "rms_norm": 5, "rotary": 4, "gated": 2},
     ),
     "qwen3": (
