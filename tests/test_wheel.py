@@ -37,6 +37,13 @@ assert answer.supported, answer
 print(cudnn_ops.__file__)
 """
 
+BACKEND = """
+import torch
+from torch._dynamo import list_backends, lookup_backend
+assert "cudnn_ops" in list_backends()
+print(lookup_backend("cudnn_ops").__module__)
+"""
+
 
 def run(*command: str | Path, **kwargs) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -107,6 +114,9 @@ def test_the_wheel(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(site), "PATH": str(nothing)}
     done = run(sys.executable, "-c", EXAMPLE, env=environment, cwd=nothing)
     assert done.stdout.strip() == str(site / "cudnn_ops" / "__init__.py"), done.stderr
+    # torch.compile finds the backend by its name, without an import.
+    done = run(sys.executable, "-c", BACKEND, env=environment, cwd=nothing)
+    assert done.stdout.strip() == "cudnn_ops.compiler.backend", done.stderr
 
 
 def test_the_sources_are_enough_to_build(tmp_path):

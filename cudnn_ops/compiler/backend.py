@@ -77,4 +77,6 @@ def cudnn_ops(
 
 def register(registry: ModuleType) -> None:
     """Makes Dynamo know the backend by its name; an installed package has an entry point too."""
-    registry.register_backend(compiler_fn=cudnn_ops, name="cudnn_ops")
+    # Dynamo registers what an entry point gives, and loading that has imported the package.
+    if "cudnn_ops" not in registry._BACKENDS:
+        registry.register_backend(compiler_fn=cudnn_ops, name="cudnn_ops")
