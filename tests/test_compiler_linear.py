@@ -30,7 +30,7 @@ def _tensors(*more: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(size, dtype=torch.float64) for size in sizes]
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda f: getattr(f, "__name__", str(f)))
 def test_with_an_activation(activation):
     def layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         return activation(F.linear(x, w, b))

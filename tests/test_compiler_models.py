@@ -122,7 +122,7 @@ MODELS: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, int]]] = {
     "t5": (t5, {"attention": 3, "rms_norm": 7, "gated": 2}),
     "vision transformer": (vit, {"convolution": 1, "layer_norm": 5, "mlp": 2}),
     "resnet": (resnet, {"convolution": 20}),
-    "mobilenet": (mobilenet, {"convolution": 52}),
+    "mobilenet": (mobilenet, {"convolution": 52, "mlp": 1}),
     "convnext": (convnext, {"convolution": 4, "layer_norm": 5, "mlp": 2}),
 }
 

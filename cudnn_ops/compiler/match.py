@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from cudnn_ops.compiler.nodes import OPERATIONS, call_of, number_of
+from cudnn_ops.compiler.nodes import OPERATIONS, call_of, is_same, number_of
 
 #: Of two arguments in either order.
 _COMMUTES = {"add", "mul", "and"}
@@ -39,7 +39,7 @@ class Bound(Mapping[str, Any]):
         if name not in self._names:
             return Bound({**self._names, name: value}, self.nodes)
         known = self._names[name]
-        same = known is value if isinstance(known, fx.Node) else known == value
+        same = is_same(known, value) if isinstance(known, fx.Node) else known == value
         return self if same else None
 
     def with_node(self, node: fx.Node) -> Bound:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 _nn = torch._C._nn
 
@@ -78,9 +80,20 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "sigmoid": _operation("input", torch.sigmoid, F.sigmoid, ".sigmoid"),
     "tanh": _operation("input", torch.tanh, F.tanh, ".tanh"),
+    "exp": _operation("input", torch.exp, ".exp"),
     "erf": _operation("input", torch.erf, torch.special.erf, ".erf"),
     "relu": _operation("input inplace", F.relu, torch.relu, ".relu", inplace=False),
     "relu6": _operation("input inplace", F.relu6, inplace=False),
+    "hardtanh": _operation(
+        "input min_val max_val inplace",
+        *(F.hardtanh, _nn.hardtanh),
+        min_val=-1.0,
+        max_val=1.0,
+        inplace=False,
+    ),
+    "clamp": _operation(
+        "input min max", torch.clamp, torch.clip, ".clamp", ".clip", min=None, max=None
+    ),
     "silu": _operation("input inplace", F.silu, _nn.silu, inplace=False),
     "hardswish": _operation("input inplace", F.hardswish, _nn.hardswish, inplace=False),
     "leaky_relu": _operation(
@@ -158,6 +171,8 @@ OPERATIONS: dict[str, Operation] = {
     "cat": _operation("tensors dim", torch.cat, torch.concat, dim=0),
     "stack": _operation("tensors dim", torch.stack, dim=0),
     "chunk": _operation("input chunks dim", torch.chunk, ".chunk", dim=0),
+    "unbind": _operation("input dim", torch.unbind, ".unbind", dim=0),
+    "narrow": _operation("input dim start length", torch.narrow, ".narrow"),
     "split": _operation("input size dim", torch.split, ".split", dim=0),
     "repeat_interleave": _operation(
         "input repeats dim", torch.repeat_interleave, ".repeat_interleave", dim=None
@@ -165,6 +180,7 @@ OPERATIONS: dict[str, Operation] = {
     "flatten": _operation(
         "input start_dim end_dim", torch.flatten, ".flatten", start_dim=0, end_dim=-1
     ),
+    "unflatten": _operation("input dim sizes", torch.unflatten, ".unflatten"),
     "contiguous": _operation(
         "input memory_format", ".contiguous", memory_format=torch.contiguous_format
     ),
@@ -192,9 +208,12 @@ _IN_PLACE = {
     operator.iand: "and",
     F.relu_: "relu",
     torch.relu_: "relu",
+    F.hardtanh_: "hardtanh",
+    F.leaky_relu_: "leaky_relu",
 }
 _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
 _CASTS["double"] = torch.float64
+_FLOATING = set(_CASTS.values())
 
 
 def _by_spelling() -> dict[object, str]:
@@ -251,7 +270,8 @@ def _bind(name: str, node: fx.Node) -> dict[str, Any] | None:
             if default is _REQUIRED:
                 return None
             found[key] = default
-    return found
+    # In their order: expressions have the first ones without names.
+    return {key: found[key] for key in parameters}
 
 
 def _call_with_sizes(name: str, node: fx.Node) -> Call | None:
@@ -267,7 +287,7 @@ def _call_with_sizes(name: str, node: fx.Node) -> Call | None:
 
 
 def _cast_of(node: fx.Node) -> Call | None:
-    """A change of dtype and nothing else, or of nothing; None for a move to another device."""
+    """A change of precision or of nothing; None for other devices and other kinds of numbers."""
     if node.op != "call_method" or not isinstance(node.target, str):
         return None
     value, source = value_of(node), value_of(node.args[0]) if node.args else None
@@ -277,6 +297,8 @@ def _cast_of(node: fx.Node) -> Call | None:
         return None
     if node.kwargs.keys() & {"memory_format"}:
         return None
+    if value.dtype not in _FLOATING or source.dtype not in _FLOATING:
+        return None  # that rounds to what a computation may be about: integers, 8 bits
     return Call("cast", {"input": node.args[0], "dtype": value.dtype})
 
 
@@ -297,41 +319,54 @@ def number_of(value: Any) -> int | float | None:
     return value if is_plain else None
 
 
-#: Whose results may share memory with their argument.
-_VIEWS = {
-    *("reshape", "expand", "permute", "transpose", "unsqueeze", "getitem", "chunk", "split"),
-    *("flatten", "contiguous", "cast", "dropout"),
-}
+def memory_of(value: Any) -> set[int]:
+    """What stands for the memory of a node's result, to tell views of the same."""
+    if isinstance(value, Tensor):
+        if is_traceable_wrapper_subclass(value):
+            names, _ = value.__tensor_flatten__()
+            return set().union(*(memory_of(getattr(value, name)) for name in names))
+        return {value.untyped_storage()._cdata} if value.layout == torch.strided else {id(value)}
+    leaves = tree_leaves(value)
+    return set().union(*(memory_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)))
 
 
-def is_fresh(node: Any) -> bool:
-    """Whether its result is memory that no other node has."""
-    call = call_of(node) if isinstance(node, fx.Node) else None
-    return call is not None and call.name not in _VIEWS and not call.in_place
+def _memory(node: fx.Node) -> set[int]:
+    return memory_of(node.meta.get("example_value"))
+
+
+def is_same(first: Any, second: Any) -> bool:
+    """Whether two nodes are one, or one view of the same, such as a slice that was taken twice."""
+    if first is second:
+        return True
+    if isinstance(first, (tuple, list)) and isinstance(second, (tuple, list)):
+        return len(first) == len(second) and all(map(is_same, first, second))
+    if not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
+        return type(first) is type(second) and bool(first == second)
+    one, other = call_of(first), call_of(second)
+    if one is None or other is None or one.name != other.name or one.in_place or other.in_place:
+        return False
+    # Of copies, one may have been made before a change and the other one after it.
+    if not _memory(first) & _memory(second):
+        return False
+    return all(is_same(one[key], other[key]) for key in one.arguments)
 
 
 def mutated(graph: fx.Graph) -> set[fx.Node]:
-    """Every node whose memory some node writes to, with those that may share that memory.
+    """Every node whose memory some node writes to, with those that share that memory.
 
     A result that nothing but the writer reads is not among them: that is a computation like any
     other, in memory of its own.
     """
-    shares: dict[fx.Node, set[fx.Node]] = {}
-    written: list[fx.Node] = []
-    for node in graph.nodes:
-        call = call_of(node)
-        for other in node.all_input_nodes:
-            known = call is not None and call.name not in _VIEWS and not call.in_place
-            if not known:
-                shares.setdefault(node, set()).add(other)
-                shares.setdefault(other, set()).add(node)
-        written += _targets(node, call)
     found: set[fx.Node] = set()
-    while written:
-        node = written.pop()
-        if node not in found:
-            found.add(node)
-            written += shares.get(node, ())
+    having: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for memory in _memory(node):
+            having.setdefault(memory, []).append(node)
+        for one in written_by(node):
+            if not _is_own(one, node):
+                found.add(one)
+    for memory in set().union(*map(_memory, found)):
+        found.update(having[memory])
     return found
 
 
@@ -351,21 +386,34 @@ def writes_by_name(node: fx.Node) -> bool:
     return name.endswith("_") and not name.endswith("__") and not is_python_s
 
 
-def _targets(node: fx.Node, call: Call | None) -> list[fx.Node]:
-    """What a node writes to."""
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a node writes to."""
     if node.op not in ("call_function", "call_method"):
         return []
     out = node.kwargs.get("out")
     if isinstance(out, fx.Node):
         return [out]
-    if call is not None and not call.in_place:
-        return []
-    writes = call is not None or node.kwargs.get("inplace") or writes_by_name(node)
-    first = node.args[0] if node.args else None
-    if not writes or not isinstance(first, fx.Node):
-        return []
-    is_own = call is not None and is_fresh(first) and list(first.users) == [node]
-    return [] if is_own else [first]
+    if (call := call_of(node)) is not None:
+        names = ["input"] if call.in_place else []
+        if call.name == "batch_norm" and call["training"] is not False:
+            names = ["running_mean", "running_var"]
+        return [call[name] for name in names if isinstance(call[name], fx.Node)]
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.all_input_nodes if node.target._schema.is_mutable else []
+    if isinstance(node.target, torch._ops.HigherOrderOperator) and "mutation" in name:
+        return node.all_input_nodes  # a kernel in Triton
+    if writes_by_name(node) or node.kwargs.get("inplace"):
+        return node.all_input_nodes[:1]
+    return []
+
+
+def _is_own(node: fx.Node, reader: fx.Node) -> bool:
+    """Whether only the reader reads it, and that memory before it only what it was made by."""
+    if node.op not in ("call_function", "call_method") or list(node.users) != [reader]:
+        return False
+    memory = _memory(node)
+    return all(_is_own(one, node) for one in node.all_input_nodes if memory & _memory(one))
 
 
 #: Functions that change how the nodes behind them compute: gradients, autocast.

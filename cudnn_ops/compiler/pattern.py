@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from cudnn_ops.compiler.nodes import Call, value_of
-from cudnn_ops.ops.activation import Activation
+from cudnn_ops.compiler.nodes import value_of
 
 
 @dataclass(frozen=True)
@@ -90,14 +89,3 @@ def tensor(node: fx.Node) -> Tensor:
     value = value_of(node)
     assert value is not None, node
     return value
-
-
-def activation_of(call: Call) -> Activation | None:
-    """The activation that a call is, if products and convolutions can end with it."""
-    if call.name in ("relu", "relu6", "silu", "hardswish"):
-        return call.name  # type: ignore[return-value]
-    if call.name == "leaky_relu" and call["negative_slope"] == 0.01:
-        return "leaky_relu"
-    if call.name == "gelu":
-        return "gelu_tanh" if call["approximate"] == "tanh" else "gelu"
-    return None

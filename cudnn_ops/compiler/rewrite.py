@@ -2,12 +2,14 @@
 
 Patterns know what they look for. What has to hold for every match is checked here: that nothing
 else uses what goes away, that nothing writes to what is read, that gradients and autocast are on
-for all of it or for none, and that the result has the shape, dtype and device that it had.
+for all of it or for none, and that the result has the shape, dtype and device that it had. What
+depends on strides is settled when a graph has all of its swaps (:mod:`cudnn_ops.compiler.strides`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +17,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
 
 from cudnn_ops.compiler.nodes import call_of, changes_mode, mutated, value_of
 from cudnn_ops.compiler.pattern import Found, Pattern, Refusal
 from cudnn_ops.compiler.report import Candidate, CompileReport, first_line
+from cudnn_ops.compiler.strides import Strides
 
 log = logging.getLogger("cudnn_ops.compiler")
 
@@ -42,6 +47,11 @@ class GraphFacts:
         self.mutated = mutated(graph)
         # What the pattern at hand could replace and was not to: its parts are none of their own.
         self.declined: set[fx.Node] = set()
+        #: Of our results, what the stock graph gives in their place.
+        self.stock: dict[fx.Node, Tensor] = {}
+        #: The graph as it was, from the first swap on, and what was swapped.
+        self.before: fx.Graph | None = None
+        self.swapped: list[Candidate] = []
 
     def add(self, node: fx.Node, like: fx.Node) -> None:
         self.place[node] = self.place[like]
@@ -70,11 +80,31 @@ def rewrite(
         for node in reversed(list(graph.nodes)):
             # The nodes of an earlier match are gone.
             if node in facts.place and node not in facts.declined and _ends(pattern, node):
-                count += _try(graph, facts, pattern, node, decide, report)
-    if count:
-        graph.lint()
+                _try(graph, facts, pattern, node, decide, report)
+    if facts.swapped:
+        _settle_strides(module, facts)
+    return count + len(facts.swapped)
+
+
+def _settle_strides(module: fx.GraphModule, facts: GraphFacts) -> None:
+    """Where that fails, the graph is the stock one again."""
+    try:
+        Strides(module.graph, facts.stock, facts.mutated, lambda node: _run(node, facts)).settle()
+        module.graph.lint()
         module.recompile()
-    return count
+    except Exception as error:  # whatever a graph has in it, the stock one is right
+        log.info("strides cannot be kept", exc_info=error)
+        warnings.warn(
+            'torch.compile with backend="cudnn_ops": a graph stays as it is, because it depends on '
+            f"the strides of what would be swapped: {type(error).__name__}: {first_line(error)}",
+            stacklevel=2,
+        )
+        assert facts.before is not None
+        module.graph = facts.before
+        for candidate in facts.swapped:
+            candidate.swapped = False
+            candidate.reason = f"the graph depends on strides: {first_line(error)}"
+        facts.swapped.clear()
 
 
 def _ends(pattern: Pattern, node: fx.Node) -> bool:
@@ -89,7 +119,7 @@ def _try(
     node: fx.Node,
     decide: Decide,
     report: CompileReport,
-) -> bool:
+) -> None:
     """A failure inside a pattern costs that pattern's swap and nothing else."""
     candidate, recognized = Candidate.of(pattern.name, node), False
     try:
@@ -103,6 +133,7 @@ def _try(
             if decide(pattern, found, candidate):
                 _replace(graph, facts, found)
                 candidate.swapped = True
+                facts.swapped.append(candidate)
                 break
             facts.declined.update(found.nodes)
     except Refusal as refusal:
@@ -112,7 +143,6 @@ def _try(
         recognized, candidate.reason = True, f"the pattern failed: {first_line(error)}"
     if recognized:
         report.add(candidate)
-    return candidate.swapped
 
 
 def _warn(pattern: Pattern, error: Exception) -> None:
@@ -139,13 +169,25 @@ def objection(found: Found, facts: GraphFacts) -> str:
     if any(facts.place[node] > first for node in found.inputs):
         return "an input is computed only after a result is used"
     try:
-        results = fake_results(found, facts)
+        with _unlogged():
+            results = fake_results(found, facts)
     except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
         return f"the operator does not support it: {first_line(error)}"
     for output, result in zip(found.outputs, results, strict=True):
         if difference := _difference(value_of(output), result):
             return difference
     return ""
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Torch logs what an operator refuses before it raises; here a refusal is an answer."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
 
 
 def _is_constant(node: fx.Node) -> bool:
@@ -166,10 +208,27 @@ def _difference(expected: Tensor | None, result: Tensor) -> str:
 def fake_results(found: Found, facts: GraphFacts) -> tuple[Tensor, ...]:
     """What the replacement gives for the tensors without memory that stand for the inputs."""
     inputs = [value_of(node) for node in found.inputs]
-    mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None)
-    assert mode is not None, "a graph without fake tensors"
-    with mode, torch.no_grad(), _autocast(facts.mode[found.outputs[-1]]):
+    with _without_memory(inputs), _autocast(facts.mode[found.outputs[-1]]):
         return found.built(*inputs)
+
+
+def _run(node: fx.Node, facts: GraphFacts) -> Any:
+    """What a node gives for the values without memory of those that it reads."""
+    given = (node.args, node.kwargs)
+    args, kwargs = cast(Any, map_arg(given, lambda one: one.meta["example_value"]))
+    with _without_memory(args), _autocast(facts.mode.get(node, ())):
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _without_memory(inputs: Any) -> Iterator[None]:
+    mode = next((x.fake_mode for x in tree_leaves(inputs) if isinstance(x, FakeTensor)), None)
+    assert isinstance(mode, FakeTensorMode), "a graph without fake tensors"
+    with mode, torch.no_grad():
+        yield
 
 
 @contextlib.contextmanager
@@ -188,17 +247,27 @@ def _autocast(modes: Sequence[fx.Node]) -> Iterator[None]:
 
 
 def _replace(graph: fx.Graph, facts: GraphFacts, found: Found) -> None:
+    if facts.before is None:
+        facts.before = copy.deepcopy(graph)
     outputs = sorted(found.outputs, key=facts.place.__getitem__)
-    with graph.inserting_before(outputs[0]):
+    like = outputs[0]
+    last_before = like.prev
+    with graph.inserting_before(like):
         tracer = fx.proxy.GraphAppendingTracer(graph)
         results = found.built(*(fx.Proxy(node, tracer) for node in found.inputs))
-    like = outputs[0]
-    fake = fake_results(found, facts)
-    for output, result, value in zip(found.outputs, results, fake, strict=True):
-        node = result.node
-        node.meta = {**output.meta, "example_value": value}
-        output.replace_all_uses_with(node)
+    node = last_before.next
+    while node is not like:
         facts.add(node, like)
+        node.meta = {**like.meta, "example_value": _run(node, facts)}
+        node = node.next
+    for output, result in zip(found.outputs, results, strict=True):
+        node, stock = result.node, facts.stock.pop(output, value_of(output))
+        assert stock is not None
+        node.meta = {**output.meta, "example_value": node.meta["example_value"]}
+        if stock.requires_grad:
+            node.meta["example_value"].requires_grad_()
+        facts.stock[node] = stock
+        output.replace_all_uses_with(node)
     # In reverse, so that users go first. What something else still reads stays.
     for node in sorted(found.nodes, key=facts.place.__getitem__, reverse=True):
         if not node.users and not node.is_impure():

@@ -15,10 +15,11 @@ from cudnn_ops.compiler.patterns.rotary import Rotary
 PATTERNS: tuple[Pattern, ...] = (
     AttentionByMatmul(),
     Attention(),
+    # Before norms, which take a sum that they are of.
+    Rotary(),
     # Before RMS norm, which it is of numbers whose mean is 0.
     LayerNorm(),
     RmsNorm(),
-    Rotary(),
     Gated(),
     Convolution(),
     Mlp(),

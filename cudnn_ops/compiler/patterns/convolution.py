@@ -8,22 +8,40 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from cudnn_ops.compiler.match import match
 from cudnn_ops.compiler.nodes import Call, call_of, value_of
-from cudnn_ops.compiler.pattern import Found, Pattern, Refusal, activation_of, is_tensor, shape_of
+from cudnn_ops.compiler.pattern import Found, Pattern, Refusal, is_tensor, shape_of, tensor
+from cudnn_ops.compiler.patterns.activations import EPILOGUES
 from cudnn_ops.ops.activation import Activation
 
 _CONVS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
 _FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
+_STATISTICS = ("running_mean", "running_var", "weight", "bias")
 
 
 class _Parts(NamedTuple):
-    """A convolution, and from it to the last node what its epilogue is made of."""
+    """A convolution, and from it to the last node what its epilogue is made of.
+
+    Attributes:
+        conv: the convolution.
+        nodes: all of it.
+        norm: a batch norm in evaluation.
+        scale: a factor for each channel; there is a norm or this.
+        shift: likewise, added.
+        residual: of the result's shape.
+        activation: behind all of these.
+    """
 
     conv: fx.Node
     nodes: tuple[fx.Node, ...]
     norm: fx.Node | None = None
+    scale: fx.Node | None = None
+    shift: fx.Node | None = None
     residual: fx.Node | None = None
     activation: Activation = "none"
+
+    def behind(self, *nodes: fx.Node, **changes: Any) -> _Parts:
+        return self._replace(nodes=(*self.nodes, *nodes), **changes)
 
 
 class Convolution(Pattern):
@@ -31,7 +49,8 @@ class Convolution(Pattern):
 
     name = "convolution"
     ends_in = frozenset(
-        {*_CONVS, "batch_norm", "add", "relu", "relu6", "silu", "hardswish", "leaky_relu", "gelu"}
+        {*_CONVS, "batch_norm", "add", "mul", "div", "clamp", "hardtanh"}
+        | {"relu", "relu6", "silu", "hardswish", "leaky_relu", "gelu"}
     )
 
     def find(self, node: fx.Node) -> Iterator[Found]:
@@ -40,43 +59,86 @@ class Convolution(Pattern):
 
 
 def _with_activation(node: fx.Node) -> Iterator[_Parts]:
-    call = call_of(node)
-    assert call is not None
-    if (activation := activation_of(call)) is None:
-        yield from _with_residual(node)
-        return
-    source = call["input"]
-    if isinstance(source, fx.Node):
-        for parts in _with_residual(source):
-            yield parts._replace(nodes=(*parts.nodes, node), activation=activation)
+    for activation, expression in EPILOGUES.items():
+        for bound in match(expression, node):
+            source, passed = _through(bound["before"])
+            for parts in _with_residual(source):
+                yield parts.behind(*passed, *bound.nodes, activation=activation)
+    yield from _with_residual(node)
 
 
 def _with_residual(node: fx.Node) -> Iterator[_Parts]:
-    call = call_of(node)
-    if call is not None and call.name == "add" and call["alpha"] == 1:
-        for one, other in (("input", "other"), ("other", "input")):
-            source, residual = call[one], call[other]
-            if not is_tensor(source) or not is_tensor(residual):
-                continue
-            # Of two convolutions, both terms of the sum, the later one takes the other.
-            if shape_of(residual) == shape_of(node):
-                for parts in _with_norm(source):
-                    yield parts._replace(nodes=(*parts.nodes, node), residual=residual)
+    for term, residual in _terms(node):
+        # Of two convolutions, both terms of the sum, the later one takes the other.
+        if shape_of(residual) == shape_of(node):
+            source, passed = _through(term)
+            for parts in _with_norm(source):
+                yield parts.behind(*passed, node, residual=residual)
     yield from _with_norm(node)
 
 
 def _with_norm(node: fx.Node) -> Iterator[_Parts]:
     call = call_of(node)
-    if call is None:
-        return
-    if call.name in _CONVS:
-        yield _Parts(node, (node,))
-    elif call.name == "batch_norm" and call["training"] is False:
-        source = call["input"]
+    if call is not None and call.name == "batch_norm" and call["training"] is False:
+        source, passed = _through(call["input"])
         known = call["running_mean"] is not None and call["running_var"] is not None
-        conv = call_of(source) if isinstance(source, fx.Node) else None
-        if known and conv is not None and conv.name in _CONVS:
-            yield _Parts(source, (source, node), norm=node)
+        if known and _is_conv(source):
+            yield _Parts(source, (source, *passed, node), norm=node)
+        return
+    for term, shift in _terms(node):
+        if _is_row(shift, node):
+            source, passed = _through(term)
+            for parts in _with_scale(source):
+                yield parts.behind(*passed, node, shift=shift)
+    yield from _with_scale(node)
+
+
+def _with_scale(node: fx.Node) -> Iterator[_Parts]:
+    """A norm written out, such as torchvision's ``FrozenBatchNorm2d``."""
+    if _is_conv(node):
+        yield _Parts(node, (node,))
+        return
+    call = call_of(node)
+    if call is None or call.name != "mul":
+        return
+    for one, other in (("input", "other"), ("other", "input")):
+        scale = call[other]
+        if isinstance(call[one], fx.Node) and is_tensor(scale) and _is_row(scale, node):
+            source, passed = _through(call[one])
+            if _is_conv(source):
+                yield _Parts(source, (source, *passed, node), scale=scale)
+
+
+def _terms(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """The two tensors that it is the sum of, in either order."""
+    call = call_of(node)
+    if call is not None and call.name == "add" and call["alpha"] == 1:
+        terms = call["input"], call["other"]
+        if all(is_tensor(term) for term in terms):
+            yield terms
+            yield terms[::-1]
+
+
+def _through(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+    """What a dropout that does nothing is of, and these dropouts."""
+    passed: tuple[fx.Node, ...] = ()
+    while (call := call_of(node)) is not None and call.name == "dropout":
+        if call["training"] is not False and call["p"] != 0:
+            break
+        node, passed = call["input"], (node, *passed)
+    return node, passed
+
+
+def _is_conv(node: fx.Node) -> bool:
+    call = call_of(node)
+    return call is not None and call.name in _CONVS
+
+
+def _is_row(row: fx.Node, node: fx.Node) -> bool:
+    """Whether it is a number for each channel: [channels, 1, 1] or [1, channels, 1, 1]."""
+    sizes = shape_of(node)
+    row_of_channels = [sizes[1], *(1 for _ in sizes[2:])] if len(sizes) > 2 else []
+    return bool(row_of_channels) and list(shape_of(row)) in (row_of_channels, [1, *row_of_channels])
 
 
 def _found(node: fx.Node, parts: _Parts) -> Found:
@@ -86,18 +148,18 @@ def _found(node: fx.Node, parts: _Parts) -> Found:
     dims = _CONVS[conv.name]
     geometry = [conv[name] for name in ("stride", "padding", "dilation", "groups")]
     norm = call_of(parts.norm) if parts.norm is not None else None
-    statistics = () if norm is None else ("running_mean", "running_var", "weight", "bias")
-    tensors = {name: conv[name] for name in ("input", "weight", "bias")}
-    tensors |= {f"norm {name}": norm[name] for name in statistics if norm is not None}
-    tensors["residual"] = parts.residual
-    names = [name for name, one in tensors.items() if one is not None]
+    tensors: dict[str, Any] = {name: conv[name] for name in ("input", "weight", "bias")}
+    if norm is not None:
+        tensors |= {f"norm {name}": norm[name] for name in _STATISTICS}
+    tensors |= {"scale": parts.scale, "shift": parts.shift, "residual": parts.residual}
+    tensors = {name: one for name, one in tensors.items() if one is not None}
+    inputs = list(dict.fromkeys(tensors.values()))
     eps = 0.0 if norm is None else float(norm["eps"])
+    dtype = tensor(conv["weight"]).dtype
 
     def build(*given: Any) -> Any:
-        named = dict(zip(names, given, strict=True))
-        weight, bias = named["weight"], named.get("bias")
-        if norm is not None:
-            weight, bias = _folded(weight, bias, named, eps, dims)
+        named = {name: given[inputs.index(one)] for name, one in tensors.items()}
+        weight, bias = _folded(named, eps, dims, dtype)
         x = named["input"]
         if dims in _FORMATS:
             # Of all that the graph does for the layout, inductor makes one pass, or none.
@@ -110,9 +172,6 @@ def _found(node: fx.Node, parts: _Parts) -> Found:
             x, weight, bias, *lists, geometry[3], parts.activation, named.get("residual")
         )
 
-    inputs = list(dict.fromkeys(tensors[name] for name in names))
-    if len(inputs) != len(names):
-        raise Refusal("two of its tensors are the same")
     return Found(parts.nodes, [node], inputs, build)
 
 
@@ -128,15 +187,26 @@ def _check(conv: Call) -> None:
         raise Refusal("on a GPU convolutions support float16, bfloat16 and float32")
 
 
-def _folded(weight: Any, bias: Any, named: dict[str, Any], eps: float, dims: int) -> Any:
-    """The convolution that has the batch norm in its weights; both stay differentiable."""
-    mean, variance = named["norm running_mean"], named["norm running_var"]
-    scale = (variance + eps).rsqrt()
-    if "norm weight" in named:
-        scale = scale * named["norm weight"]
-    shift = -mean if bias is None else bias - mean
-    shift = shift * scale
-    if "norm bias" in named:
-        shift = shift + named["norm bias"]
-    column = scale.reshape(-1, *(1 for _ in range(dims + 1)))
-    return (weight * column).to(weight.dtype), shift.to(weight.dtype)
+def _folded(named: dict[str, Any], eps: float, dims: int, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Weight and bias with the norm in them; all of it stays differentiable."""
+    weight, bias = named["weight"], named.get("bias")
+    scale, shift = named.get("scale"), named.get("shift")
+    if scale is not None:
+        scale = scale.reshape(-1)
+    if shift is not None:
+        shift = shift.reshape(-1)
+    if "norm running_var" in named:
+        scale = (named["norm running_var"] + eps).rsqrt()
+        if "norm weight" in named:
+            scale = scale * named["norm weight"]
+        shift = -named["norm running_mean"] * scale
+        if "norm bias" in named:
+            shift = shift + named["norm bias"]
+    if scale is None and shift is None:
+        return weight, bias
+    if scale is not None:
+        weight = (weight * scale.reshape(-1, *(1 for _ in range(dims + 1)))).to(dtype)
+        bias = None if bias is None else bias * scale
+    if shift is not None:
+        bias = shift if bias is None else bias + shift
+    return weight, None if bias is None else bias.to(dtype)

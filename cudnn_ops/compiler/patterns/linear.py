@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from cudnn_ops.compiler.match import match
 from cudnn_ops.compiler.nodes import call_of
-from cudnn_ops.compiler.pattern import Found, Pattern, activation_of, is_tensor, shape_of
+from cudnn_ops.compiler.pattern import Found, Pattern, is_tensor, shape_of
+from cudnn_ops.compiler.patterns.activations import EPILOGUES
 from cudnn_ops.ops.activation import Activation
 
 
@@ -25,7 +27,9 @@ class Linear(Pattern):
     """``activation(x @ weight.T + bias)``, and what is added to it."""
 
     name = "linear"
-    ends_in = frozenset({"relu", "relu6", "silu", "hardswish", "leaky_relu", "gelu", "add"})
+    ends_in = frozenset(
+        {*EPILOGUES, "gelu", "hardtanh", "clamp", "mul", "div", "add"} - {"gelu_tanh"}
+    )
 
     def find(self, node: fx.Node) -> Iterator[Found]:
         call = call_of(node)
@@ -75,14 +79,12 @@ class Mlp(Pattern):
 
 
 def _activated(node: fx.Node) -> _Activated | None:
-    call = call_of(node)
-    activation = None if call is None else activation_of(call)
-    if call is None or activation is None or not is_tensor(call["input"]):
-        return None
-    source = call_of(call["input"])
-    if source is None or source.name != "linear":
-        return None
-    return _Activated(call["input"], activation, (call["input"], node))
+    for activation, expression in EPILOGUES.items():
+        for bound in match(expression, node):
+            call = call_of(bound["before"])
+            if call is not None and call.name == "linear":
+                return _Activated(bound["before"], activation, (bound["before"], *bound.nodes))
+    return None
 
 
 def _without_dropout(node: Any) -> list[Any]:
