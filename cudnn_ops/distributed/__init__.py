@@ -11,7 +11,8 @@ from cudnn_ops.distributed.order import zigzag_shard, zigzag_unshard
 from cudnn_ops.distributed.ring import ring_attention, ring_attention_with_lse
 from cudnn_ops.ops._when_imported import when_imported as _when_imported
 
-_when_imported("torch.utils.flop_counter", lambda _: _import_module("cudnn_ops.distributed.flops"))
+# Behind the other operators', which it uses.
+_when_imported("cudnn_ops.ops.flops", lambda _: _import_module("cudnn_ops.distributed.flops"))
 
 __all__ = [
     "all_to_all_attention",
