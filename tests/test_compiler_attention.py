@@ -309,6 +309,16 @@ def _diagonal_missing(q: Tensor, padding: Tensor) -> Tensor:
     return compared(q.shape[2], q.shape[2]) | torch.eye(q.shape[2], dtype=torch.bool).flip(0)
 
 
+def _holes(q: Tensor, padding: Tensor) -> Tensor:
+    rows, columns = torch.arange(q.shape[2])[:, None], torch.arange(q.shape[2])
+    return (columns == rows) | (columns == (rows - 3).clamp(min=0))
+
+
+def _first_row_sees_all(q: Tensor, padding: Tensor) -> Tensor:
+    rows, columns = torch.arange(q.shape[2])[:, None], torch.arange(q.shape[2])
+    return (columns <= rows) | (rows == 0)
+
+
 def _random(q: Tensor, padding: Tensor) -> Tensor:
     return (torch.rand(q.shape[2], q.shape[2]) >= 0).tril()
 
@@ -321,7 +331,17 @@ def _per_head(q: Tensor, padding: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "mask",
-    [_padding, _bias, _slopes, _blocks, _diagonal_missing, _random, _per_head],
+    [
+        _padding,
+        _bias,
+        _slopes,
+        _blocks,
+        _diagonal_missing,
+        _holes,
+        _first_row_sees_all,
+        _random,
+        _per_head,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_other_masks_stay_tensors(mask):
