@@ -6,9 +6,11 @@ from cudnn_ops.serving import (
     EngineStats,
     GeneratedToken,
     Model,
+    NothingAllowed,
     Request,
     RequestStats,
     SamplingParams,
+    TokenLogprobs,
 )
 
 __all__ = [
@@ -17,7 +19,9 @@ __all__ = [
     "EngineStats",
     "GeneratedToken",
     "Model",
+    "NothingAllowed",
     "Request",
     "RequestStats",
     "SamplingParams",
+    "TokenLogprobs",
 ]

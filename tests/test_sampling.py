@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cudnn_ops.generation import Engine, SamplingParams
-from cudnn_ops.serving.sampling import sample
+from cudnn_ops.serving.choosing import sample
 from tests.cases.generation import (
     check_likeliest,
     make_cache,
@@ -67,13 +67,13 @@ def test_greedy_and_sampled_requests_share_a_batch(device):
     assert sampled.output != greedy.output
 
 
-def options(temperature=1.0, top_k=0, top_p=1.0, number=0.5) -> list[float]:
-    return [temperature, top_k, top_p, number]
+def options(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, number=0.5) -> list[float]:
+    return [temperature, top_k, top_p, min_p, number]
 
 
 def chosen(probabilities: list[float], rows: list[list[float]], device: str) -> list[int]:
     logits = torch.tensor([probabilities], device=device).log().expand(len(rows), -1)
-    return sample(logits, torch.tensor(rows, dtype=torch.float64, device=device)).tolist()
+    return sample(logits, torch.tensor(rows, dtype=torch.float64, device=device))[0].tolist()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -90,6 +90,12 @@ def test_each_row_is_drawn_by_its_own_options(device):
     # 0.4 does not reach 0.5; 0.4 + 0.3 does.
     assert chosen([0.2, 0.3, 0.4, 0.1], [options(top_p=0.5, number=0.99)], device) == [1]
     assert chosen([0.2, 0.3, 0.4, 0.1], [options(top_p=0.3, number=0.99)], device) == [2]
+    # top_p counts within what top_k leaves: 0.4 of 0.7 is more than half of it.
+    both = options(top_k=2, top_p=0.55, number=0.99)
+    assert chosen([0.2, 0.3, 0.4, 0.1], [both], device) == [2]
+    # 0.3 is at least 0.7 of 0.4, and 0.2 is not.
+    assert chosen([0.2, 0.3, 0.4, 0.1], [options(min_p=0.7, number=0.99)], device) == [1]
+    assert chosen([0.2, 0.3, 0.4, 0.1], [options(min_p=1.0, number=0.99)], device) == [2]
     assert chosen([0.0, 1.0], [options(number=0.0)], device) == [1]
     assert chosen([1.0, 0.0], [options(number=1.0)], device) == [0]
 
@@ -118,9 +124,41 @@ def test_frequencies_are_the_probabilities(temperature):
         {"top_k": 1.5},
         {"top_p": 0.0},
         {"top_p": 1.1},
+        {"min_p": -0.1},
+        {"min_p": 1.5},
+        {"min_p": "a"},
+        {"min_p": float("nan")},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": float("inf")},
+        {"repetition_penalty": None},
+        {"presence_penalty": 2.1},
+        {"presence_penalty": float("nan")},
+        {"frequency_penalty": -2.1},
+        {"frequency_penalty": "1"},
+        {"logit_bias": {1: 101.0}},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {"a": 1.0}},
+        {"logit_bias": {1: float("nan")}},
+        {"logit_bias": [(1, 1.0)]},
+        {"bad_words": [5]},
+        {"bad_words": [[]]},
+        {"bad_words": [[1.5]]},
+        {"bad_words": 5},
+        {"min_tokens": -1},
+        {"min_tokens": 65},
+        {"min_tokens": 1.0},
+        {"allowed_tokens": [1, 2]},
+        {"stop_sequences": [[1, -2]]},
+        {"stop_sequences": ["ab"]},
+        {"stop_strings": "ab"},
+        {"stop_strings": [""]},
+        {"stop_strings": [1]},
+        {"stop_strings": 1},
+        {"logprobs": -1},
+        {"logprobs": 1.0},
     ],
     ids=str,
 )
 def test_sampling_options_out_of_range(option):
-    with pytest.raises(ValueError, match=f"^{next(iter(option))} must be"):
+    with pytest.raises(ValueError, match=f"^{next(iter(option))} must be .* got "):
         SamplingParams(**option)

@@ -1,12 +1,14 @@
 """Serving many requests at once: a paged cache of keys and values, and an engine around a model."""
 
-from cudnn_ops.serving.engine import Engine, EngineStats, GeneratedToken
+from cudnn_ops.serving.choosing import NothingAllowed
+from cudnn_ops.serving.engine import Engine, GeneratedToken
 from cudnn_ops.serving.kv_cache import CacheUsage, PagedKVCache
 from cudnn_ops.serving.model_runner import Attend, Model
 from cudnn_ops.serving.page_pool import OutOfPages
+from cudnn_ops.serving.request import Request, TokenLogprobs
 from cudnn_ops.serving.sampling import SamplingParams
-from cudnn_ops.serving.scheduler import Request, RequestStats
 from cudnn_ops.serving.sequence import KVSequence
+from cudnn_ops.serving.stats import EngineStats, RequestStats
 
 __all__ = [
     "Attend",
@@ -16,9 +18,11 @@ __all__ = [
     "GeneratedToken",
     "KVSequence",
     "Model",
+    "NothingAllowed",
     "OutOfPages",
     "PagedKVCache",
     "Request",
     "RequestStats",
     "SamplingParams",
+    "TokenLogprobs",
 ]

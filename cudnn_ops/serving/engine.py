@@ -21,55 +21,32 @@ import operator
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import NamedTuple
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from cudnn_ops.serving.choosing import Chosen
 from cudnn_ops.serving.kv_cache import PagedKVCache
 from cudnn_ops.serving.memory import whole
 from cudnn_ops.serving.model_runner import Model, ModelRunner
 from cudnn_ops.serving.page_pool import OutOfPages
 from cudnn_ops.serving.ranks import Aborted, Message, Order, Ranks, Submitted
+from cudnn_ops.serving.request import Request
 from cudnn_ops.serving.sampling import SamplingParams
-from cudnn_ops.serving.scheduler import Batch, Request, Scheduler
+from cudnn_ops.serving.scheduler import Batch, Scheduler
+from cudnn_ops.serving.stats import EngineStats
+from cudnn_ops.serving.text import Decode
 
 
 class GeneratedToken(NamedTuple):
     """One generated token and its request."""
 
     request: Request
-    token: int
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Counters of an engine, over all requests so far."""
-
-    finished: int = 0
-    """Requests that are complete."""
-    aborted: int = 0
-    """Requests that were aborted."""
-    steps: int = 0
-    replays: int = 0
-    """Steps that were replayed from a CUDA graph."""
-    computed_tokens: int = 0
-    """Tokens that went through the model, including those computed again after a preemption."""
-    output_tokens: int = 0
-    prefix_hits: int = 0
-    """Tokens of admitted requests that prefix caching found in the cache."""
-    preemptions: int = 0
-    peak_pages: int = 0
-    """The largest number of pages in use in any step."""
-    seconds: float = 0.0
-    """Time spent in steps, in seconds."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Output tokens over ``seconds``; 0 before the first step."""
-        return self.output_tokens / self.seconds if self.seconds else 0.0
+    token: int | None
+    """None if the request failed instead: ``request.error`` says why."""
 
 
 class _Step(NamedTuple):
@@ -77,6 +54,7 @@ class _Step(NamedTuple):
 
     batch: Batch
     tokens: list[int]
+    chosen: Chosen | None  # beside the tokens; None if there was nothing to do
     pages: int
     began: float
 
@@ -116,6 +94,8 @@ class Engine:
             stands for what fits into the cache.
         mesh: the ranks that share the model's heads: a mesh of one dimension (``mesh["tp"]`` of
             several), or a process group. One rank alone is as no mesh.
+        decode: the text of a list of tokens, such as ``tokenizer.decode``, for ``stop_strings`` and
+            the requests' ``text``. With a mesh, the first rank alone calls it.
 
     Raises:
         RuntimeError: another rank does not create its engine within the group's timeout.
@@ -133,11 +113,14 @@ class Engine:
         chunk: int = 512,
         max_length: int | None = None,
         mesh: DeviceMesh | ProcessGroup | None = None,
+        decode: Decode | None = None,
     ) -> None:
         """Allocates the inputs of a step; captures nothing yet."""
         room = cache.pages * cache.page_size
         max_length = room if max_length is None else max_length
-        self.cache = cache
+        if decode is not None and not callable(decode):
+            raise ValueError(f"decode must be None or a function of token ids, got {decode!r}")
+        self.cache, self._decode = cache, decode
         self.max_batch, self.chunk = whole("max_batch", max_batch, 1), whole("chunk", chunk, 1)
         self.max_length = min(whole("max_length", max_length, 1), room)
         self._ranks = None if mesh is None else self._join(mesh)
@@ -188,7 +171,7 @@ class Engine:
         Raises:
             RuntimeError: this rank is not the mesh's first one.
             ValueError: the prompt is empty or holds no token ids; prompt and ``max_tokens``
-                together exceed ``max_length``.
+                together exceed ``max_length``; there are ``stop_strings`` and no ``decode``.
         """
         self._check_leads("submit")
         params = SamplingParams() if params is None else params
@@ -200,6 +183,11 @@ class Engine:
             raise ValueError("prompt must have at least one token, got none")
         if not 0 <= min(tokens) <= max(tokens) < 2**63:
             raise ValueError("prompt must be a sequence of token ids, from 0 to 2**63 - 1")
+        if params.stop_strings and self._decode is None:
+            raise ValueError(
+                f"stop_strings are {params.stop_strings!r}, and this engine makes no text: create "
+                "it with decode=, or use stop_sequences"
+            )
         length = len(tokens) + params.max_tokens
         if length > self.max_length:
             raise ValueError(
@@ -210,9 +198,7 @@ class Engine:
             )
         request = self._enqueue(next(self._serials), tokens, params)
         if self._ranks:
-            # As a tuple: not every collection of stop tokens can be sent.
-            sent = replace(params, stop_tokens=tuple(params.stop_tokens))
-            self._ranks.events.append(Submitted(request.serial, tokens, sent))
+            self._ranks.events.append(Submitted(request.serial, tokens))
         return request
 
     def abort(self, request: Request) -> None:
@@ -238,7 +224,8 @@ class Engine:
 
         Returns:
             The generated tokens; empty if there was nothing to do, or if no prompt is complete yet.
-            ``request.is_finished`` says whether a token is its request's last.
+            ``request.is_finished`` says whether a token is its request's last. A request that has
+            failed is among them too (``finish_reason`` ``"error"``); the others go on.
 
         Raises:
             OutOfPages: other users of the cache hold so many pages that the oldest request cannot
@@ -248,13 +235,10 @@ class Engine:
         """
         began = time.perf_counter()
         self._tell("step", Order.STEP)
-        step = self._compute(began)
-        if self._ranks:
-            self._ranks.chosen = step.tokens
-        return self._accept(step, step.tokens)
+        return self._accept(self._compute(began))
 
     def run(self) -> Iterator[Request]:
-        """Steps until no request is left, and yields each request when it is finished.
+        """Steps until no request is left, and yields each when it is finished or has failed.
 
         Requests that are submitted in between are served too.
         """
@@ -356,7 +340,7 @@ class Engine:
             self._accept(step, message.chosen)
         for event in message.events:
             if isinstance(event, Submitted):
-                self._enqueue(*event)
+                self._enqueue(*event, SamplingParams())
                 continue
             request = scheduler.find(event.serial)
             assert request is not None
@@ -364,7 +348,7 @@ class Engine:
         ranks.check_state(scheduler.state, message.state)
 
     def _enqueue(self, serial: int, tokens: list[int], params: SamplingParams) -> Request:
-        request = Request(tokens, params, serial)
+        request = Request(tokens, params, serial, self._decode)
         self._scheduler.waiting.append(request)
         return request
 
@@ -382,43 +366,68 @@ class Engine:
         batch = scheduler.schedule()
         pages = self.cache.pages - self.cache.available
         if not batch.shares:
-            return _Step(batch, [], pages, began)
+            return _Step(batch, [], None, pages, began)
         try:
             with self._ranks.computing("computing a step") if self._ranks else nullcontext():
-                result = self._runner.launch(batch)
+                chosen = self._runner.launch(batch)
                 # While the device computes: what it will have written is known already.
                 scheduler.commit(batch)
-                tokens = result.tolist()
+                tokens = chosen.read()
         except BaseException:
             scheduler.undo(batch)
             raise
-        return _Step(batch, tokens, pages, began)
+        return _Step(batch, tokens, chosen, pages, began)
 
-    def _accept(self, step: _Step, tokens: list[int]) -> list[GeneratedToken]:
-        """Gives the requests of a step their tokens, and counts it."""
-        scheduler, batch = self._scheduler, step.batch
-        if not batch.shares:
+    def _accept(self, step: _Step, told: list[int] | None = None) -> list[GeneratedToken]:
+        """Gives the requests of a step their tokens, and counts it.
+
+        Args:
+            step: a step that was computed.
+            told: what the first rank says of each share; None there.
+        """
+        scheduler, shares, chosen = self._scheduler, step.batch.shares, step.chosen
+        if chosen is None:
             return []
         generated = []
+        tells = [0] * len(shares)
         now = time.perf_counter()
-        for share, token in zip(batch.shares, tokens, strict=True):
-            if share.is_last:
-                share.request.accept(token, now)
-                generated.append(GeneratedToken(share.request, token))
-        finished = [request for request, _ in generated if request.is_finished]
-        for request in finished:
+        for row, share in enumerate(shares):
+            if not share.is_last:
+                continue
+            request = share.request
+            token: int | None = step.tokens[row]
+            if told is not None:
+                request.repeat(told[row], now)
+                token = None if told[row] < 0 else request.tokens[-1]
+            elif row in chosen.errors:
+                token = None
+                request.fail(chosen.errors[row], now)
+            else:
+                request.accept(step.tokens[row], now, chosen.logprobs.get(row))
+            tells[row] = -1 if token is None else request.told
+            generated.append(GeneratedToken(request, token))
+        ended = [request for request, _ in generated if request.is_finished]
+        for request in ended:
             scheduler.finish(request)
-        stats = self._stats
+        if self._ranks and told is None:
+            self._ranks.chosen = tells
+        failed = sum(request.finish_reason == "error" for request in ended)
+        self._count(step, len(ended) - failed, failed, sum(t is not None for _, t in generated))
+        return generated
+
+    def _count(self, step: _Step, finished: int, failed: int, tokens: int) -> None:
+        """Counts a step, the requests that it ended, and its output tokens."""
+        stats, scheduler = self._stats, self._scheduler
         self._stats = replace(
             stats,
-            finished=stats.finished + len(finished),
+            finished=stats.finished + finished,
+            failed=stats.failed + failed,
             steps=stats.steps + 1,
             replays=self._runner.replays,
-            computed_tokens=stats.computed_tokens + len(batch.slots),
-            output_tokens=stats.output_tokens + len(generated),
+            computed_tokens=stats.computed_tokens + len(step.batch.slots),
+            output_tokens=stats.output_tokens + tokens,
             prefix_hits=scheduler.prefix_hits,
             preemptions=scheduler.preemptions,
             peak_pages=max(stats.peak_pages, step.pages),
             seconds=stats.seconds + time.perf_counter() - step.began,
         )
-        return generated

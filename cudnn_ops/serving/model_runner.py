@@ -1,4 +1,4 @@
-"""Runs a model over a step's tokens: inputs, attention over the cache, CUDA graphs, sampling."""
+"""Runs a model over a step's tokens: inputs, attention over the cache, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from cudnn_ops.ops.paged import paged_attention
+from cudnn_ops.serving.choosing import Chooser, Chosen
 from cudnn_ops.serving.kv_cache import PagedKVCache
 from cudnn_ops.serving.memory import ALIGNMENT
 from cudnn_ops.serving.ranks import Ranks
-from cudnn_ops.serving.sampling import sample
 from cudnn_ops.serving.scheduler import Batch
 from cudnn_ops.serving.sequence import KVSequence
 
@@ -170,6 +170,7 @@ class ModelRunner:
         self._model, self._cache, self._chunk = model, cache, chunk
         self._device = cache.key_cache(0).device
         self._max_batch = padded_batch(max_batch)
+        self._chooser = Chooser(self._device, max_batch)
         # One width for all steps, and a power of 2: attention pads others, by a copy a layer.
         width = 1
         while width * cache.page_size < max_length:
@@ -181,14 +182,14 @@ class ModelRunner:
         """Steps that were replayed from a CUDA graph."""
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> Tensor:
+    def launch(self, batch: Batch) -> Chosen:
         """Queues a step.
 
         Its result must have been read before the next one is launched.
 
         Returns:
-            int64 [shares] on the device: what follows each share's last token. Of no account where
-            a share does not reach its request's last one, and on ranks that follow another.
+            What follows each share's last token. Of no account where a share does not reach its
+            request's last one, and on ranks that follow another.
         """
         shares = batch.shares
         counts = [share.stop - share.start for share in shares]
@@ -203,16 +204,9 @@ class ModelRunner:
         logits, greedy = self._compute(counts)
         if self._device.type == "cuda" and max(counts) == 1:
             self.replays += 1
-        chooses = self._ranks is None or self._ranks.is_leader
-        if not chooses or all(share.request.params.temperature == 0 for share in shares):
-            return greedy
-        options = [
-            (params.temperature, params.top_k, params.top_p, share.request.number)
-            for share in shares
-            for params in (share.request.params,)
-        ]
-        table = torch.tensor(options, dtype=torch.float64)
-        return sample(logits, table.to(self._device, non_blocking=True))
+        if self._ranks is not None and not self._ranks.is_leader:
+            return Chosen(greedy)
+        return self._chooser.choose(logits, greedy, shares)
 
     @torch.inference_mode()
     def warm_up(self) -> None:

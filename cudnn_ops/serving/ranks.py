@@ -3,8 +3,9 @@
 Every rank has the whole engine: a scheduler, a cache with its own heads of every page, and a part
 of the model. Schedulers decide alike from the same requests and the same tokens, so these are all
 that the first rank tells: once a step, in a message between hosts, before the step is computed. The
-others choose no token. They learn what the first rank chose in one step from the message of the
-next, so no rank's rounding matters but the first one's.
+others choose no token, and do not know by which options tokens are chosen. They learn what the
+first rank chose in one step, and which requests it ended, from the message of the next. So no
+rank's rounding matters but the first one's, nor does any other call a user's function.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from torch import distributed
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from cudnn_ops.serving.sampling import SamplingParams
 from cudnn_ops.serving.scheduler import State
 
 OP = "cudnn_ops.generation.Engine"
@@ -39,7 +39,6 @@ class Submitted(NamedTuple):
 
     serial: int
     prompt: list[int]
-    params: SamplingParams
 
 
 class Aborted(NamedTuple):
@@ -56,7 +55,7 @@ class Message(NamedTuple):
 
     order: Order
     chosen: list[int]
-    """Its tokens of the step before, one for each share."""
+    """What it chose in the step before, a number for each share: ``Request.told``."""
     events: list[Event]
     """What happened after that, in this order."""
     state: State
@@ -79,7 +78,7 @@ class Ranks:
     def __init__(self, group: ProcessGroup, device: torch.device, max_batch: int) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.chosen: list[int] = []
-        """On the first rank: tokens that it has not told yet."""
+        """On the first rank: what it chose and has not told yet."""
         self.events: list[Event] = []
         """On the first rank: what it has not told yet."""
         self._group, self._max_batch = group, max_batch

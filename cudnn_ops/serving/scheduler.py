@@ -5,101 +5,17 @@ Host logic alone: the model is run by :mod:`cudnn_ops.serving.model_runner`.
 
 from __future__ import annotations
 
-import random
 import time
 import zlib
 from array import array
 from collections import deque
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from cudnn_ops.serving.kv_cache import PagedKVCache
 from cudnn_ops.serving.page_pool import OutOfPages
-from cudnn_ops.serving.sampling import SamplingParams
+from cudnn_ops.serving.request import Request
 from cudnn_ops.serving.sequence import KVSequence
-
-
-@dataclass
-class RequestStats:
-    """Counters and times of one request. Times are in seconds, on the host's clock."""
-
-    prompt_tokens: int
-    output_tokens: int = 0
-    prefix_hits: int = 0
-    """Tokens that prefix caching found, including those found again after a preemption."""
-    preemptions: int = 0
-    """How often it lost its pages to older requests."""
-    peak_pages: int = 0
-    """The largest number of pages that it held, including shared ones."""
-    time_to_first_token: float | None = None
-    """Since its submission; None before the first token."""
-    seconds: float | None = None
-    """From its submission to its end; None before that."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Output tokens over ``seconds``; 0 before the end."""
-        return self.output_tokens / self.seconds if self.seconds else 0.0
-
-
-class Request:
-    """One prompt and the tokens generated for it; compares by identity."""
-
-    def __init__(self, prompt: list[int], params: SamplingParams, serial: int) -> None:
-        """Called by :meth:`cudnn_ops.generation.Engine.submit` only."""
-        self.params = params
-        self.serial = serial  # tells ranks which one is meant
-        self.stats = RequestStats(prompt_tokens=len(prompt))
-        self.finish_reason: Literal["stop", "length", "abort"] | None = None
-        """Why it ended; None while it waits or runs."""
-        # Prompt and output in one list: after a preemption they are recomputed alike.
-        self.tokens = list(prompt)
-        self.sequence: KVSequence | None = None  # while it runs
-        self._submitted = time.perf_counter()
-        # One generator per request: sampling depends on its seed and its output so far alone.
-        self._generator = random.Random(params.seed)
-        self.number = self._generator.random()
-        """Uniform in [0, 1): selects the next token."""
-
-    @property
-    def prompt(self) -> list[int]:
-        """The submitted tokens."""
-        return self.tokens[: self.stats.prompt_tokens]
-
-    @property
-    def output(self) -> list[int]:
-        """The tokens generated so far."""
-        return self.tokens[self.stats.prompt_tokens :]
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether its output is complete."""
-        return self.finish_reason is not None
-
-    def accept(self, token: int, now: float) -> None:
-        """Appends a token that was generated at time ``now``; it may end the request."""
-        stats, params = self.stats, self.params
-        self.tokens.append(token)
-        self.number = self._generator.random()
-        stats.output_tokens += 1
-        elapsed = now - self._submitted
-        if stats.time_to_first_token is None:
-            stats.time_to_first_token = elapsed
-        if token in params.stop_tokens:
-            self.finish_reason = "stop"
-        elif stats.output_tokens == params.max_tokens:
-            self.finish_reason = "length"
-        if self.finish_reason:
-            stats.seconds = elapsed
-
-    def abort(self, now: float) -> None:
-        """Ends the request at time ``now``, with the output that it has."""
-        self.finish_reason = "abort"
-        self.stats.seconds = now - self._submitted
-
-    def __repr__(self) -> str:
-        state = self.finish_reason or ("running" if self.sequence else "waiting")
-        return f"Request(prompt={len(self.prompt)} tokens, output={self.output}, {state})"
 
 
 class Share(NamedTuple):

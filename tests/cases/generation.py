@@ -78,7 +78,7 @@ def serve_at_random(
         for prompt, params in jobs[len(requests) : len(requests) + draw.choice([0, 0, 1, 4])]:
             requests.append(engine.submit(prompt, params))
         for request, token in engine.step():
-            assert request.output[-1] == token
+            assert token is None or request.output[-1] == token
         assert engine.running <= engine.max_batch
     return requests
 

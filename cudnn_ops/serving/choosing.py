@@ -1,0 +1,212 @@
+"""Choosing a step's next tokens from its logits, by each request's own options.
+
+All requests of a batch are served by the same few kernels, whatever each of them asks for: the host
+lists who changes which logits, and uploads the lists together. Where nobody asks for more than the
+greatest logit, nothing is launched here. The results are read at once, by the step's only wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cudnn_ops.serving.edits import Edits, TokenCounts, upload
+from cudnn_ops.serving.request import Request, TokenLogprobs
+from cudnn_ops.serving.scheduler import Share
+
+# What stands for a token where none can be chosen.
+_NOTHING_ALLOWED, _NOT_FINITE = -1, -2
+
+
+class NothingAllowed(RuntimeError):
+    """No token may follow a request's output: its options exclude all of them."""
+
+
+class Chosen:
+    """A step's next tokens, which the device may still be computing.
+
+    Args:
+        results: int64 [rows], the tokens; or float64 [rows, 2 + 2 n]: the token, its log
+            probability, and those and the ids of the n most likely tokens.
+        requests: the rows' requests by row, for what the tokens alone do not tell.
+        errors: why some of them have none.
+    """
+
+    def __init__(
+        self,
+        results: Tensor,
+        requests: Sequence[tuple[int, Request]] = (),
+        errors: dict[int, Exception] | None = None,
+    ) -> None:
+        self.logprobs: dict[int, TokenLogprobs] = {}
+        """Of rows that asked for them, by row; there once ``read`` was called."""
+        self.errors = errors or {}
+        """Of rows that failed, likewise."""
+        self._results, self._requests = results, requests
+
+    def read(self) -> list[int]:
+        """Waits for the device, and returns each row's token; of no account if it failed."""
+        if self._results.dim() == 1:
+            tokens: list[int] = self._results.tolist()
+        else:
+            rows = self._results.tolist()
+            tokens = [int(row[0]) for row in rows]
+            self._read_logprobs(rows)
+        for row, request in self._requests:
+            if tokens[row] < 0 and row not in self.errors:
+                self.errors[row] = _why_none(tokens[row], request)
+        return tokens
+
+    def _read_logprobs(self, rows: list[list[float]]) -> None:
+        count = len(rows[0]) // 2 - 1
+        for row, request in self._requests:
+            asked = request.params.logprobs
+            if asked is not None:
+                token, logprob, *top = rows[row]
+                pairs = zip(map(int, top[count:]), top[: min(asked, count)], strict=False)
+                self.logprobs[row] = TokenLogprobs(int(token), logprob, tuple(pairs))
+
+
+def _why_none(code: int, request: Request) -> Exception:
+    after = f"after {request.stats.output_tokens} tokens of output"
+    if code == _NOT_FINITE:
+        return RuntimeError(f"the model's logits {after} are not finite: NaN, or infinity")
+    return NothingAllowed(
+        f"no token may follow {after}: allowed_tokens, bad_words and min_tokens exclude all that "
+        "the model allows"
+    )
+
+
+class Chooser:
+    """Chooses tokens on one device, for steps of at most ``max_batch`` requests."""
+
+    def __init__(self, device: torch.device, max_batch: int) -> None:
+        self._device, self._max_batch = device, max_batch
+        self._counts: TokenCounts | None = None  # once somebody asks for penalties
+
+    def choose(self, logits: Tensor, greedy: Tensor, shares: Sequence[Share]) -> Chosen:
+        """Queues the choice of a token for each share that ends with its request's last one.
+
+        Args:
+            logits: [shares, vocabulary]; not changed.
+            greedy: int64 [shares], the greatest one's token.
+            shares: a step's.
+        """
+        requests = [(row, share.request) for row, share in enumerate(shares) if share.is_last]
+        if all(request.params._is_plain for _, request in requests):
+            return Chosen(greedy)
+        try:
+            return self._choose(logits, requests)
+        except BaseException:
+            self._counts = None  # perhaps not what the host takes them for
+            raise
+
+    def _choose(self, logits: Tensor, requests: list[tuple[int, Request]]) -> Chosen:
+        batch, vocabulary = logits.shape
+        edits = Edits(vocabulary, logits.device)
+        errors: dict[int, Exception] = {}
+        penalized: dict[int, Request] = {}
+        options = [(0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0)] * batch  # greedy, no penalties
+        for row, request in requests:
+            params = request.params
+            if params._edits_logits:
+                try:
+                    edits.add(row, request)
+                except Exception as error:  # whatever a function of the user's raises
+                    errors[row] = error
+                    continue
+            if params._has_penalties:
+                penalized[row] = request
+            options[row] = (
+                params.temperature,
+                params.top_k,
+                params.top_p,
+                params.min_p,
+                request.number,
+                params.repetition_penalty,
+                params.presence_penalty,
+                params.frequency_penalty,
+            )
+        parts = edits.parts()
+        parts["options"] = torch.tensor(options, dtype=torch.float64).flatten()
+        if penalized:
+            parts |= self._counts_for(vocabulary).parts(penalized, batch)
+        parts = upload(parts, self._device)
+        table = parts["options"].view(batch, -1)
+
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        scores = wide.clone() if edits else wide
+        edits.add_biases_(scores, parts)
+        if penalized:
+            scores = self._counts_for(vocabulary).penalize(scores, table[:, 5:], parts)
+        edits.exclude_(scores, parts)
+        if any(row[0] for row in options):
+            tokens, best = sample(scores, table[:, :5])
+        else:
+            best, tokens = scores.max(-1)
+        none = torch.where(best == -torch.inf, _NOTHING_ALLOWED, _NOT_FINITE)
+        tokens = torch.where(best.isfinite(), tokens, none)
+        asked = [r.params.logprobs for _, r in requests if r.params.logprobs is not None]
+        if asked:
+            tokens = with_logprobs(wide, tokens, min(max(asked), vocabulary))
+        return Chosen(tokens, requests, errors)
+
+    def _counts_for(self, vocabulary: int) -> TokenCounts:
+        if self._counts is None:
+            self._counts = TokenCounts(self._max_batch, vocabulary, self._device)
+        return self._counts
+
+
+def with_logprobs(logits: Tensor, tokens: Tensor, count: int) -> Tensor:
+    """float64 [rows, 2 + 2 count], as :class:`Chosen` reads it.
+
+    Args:
+        logits: [rows, vocabulary], the model's.
+        tokens: int64 [rows], the chosen ones; a negative one stands for none.
+        count: how many of the most likely tokens to tell.
+    """
+    total = logits.logsumexp(-1, keepdim=True)
+    chosen = tokens[:, None]
+    columns = [chosen.double(), (logits.gather(1, chosen.clamp_min(0)) - total).double()]
+    if count:
+        values, ids = logits.topk(count)
+        columns += [(values - total).double(), ids.double()]
+    return torch.cat(columns, 1)
+
+
+def sample(logits: Tensor, options: Tensor) -> tuple[Tensor, Tensor]:
+    """Samples one token for each row, with options for each row.
+
+    In the order of transformers: temperature; ``top_k``; ``top_p`` of what ``top_k`` leaves;
+    ``min_p``, which is relative to the most likely token. The caller provides the random numbers,
+    so that a row's result depends on no other row.
+
+    Args:
+        logits: [batch, vocabulary].
+        options: float64 [batch, 5]: temperature (0: greedy), top_k (0: all), top_p, min_p, and a
+            uniform random number in [0, 1).
+
+    Returns:
+        int64 [batch], the tokens; float64 [batch], the greatest logits, NaN where one is NaN.
+    """
+    temperature, top_k, top_p, min_p, number = options[:, :, None].unbind(1)  # each [batch, 1]
+    is_greedy = temperature == 0
+    # float64: over a large vocabulary the sum of float32 probabilities is off by more than the
+    # smallest of them, and the last tokens could never be drawn.
+    ordered, tokens = logits.double().sort(dim=-1, descending=True, stable=True)
+    weights = (ordered / temperature.masked_fill(is_greedy, 1.0)).softmax(-1)
+    rank = torch.arange(weights.shape[1], device=weights.device)
+    # A greedy row is one whose only token is its first.
+    top_k = top_k.masked_fill(top_k == 0, weights.shape[1]).masked_fill(is_greedy, 1.0)
+    weights = weights.masked_fill(rank >= top_k, 0.0)
+    reached = weights.cumsum(-1)
+    # Even where min_p is 0, tokens of no probability, which are excluded ones, are not kept.
+    least = (min_p * weights[:, :1]).clamp_min(torch.finfo(torch.float64).tiny)
+    kept = (reached - weights < top_p * reached[:, -1:]) & (weights >= least)
+    reached = weights.masked_fill(~kept, 0.0).cumsum(-1)
+    chosen = (reached <= number * reached[:, -1:]).sum(-1, keepdim=True)
+    # Rounding may make the number reach the whole sum, after which no token is kept.
+    chosen = torch.minimum(chosen, kept.sum(-1, keepdim=True) - 1).clamp_min(0)
+    return tokens.gather(1, chosen).squeeze(1), ordered[:, 0]

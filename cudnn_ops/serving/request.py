@@ -1,0 +1,181 @@
+"""One request: its tokens, its text, its figures, and what ends it."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+from cudnn_ops.serving.sampling import SamplingParams
+from cudnn_ops.serving.sequence import KVSequence
+from cudnn_ops.serving.stats import RequestStats
+from cudnn_ops.serving.text import Decode, TextStream, overlap
+
+FinishReason: TypeAlias = Literal["stop", "length", "error", "abort"]
+
+#: What ranks that follow are told beside a token: how the request goes on.
+_ENDS: tuple[FinishReason | None, ...] = (None, *get_args(FinishReason))
+
+
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of the model's probabilities at one token of the output.
+
+    They are those of the model's logits, before temperature, penalties and all other options.
+    """
+
+    token: int
+    """The chosen token."""
+    logprob: float
+    """Its log probability."""
+    top: tuple[tuple[int, float], ...]
+    """The most likely tokens with theirs, the likeliest first."""
+
+
+class Request:
+    """One prompt and the tokens generated for it; compares by identity."""
+
+    def __init__(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        serial: int,
+        decode: Decode | None = None,
+    ) -> None:
+        """Called by :meth:`cudnn_ops.generation.Engine.submit` only."""
+        self.params = params
+        self.serial = serial  # tells ranks which one is meant
+        self.stats = RequestStats(prompt_tokens=len(prompt))
+        self.finish_reason: FinishReason | None = None
+        """Why it ended; None while it waits or runs."""
+        self.stopped_by: int | tuple[int, ...] | str | None = None
+        """The stop token, stop sequence or stop string that ended it."""
+        self.error: Exception | None = None
+        """Why it failed, if its ``finish_reason`` is ``"error"``."""
+        self.logprobs: list[TokenLogprobs] = []
+        """One for each token of the output, if ``params.logprobs`` asks for them."""
+        # Prompt and output in one list: after a preemption they are recomputed alike.
+        self.tokens = list(prompt)
+        self.sequence: KVSequence | None = None  # while it runs
+        self._submitted = time.perf_counter()
+        self._text = None if decode is None else TextStream(decode, tuple(params.stop_strings))
+        # One generator per request: sampling depends on its seed and its output so far alone.
+        self._generator = random.Random(params.seed)
+        self.number = self._generator.random()
+        """Uniform in [0, 1): selects the next token."""
+
+    @property
+    def prompt(self) -> list[int]:
+        """The submitted tokens."""
+        return self.tokens[: self.stats.prompt_tokens]
+
+    @property
+    def output(self) -> list[int]:
+        """The tokens generated so far, including those that ended the request."""
+        return self.tokens[self.stats.prompt_tokens :]
+
+    @property
+    def text(self) -> str | None:
+        """The output's text, without what ended the request; None if the engine has no ``decode``.
+
+        While the request runs, it only ever grows: what may turn out to be part of a stop, or of a
+        character whose other bytes are still to come, is held back. Raises what ``decode`` raises.
+        """
+        if self._text is None:
+            return None
+        self._read()
+        return self._text.shown(self.is_finished)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether its output is complete."""
+        return self.finish_reason is not None
+
+    @property
+    def told(self) -> int:
+        """What ranks that follow must know of its last token, in one number for :meth:`repeat`."""
+        return self.tokens[-1] * len(_ENDS) + _ENDS.index(self.finish_reason)
+
+    def accept(self, token: int, now: float, logprobs: TokenLogprobs | None = None) -> None:
+        """Appends a token that was generated at time ``now``; it may end the request."""
+        self._append(token, now)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        params, count = self.params, self.stats.output_tokens
+        if count >= params.min_tokens:
+            if token in params.stop_tokens:
+                self._stop(token)
+            elif params.stop_sequences:
+                self._stop_by_sequence()
+        if not self.finish_reason and count == params.max_tokens:
+            self.finish_reason = "length"
+        if params.stop_strings and self._text is not None:
+            try:
+                self._read()
+            except Exception as error:
+                self.fail(error, now)
+            if self._text.stop is not None:
+                self._stop(self._text.stop)
+        if self.finish_reason:
+            self.stats.seconds = now - self._submitted
+
+    def repeat(self, told: int, now: float) -> None:
+        """Does what :meth:`accept` or :meth:`fail` did on the rank that tells it."""
+        token, end = divmod(told, len(_ENDS))
+        if told >= 0:
+            self._append(token, now)
+        self.finish_reason = _ENDS[end] if told >= 0 else "error"
+
+    def fail(self, error: Exception, now: float) -> None:
+        """Ends the request at time ``now`` by an error of its own, with the output that it has."""
+        self.finish_reason, self.error = "error", error
+        self.stats.seconds = now - self._submitted
+
+    def abort(self, now: float) -> None:
+        """Ends the request at time ``now``, with the output that it has."""
+        self.finish_reason = "abort"
+        self.stats.seconds = now - self._submitted
+
+    def _append(self, token: int, now: float) -> None:
+        stats = self.stats
+        self.tokens.append(token)
+        self.number = self._generator.random()
+        stats.output_tokens += 1
+        if stats.time_to_first_token is None:
+            stats.time_to_first_token = now - self._submitted
+
+    def _stop(self, by: int | tuple[int, ...] | str) -> None:
+        self.finish_reason, self.stopped_by = "stop", by
+
+    def _stop_by_sequence(self) -> None:
+        """Ends the request if its output ends with a stop sequence."""
+        for sequence in self.params.stop_sequences:
+            size = len(sequence)
+            if size <= self.stats.output_tokens and tuple(self.tokens[-size:]) == sequence:
+                self._stop(tuple(sequence))
+                return
+
+    def _hidden(self) -> int:
+        """How many of the last tokens are no text: a stop, or what may become one."""
+        if isinstance(self.stopped_by, int):
+            return 1
+        if isinstance(self.stopped_by, tuple):
+            return len(self.stopped_by)
+        stops = self.params.stop_sequences
+        if self.finish_reason or not stops:
+            return 0
+        longest = max(map(len, stops))
+        return overlap(tuple(self.output[-longest:]), tuple(stops))
+
+    def _read(self) -> None:
+        """Makes text of the tokens that are not yet part of it."""
+        text = self._text
+        assert text is not None
+        if text.stop is None:
+            begin = self.stats.prompt_tokens + text.fed
+            tokens = self.tokens[begin : len(self.tokens) - self._hidden()]
+            searches = self.stats.output_tokens >= self.params.min_tokens
+            text.feed(tokens, self.is_finished, searches)
+
+    def __repr__(self) -> str:
+        state = self.finish_reason or ("running" if self.sequence else "waiting")
+        return f"Request(prompt={len(self.prompt)} tokens, output={self.output}, {state})"

@@ -1,0 +1,58 @@
+"""Counters and times of requests and of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class RequestStats:
+    """Counters and times of one request. Times are in seconds, on the host's clock."""
+
+    prompt_tokens: int
+    output_tokens: int = 0
+    prefix_hits: int = 0
+    """Tokens that prefix caching found, including those found again after a preemption."""
+    preemptions: int = 0
+    """How often it lost its pages to older requests."""
+    peak_pages: int = 0
+    """The largest number of pages that it held, including shared ones."""
+    time_to_first_token: float | None = None
+    """Since its submission; None before the first token."""
+    seconds: float | None = None
+    """From its submission to its end; None before that."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens over ``seconds``; 0 before the end."""
+        return self.output_tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters of an engine, over all requests so far."""
+
+    finished: int = 0
+    """Requests that are complete."""
+    failed: int = 0
+    """Requests that ended by an error of their own."""
+    aborted: int = 0
+    """Requests that were aborted."""
+    steps: int = 0
+    replays: int = 0
+    """Steps that were replayed from a CUDA graph."""
+    computed_tokens: int = 0
+    """Tokens that went through the model, including those computed again after a preemption."""
+    output_tokens: int = 0
+    prefix_hits: int = 0
+    """Tokens of admitted requests that prefix caching found in the cache."""
+    preemptions: int = 0
+    peak_pages: int = 0
+    """The largest number of pages in use in any step."""
+    seconds: float = 0.0
+    """Time spent in steps, in seconds."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens over ``seconds``; 0 before the first step."""
+        return self.output_tokens / self.seconds if self.seconds else 0.0
