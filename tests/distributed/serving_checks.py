@@ -170,6 +170,40 @@ def check_sampling(mesh: DeviceMesh) -> None:
     assert outputs == outputs[:1] * mesh.size()
 
 
+def check_options(mesh: DeviceMesh) -> None:
+    """Options of every kind: the first rank alone calls the functions, some of which fail."""
+    calls: list[int] = []
+
+    def decode(tokens: list[int]) -> str:
+        calls.append(len(tokens))
+        return "".join(f"{token:02d}" for token in tokens)
+
+    def allowed(output: list[int]) -> range | tuple[()]:
+        calls.append(len(output))
+        return range(3, 50) if len(output) < 7 else ()
+
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"frequency_penalty": 0.5, "repetition_penalty": 1.3, "logprobs": 2},
+        {"allowed_tokens": allowed},
+        {"stop_strings": ["3", "41"], "min_tokens": 3},
+        {"stop_sequences": [[token] for token in range(0, 64, 9)], "temperature": 1.5},
+        {"bad_words": [[1], [2, 3]], "stop_tokens": {4, 5}, "temperature": 1.5, "min_p": 0.1},
+    ]
+    jobs = [
+        (prompt, replace(params, max_tokens=16, seed=index, **kinds[index % len(kinds)]))
+        for index, (prompt, params) in enumerate(jobs_of(24, 6))
+    ]
+    stats = check_equal(mesh, lambda e: serve_at_random(e, jobs), pages=26, decode=decode)
+    assert stats.failed > 0
+    assert stats.failed + stats.finished == 24
+    assert stats.preemptions > 0
+    first, *others = on_all(mesh, len(calls))
+    # All of them served it alone as well.
+    assert others == [first // 2] * len(others)
+    assert first > 100
+
+
 def check_aborts(mesh: DeviceMesh) -> None:
     """Of requests that run, wait, are in their prompt, or have not been told of; and of none."""
 
@@ -332,6 +366,7 @@ def check_pairs_and_all() -> None:
     for check in (
         check_greedy,
         check_sampling,
+        check_options,
         check_aborts,
         check_missing_pages,
         check_heads_that_cannot_be_shared,
@@ -351,5 +386,5 @@ def check_pairs_and_all() -> None:
 
 def check_on_gpus() -> None:
     mesh = mesh_of()
-    for check in (check_greedy, check_sampling, check_aborts, check_missing_pages):
+    for check in (check_greedy, check_sampling, check_options, check_aborts, check_missing_pages):
         check(mesh)
