@@ -14,6 +14,7 @@ from cudnn_ops.ops import _vmap_conv as _vmap_conv
 from cudnn_ops.ops import _vmap_linear as _vmap_linear
 from cudnn_ops.ops import _vmap_rows as _vmap_rows
 from cudnn_ops.ops._when_imported import when_imported as _when_imported
+from cudnn_ops.ops.alibi import alibi_slopes
 from cudnn_ops.ops.checkpointing import checkpoint_ops
 from cudnn_ops.ops.conv import conv1d, conv2d, conv3d
 from cudnn_ops.ops.decomposition import decompositions
@@ -107,6 +108,7 @@ __all__ = [
     "WarmupReport",
     "add_layer_norm",
     "add_rms_norm",
+    "alibi_slopes",
     "build_bundle",
     "cache_clear",
     "cache_info",
