@@ -58,7 +58,7 @@ from cudnn_ops.plans.request_file import load_requests, save_requests
 from cudnn_ops.plans.tables import LinearTiming, NormTiming
 from cudnn_ops.plans.tune import TunedPlan, tune_sdpa
 from cudnn_ops.plans.warmup import PlanRequest, WarmupReport, plan_requests, record_shapes, warmup
-from cudnn_ops.serving import CacheUsage, KVSequence, OutOfPages, PagedKVCache
+from cudnn_ops.serving import CachedKV, CacheUsage, KVCache, KVSequence, OutOfPages, PagedKVCache
 from cudnn_ops.support.known_bad import KnownBad, known_bad
 
 __version__ = "0.1.0"
@@ -92,8 +92,10 @@ __all__ = [
     "BundleReport",
     "CacheInfo",
     "CacheUsage",
+    "CachedKV",
     "Candidate",
     "CompileReport",
+    "KVCache",
     "KVSequence",
     "KnownBad",
     "LinearTiming",

@@ -1,6 +1,7 @@
 """Serving many requests at once: a paged cache of keys and values, and an engine around a model."""
 
 from cudnn_ops.serving.choosing import NothingAllowed
+from cudnn_ops.serving.contiguous_cache import CachedKV, KVCache
 from cudnn_ops.serving.engine import Engine, GeneratedToken
 from cudnn_ops.serving.kv_cache import CacheUsage, PagedKVCache
 from cudnn_ops.serving.model_runner import Attend, Model
@@ -13,9 +14,11 @@ from cudnn_ops.serving.stats import EngineStats, RequestStats
 __all__ = [
     "Attend",
     "CacheUsage",
+    "CachedKV",
     "Engine",
     "EngineStats",
     "GeneratedToken",
+    "KVCache",
     "KVSequence",
     "Model",
     "NothingAllowed",
