@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,17 +14,18 @@ from tests.conftest import DEVICES
 
 
 def make_cache(device: str = "cpu", **options) -> KVCache:
-    sizes = {"layers": 2, "batch": 3, "length": 12, "heads_kv": 2, "head_size": 8}
+    sizes: dict[str, Any] = {"layers": 2, "batch": 3, "length": 12, "heads_kv": 2, "head_size": 8}
     dtype = torch.float16 if device == "cuda" else torch.float32
     return KVCache(**(sizes | {"value_size": 16, "dtype": dtype, "device": device} | options))
 
 
 def make_kv(cache: KVCache, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     like = cache.get(0).key
-    return tuple(
+    key, value = (
         torch.randn(cache.batch, cache.heads_kv, tokens, size).to(like)
         for size in (cache.head_size, cache.value_size)
     )
+    return key, value
 
 
 def check(cache: KVCache, layer: int, expected: list[list[tuple]]) -> None:

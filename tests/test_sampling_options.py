@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -177,17 +179,18 @@ def test_a_step_that_failed_is_counted_once():
     """The counts on the device follow the tokens, whatever was raised in between."""
     table, failing = make_table(7), [False]
     engine = make_engine(table)
-    jobs = [([index, 8], SamplingParams(12, frequency_penalty=1.0)) for index in range(3)]
+    jobs = [([8, index], SamplingParams(30, frequency_penalty=1.0)) for index in range(3)]
     requests = [engine.submit(*job) for job in jobs]
-    select = torch.Tensor.index_select
+    add = torch.Tensor.index_add_
 
     def fail(*args):
         if failing[0]:
             raise RuntimeError("no luck")
-        return select(*args)
+        return add(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "index_select", fail)
+        patch.setattr(torch.Tensor, "index_add_", fail)
+        engine.step()  # the prompts are counted, and no output
         while engine.running or engine.waiting:
             failing[0] = not failing[0]
             if failing[0]:
@@ -196,6 +199,18 @@ def test_a_step_that_failed_is_counted_once():
             else:
                 engine.step()
     assert [r.output for r in requests] == [generate(table, *job) for job in jobs]
+    assert requests[0].output != generate(table, jobs[0][0], SamplingParams(30))
+
+
+def test_requests_that_are_over_are_let_go():
+    engine = make_engine(make_table(7))
+    params = SamplingParams(2, frequency_penalty=1.0)
+    over = weakref.ref(engine.submit([1], params))
+    list(engine.run())
+    engine.submit([2], params)
+    list(engine.run())
+    gc.collect()
+    assert over() is None
 
 
 # Log probabilities
