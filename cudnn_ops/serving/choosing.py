@@ -94,9 +94,12 @@ class Chooser:
             greedy: int64 [shares], the greatest one's token.
             shares: a step's.
         """
-        requests = [(row, share.request) for row, share in enumerate(shares) if share.is_last]
-        if all(request.params._is_plain for _, request in requests):
+        for share in shares:
+            if not share.request.params._is_plain:
+                break
+        else:
             return Chosen(greedy)
+        requests = [(row, share.request) for row, share in enumerate(shares) if share.is_last]
         try:
             return self._choose(logits, requests)
         except BaseException:

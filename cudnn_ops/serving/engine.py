@@ -385,10 +385,11 @@ class Engine:
             step: a step that was computed.
             told: what the first rank says of each share; None there.
         """
-        scheduler, shares, chosen = self._scheduler, step.batch.shares, step.chosen
+        shares, chosen = step.batch.shares, step.chosen
         if chosen is None:
             return []
-        generated = []
+        generated: list[GeneratedToken] = []
+        ended: list[Request] = []
         tells = [0] * len(shares)
         now = time.perf_counter()
         for row, share in enumerate(shares):
@@ -397,35 +398,38 @@ class Engine:
             request = share.request
             token: int | None = step.tokens[row]
             if told is not None:
-                request.repeat(told[row], now)
-                token = None if told[row] < 0 else request.tokens[-1]
+                token = request.repeat(told[row], now)
             elif row in chosen.errors:
                 token = None
                 request.fail(chosen.errors[row], now)
             else:
                 request.accept(step.tokens[row], now, chosen.logprobs.get(row))
-            tells[row] = -1 if token is None else request.told
             generated.append(GeneratedToken(request, token))
-        ended = [request for request, _ in generated if request.is_finished]
+            if request.finish_reason:
+                ended.append(request)
+            if self._ranks:
+                tells[row] = -1 if token is None else request.told
         for request in ended:
-            scheduler.finish(request)
+            self._scheduler.finish(request)
         if self._ranks and told is None:
             self._ranks.chosen = tells
-        failed = sum(request.finish_reason == "error" for request in ended)
-        self._count(step, len(ended) - failed, failed, sum(t is not None for _, t in generated))
+        self._count(step, generated, ended)
         return generated
 
-    def _count(self, step: _Step, finished: int, failed: int, tokens: int) -> None:
-        """Counts a step, the requests that it ended, and its output tokens."""
+    def _count(self, step: _Step, generated: list[GeneratedToken], ended: list[Request]) -> None:
+        """Counts a step, its tokens, and the requests that it ended."""
         stats, scheduler = self._stats, self._scheduler
+        failed = [request for request in ended if request.finish_reason == "error"]
+        # One that failed before it had a token is among those generated, too.
+        missing = sum(token is None for _, token in generated) if failed else 0
         self._stats = replace(
             stats,
-            finished=stats.finished + finished,
-            failed=stats.failed + failed,
+            finished=stats.finished + len(ended) - len(failed),
+            failed=stats.failed + len(failed),
             steps=stats.steps + 1,
             replays=self._runner.replays,
             computed_tokens=stats.computed_tokens + len(step.batch.slots),
-            output_tokens=stats.output_tokens + tokens,
+            output_tokens=stats.output_tokens + len(generated) - missing,
             prefix_hits=scheduler.prefix_hits,
             preemptions=scheduler.preemptions,
             peak_pages=max(stats.peak_pages, step.pages),

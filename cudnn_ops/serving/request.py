@@ -98,9 +98,9 @@ class Request:
     def accept(self, token: int, now: float, logprobs: TokenLogprobs | None = None) -> None:
         """Appends a token that was generated at time ``now``; it may end the request."""
         self._append(token, now)
+        params, count = self.params, self.stats.output_tokens
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        params, count = self.params, self.stats.output_tokens
         if count >= params.min_tokens:
             if token in params.stop_tokens:
                 self._stop(token)
@@ -118,12 +118,19 @@ class Request:
         if self.finish_reason:
             self.stats.seconds = now - self._submitted
 
-    def repeat(self, told: int, now: float) -> None:
-        """Does what :meth:`accept` or :meth:`fail` did on the rank that tells it."""
+    def repeat(self, told: int, now: float) -> int | None:
+        """Does what :meth:`accept` or :meth:`fail` did on the rank that tells it.
+
+        Returns:
+            The token; None if the request failed before it had one, of which -1 tells.
+        """
+        if told < 0:
+            self.finish_reason = "error"
+            return None
         token, end = divmod(told, len(_ENDS))
-        if told >= 0:
-            self._append(token, now)
-        self.finish_reason = _ENDS[end] if told >= 0 else "error"
+        self._append(token, now)
+        self.finish_reason = _ENDS[end]
+        return token
 
     def fail(self, error: Exception, now: float) -> None:
         """Ends the request at time ``now`` by an error of its own, with the output that it has."""
