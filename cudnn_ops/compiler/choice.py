@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,10 @@ class Chooser:
     def _measure(self, found: Found) -> tuple[float, float]:
         modules = {"ours": replacement_of(found), "stock": module_of(found)}
         values = [value_of(node) for node in found.inputs]
-        with torch.random.fork_rng(), _outside_of_compilation(), _device_of(values):
+        devices = {value.device for value in values if value is not None and value.is_cuda}
+        # Named, or torch would warn of a machine with several GPUs.
+        rng = torch.random.fork_rng(devices=[device.index or 0 for device in devices])
+        with rng, _outside_of_compilation(), _current(devices):
             inputs = [_random_like(value) for value in values]
             steps = {name: _compiled_step(module, inputs) for name, module in modules.items()}
             times = self._clock(steps)
@@ -187,9 +190,10 @@ def _outside_of_compilation() -> Iterator[None]:
         utils._metrics_context_tls.metrics_context = outer
 
 
-def _device_of(values: Sequence[Tensor | None]) -> AbstractContextManager[object]:
-    devices = {value.device for value in values if value is not None and value.is_cuda}
-    return torch.cuda.device(devices.pop()) if devices else nullcontext()
+def _current(devices: Iterable[torch.device]) -> AbstractContextManager[object]:
+    """All tensors of a graph that is measured are on one GPU."""
+    device = next(iter(devices), None)
+    return nullcontext() if device is None else torch.cuda.device(device)
 
 
 def _path() -> Path | None:
