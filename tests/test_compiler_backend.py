@@ -172,7 +172,8 @@ def test_a_dry_run_reports_and_swaps_nothing():
     report = cudnn_ops.compile_report()
     assert not report.swapped
     assert {candidate.reason for candidate in report} == {"dry run"}
-    assert {candidate.pattern for candidate in report} == {"attention", "gated", "rms_norm"}
+    # What ends in a gated activation begins with a linear layer and an activation.
+    assert {c.pattern for c in report} == {"attention", "gated", "linear", "rms_norm"}
 
 
 def test_without_asking_a_cpu_is_left_alone():
@@ -213,7 +214,7 @@ def test_a_pattern_that_fails_costs_one_warning(monkeypatch):
     compiled = torch.compile(model, backend="cudnn_ops", options=ALL)
     with pytest.warns(UserWarning, match="the pattern gated failed.*RuntimeError: broken"):
         _check(model, compiled, torch.randn(2, 7, 32))
-    assert _swapped() == ["attention", "rms_norm", "rms_norm"]
+    assert _swapped() == ["attention", "linear", "rms_norm", "rms_norm"]
 
 
 def test_a_replacement_that_does_not_compile_is_undone(monkeypatch):
@@ -377,7 +378,7 @@ def test_measured_on_a_gpu(store):
     compiled = torch.compile(model, backend="cudnn_ops")
     _check(model, compiled, torch.randn(2, 512, 64, device="cuda", dtype=torch.bfloat16), 5e-2)
     report = cudnn_ops.compile_report()
-    assert {candidate.pattern for candidate in report} == {"attention", "gated", "rms_norm"}
+    assert {c.pattern for c in report} >= {"attention", "gated", "rms_norm"}
     for candidate in report:
         assert candidate.ours_ms is not None
         assert candidate.stock_ms is not None

@@ -12,15 +12,15 @@ namespace cudnn_ops {
 
 // out = act(left @ right + bias + added); or, of a gradient, (left @ right) * gelu_tanh'(slope_of).
 struct LtProduct {
-  at::Tensor left, right;           // [m, k] and [k, n], with any strides
-  at::Tensor out;                   // [m, n], contiguous, as all that follow with its columns
-  std::optional<at::Tensor> bias;   // [n]
-  std::optional<at::Tensor> added;  // [m, n]
+  at::Tensor left, right;             // [m, k] and [k, n], with any strides
+  at::Tensor out;                     // [m, n], contiguous, as all that follow with its columns
+  std::optional<at::Tensor> bias{};   // [n]
+  std::optional<at::Tensor> added{};  // [m, n]
   Activation activation = Activation::kNone;
-  at::Tensor before;                   // written where it is defined: what GELU is of
-  std::optional<at::Tensor> slope_of;  // [m, n]
-  at::Tensor column_sums;              // [n], written where it is defined: of the gradient
-  at::Tensor row_sums;                 // [m], written where it is defined: of `left`
+  at::Tensor before{};                   // written where it is defined: what GELU is of
+  std::optional<at::Tensor> slope_of{};  // [m, n]
+  at::Tensor column_sums{};              // [n], written where it is defined: of the gradient
+  at::Tensor row_sums{};                 // [m], written where it is defined: of `left`
 };
 
 // Whether cuBLASLt ends a product with the activation.
