@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 
+from cudnn_ops.compiler import masks
 from cudnn_ops.ops.arguments import bind
 from tests.cases.compiler import Rewritten, check_swap
 
@@ -28,6 +31,10 @@ def _qkv(length_kv: int = LENGTH, heads_kv: int = HEADS) -> list[Tensor]:
 def _options(found: Rewritten) -> dict[str, Any]:
     """What the one call of our operator says about its mask."""
     (node,) = found.ours
+    return _options_of(node)
+
+
+def _options_of(node: fx.Node) -> dict[str, Any]:
     call = bind(torch.ops.cudnn_ops.sdpa.default, node.args, node.kwargs)
     return {
         "causal": call.is_causal,
@@ -369,6 +376,43 @@ def test_a_mask_of_dynamic_sizes_is_not_known():
 
     found = check_swap(attend, *_qkv(), expect=["attention"], dynamic=True)
     assert _options(found) == _expect(mask=True)
+
+
+def test_a_mask_of_several_layers_is_computed_once(monkeypatch):
+    classify, calls = masks._classify, []
+
+    def counted(mask: Tensor) -> Any:
+        calls.append(tuple(mask.shape))
+        return classify(mask)
+
+    monkeypatch.setattr(masks, "_classify", counted)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+        partly = seen & padding[:, None, None, :]
+        for mask in (seen, partly, seen, partly):
+            q = sdpa(q, k, v, attn_mask=mask)
+        return q
+
+    padding = torch.ones(BATCH, LENGTH, dtype=torch.bool)
+    padding[0, 7:] = False
+    found = check_swap(attend, *_qkv(), padding, expect=["attention"] * 4)
+    whole, rest = _expect(causal=True), _expect(causal=True, mask=True)
+    assert [_options_of(node) for node in found.ours] == [whole, rest, whole, rest]
+    assert calls == [(LENGTH, LENGTH)] * 2
+
+
+def test_what_is_known_of_a_mask_goes_with_its_graph():
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sdpa(q, k, v, attn_mask=torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril())
+
+    found = check_swap(attend, *_qkv(), expect=["attention"])
+    graph = weakref.ref(found.graphs[0].graph)
+    assert any(mask.graph is graph() for mask in masks._known)
+    del found
+    torch._dynamo.reset()
+    gc.collect()
+    assert graph() is None
 
 
 # --- heads -----------------------------------------------------------------------------

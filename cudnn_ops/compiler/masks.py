@@ -9,7 +9,9 @@ every call of the graph, as its sizes do.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
@@ -57,32 +59,68 @@ def visible_of(
     Returns:
         None where the mask is no more than a tensor.
     """
+    parts = [mask] if is_hidden else _conjuncts(mask)
+    visible, unknown = _known_of(mask, parts, length, length_kv, is_hidden)
+    if visible is None or unknown is None:
+        return visible
+    rest = parts[unknown]
+    lengths = None if is_hidden else _lengths_of(rest, length_kv)
+    if lengths is not None:
+        return visible._replace(lengths=lengths)
+    return visible._replace(rest=rest) if len(parts) > 1 else None
+
+
+class _Known(NamedTuple):
+    """What is known of a mask's parts. It has no nodes, which would keep the graph.
+
+    Attributes:
+        visible: what those parts hide that are known; None where that has no name, or where more
+            than one is not known.
+        unknown: the place of the part that is not known.
+    """
+
+    visible: Visible | None
+    unknown: int | None = None
+
+
+#: The layers of a model share a mask, and to compute it takes tens of milliseconds.
+_known: WeakKeyDictionary[fx.Node, dict[tuple[int, int, bool], _Known]] = WeakKeyDictionary()
+
+
+def _known_of(
+    mask: fx.Node, parts: Sequence[fx.Node], length: int, length_kv: int, is_hidden: bool
+) -> _Known:
+    if not isinstance(length, int) or not isinstance(length_kv, int):
+        return _compute(parts, length, length_kv, is_hidden)  # to look up a dynamic one guards it
+    of_mask = _known.setdefault(mask, {})
+    key = length, length_kv, is_hidden
+    if key not in of_mask:
+        of_mask[key] = _compute(parts, *key)
+    return of_mask[key]
+
+
+def _compute(parts: Sequence[fx.Node], length: int, length_kv: int, is_hidden: bool) -> _Known:
     known: Tensor | None = None
-    rest: list[fx.Node] = []
-    for part in [mask] if is_hidden else _conjuncts(mask):
+    unknown: list[int] = []
+    for index, part in enumerate(parts):
         value = computed(part)
         if value is None:
-            rest.append(part)
+            unknown.append(index)
         else:
             value = _as_bool(value)
             if value is None:
-                return None
+                return _Known(None)
             value = ~value if is_hidden else value
             known = value if known is None else known & value
-    if len(rest) > 1:
-        return None
-    lengths = _lengths_of(rest[0], length_kv) if rest and not is_hidden else None
-    if lengths is not None:
-        rest = []
+    if len(unknown) > 1:
+        return _Known(None)
+    place = unknown[0] if unknown else None
     if known is None:
-        return None if lengths is None else Visible(lengths=lengths)
+        return _Known(Visible(), place)
     numbers = torch.broadcast_shapes(known.shape[-2:], (length, length_kv))
     if numbers != (length, length_kv):
-        return None
-    found = _classify(known.expand(*known.shape[:-2], length, length_kv))
-    if found is None:
-        return None
-    return found._replace(rest=rest[0] if rest else None, lengths=lengths)
+        return _Known(None)
+    return _Known(_classify(known.expand(*known.shape[:-2], length, length_kv)), place)
 
 
 def _conjuncts(mask: fx.Node) -> list[fx.Node]:
