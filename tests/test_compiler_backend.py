@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import cudnn_ops
 from cudnn_ops.compiler import choice
+from cudnn_ops.compiler import rewrite as rewriting
 from cudnn_ops.compiler.choice import Chooser
 from cudnn_ops.compiler.options import settings_of
 from cudnn_ops.compiler.patterns import PATTERNS
@@ -234,6 +235,49 @@ def test_a_replacement_that_does_not_compile_is_undone(monkeypatch):
     with pytest.warns(UserWarning, match="a graph does not compile with our operators.*no kernel"):
         _check(model, compiled, torch.randn(2, 7, 32))
     report = cudnn_ops.compile_report()
+    assert not report.swapped
+    assert all("did not compile" in candidate.reason for candidate in report)
+
+
+def test_a_graph_that_depends_on_strides_is_compiled_as_it_was(monkeypatch):
+    def settle(_: Any) -> int:
+        raise ZeroDivisionError("of strides")
+
+    monkeypatch.setattr(rewriting.Strides, "settle", settle)
+    model = Block()
+    compiled = torch.compile(model, backend="cudnn_ops", options=ALL)
+    with pytest.warns(UserWarning, match="ZeroDivisionError: of strides"):
+        _check(model, compiled, torch.randn(2, 7, 32))
+    assert not cudnn_ops.compile_report().swapped
+
+
+def test_a_replacement_within_a_checkpoint_is_undone(monkeypatch):
+    from torch._inductor import compile_fx
+
+    original, compiled_with_ours = compile_fx.compile_fx, []
+
+    def fails_with_ours(module, *args, **kwargs):
+        graphs = [one.graph for one in module.modules() if isinstance(one, fx.GraphModule)]
+        targets = {str(node.target) for graph in graphs for node in graph.nodes}
+        compiled_with_ours.append(any(target.startswith("cudnn_ops.") for target in targets))
+        result = original(module, *args, **kwargs)
+        if compiled_with_ours[-1]:
+            raise RuntimeError("no kernel")
+        return result
+
+    class Checkpointed(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    monkeypatch.setattr(compile_fx, "compile_fx", fails_with_ours)
+    model = Checkpointed()
+    compiled = torch.compile(model, backend="cudnn_ops", options=ALL)
+    with pytest.warns(UserWarning, match="a graph does not compile with our operators.*no kernel"):
+        _check(model, compiled, torch.randn(2, 7, 32))
+    assert compiled_with_ours[0]
+    assert not compiled_with_ours[-1]
+    report = cudnn_ops.compile_report()
+    assert {candidate.pattern for candidate in report} == {"attention", "gated", "rms_norm"}
     assert not report.swapped
     assert all("did not compile" in candidate.reason for candidate in report)
 

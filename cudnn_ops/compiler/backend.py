@@ -6,14 +6,13 @@ derivatives are autograd's as any other's, and inductor compiles what comes out.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 from torch import fx
 
-from cudnn_ops.compiler.report import compile_report
+from cudnn_ops.compiler.report import compile_report, first_line, warn
 
 
 def cudnn_ops(
@@ -59,9 +58,8 @@ def cudnn_ops(
     settings = settings_of(mode, options)
     report = compile_report()
     begun = report.begin()
-    stock = fx.GraphModule(module, copy.deepcopy(module.graph))
     patches = dict(list_mode_options(settings.mode)) | dict(settings.inductor)
-    swapped = rewrite(module, PATTERNS, Chooser(settings, report), report)
+    swaps = rewrite(module, PATTERNS, Chooser(settings, report), report)
     try:
         return compile_fx(module, list(example_inputs), config_patches=patches)  # type: ignore[return-value]
     except (RestartAnalysis, SkipFrame):
@@ -69,10 +67,11 @@ def cudnn_ops(
         report.forget(begun)
         raise
     except Exception as error:
-        if not swapped:
+        if not swaps.candidates:
             raise
-        report.undo(swapped, error)
-        return compile_fx(stock, list(example_inputs), config_patches=patches)  # type: ignore[return-value]
+        warn("a graph does not compile with our operators and is compiled without them", error)
+        swaps.undo(f"the graph did not compile with it: {first_line(error)}")
+        return compile_fx(module, list(example_inputs), config_patches=patches)  # type: ignore[return-value]
 
 
 def register(registry: ModuleType) -> None:

@@ -81,17 +81,6 @@ class CompileReport:
         self.graphs -= 1
         del self.candidates[begun:]
 
-    def undo(self, count: int, error: Exception) -> None:
-        """The graph with the last ``count`` swaps did not compile: they are none."""
-        for candidate in self.swapped[-count:]:
-            candidate.swapped = False
-            candidate.reason = f"the graph did not compile with it: {first_line(error)}"
-        warnings.warn(
-            'torch.compile with backend="cudnn_ops": a graph does not compile with our operators '
-            f"and is compiled without them: {type(error).__name__}: {first_line(error)}",
-            stacklevel=2,
-        )
-
     def clear(self) -> None:
         """Forgets everything."""
         self.candidates.clear()
@@ -141,6 +130,15 @@ def _row(candidate: Candidate) -> tuple[str, str, str, str, str, str]:
 def first_line(error: Exception) -> str:
     """What an error says first: torch's go on with stacks."""
     return next(iter(str(error).splitlines()), "")
+
+
+def warn(what: str, error: Exception) -> None:
+    """Of something that the backend does without, because of the error."""
+    warnings.warn(
+        f'torch.compile with backend="cudnn_ops": {what}: {type(error).__name__}: '
+        f"{first_line(error)}",
+        stacklevel=2,
+    )
 
 
 def _line_of(node: fx.Node) -> str:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from cudnn_ops.compiler.nodes import call_of, changes_mode, mutated, value_of
 from cudnn_ops.compiler.pattern import Found, Pattern, Refusal
-from cudnn_ops.compiler.report import Candidate, CompileReport, first_line
+from cudnn_ops.compiler.report import Candidate, CompileReport, first_line, warn
 from cudnn_ops.compiler.strides import Strides
 
 log = logging.getLogger("cudnn_ops.compiler")
@@ -49,7 +49,7 @@ class GraphFacts:
         self.declined: set[fx.Node] = set()
         #: Of our results, what the stock graph gives in their place.
         self.stock: dict[fx.Node, Tensor] = {}
-        #: The graph as it was, from the first swap on, and what was swapped.
+        #: The graph as it was, from the first swap on.
         self.before: fx.Graph | None = None
         self.swapped: list[Candidate] = []
 
@@ -58,20 +58,42 @@ class GraphFacts:
         self.mode[node] = self.mode[like]
 
 
+@dataclass
+class Swaps:
+    """What was swapped, in one graph or several.
+
+    Attributes:
+        candidates: the matches.
+        before: the modules whose graphs were changed, with what these were.
+    """
+
+    candidates: list[Candidate] = field(default_factory=list)
+    before: list[tuple[fx.GraphModule, fx.Graph]] = field(default_factory=list)
+
+    def add(self, other: Swaps) -> None:
+        self.candidates += other.candidates
+        self.before += other.before
+
+    def undo(self, reason: str) -> None:
+        """The graphs are the stock ones again, and nothing was swapped."""
+        for module, graph in self.before:
+            module.graph = graph
+        for candidate in self.candidates:
+            candidate.swapped, candidate.reason = False, reason
+        self.before.clear()
+        self.candidates.clear()
+
+
 def rewrite(
     module: fx.GraphModule, patterns: Sequence[Pattern], decide: Decide, report: CompileReport
-) -> int:
-    """Swaps what the patterns find in a module's graph and in those of its submodules.
-
-    Returns:
-        how many matches were swapped.
-    """
-    count = 0
+) -> Swaps:
+    """Swaps what the patterns find in a module's graph and in those of its submodules."""
+    swaps = Swaps()
     for name, child in module.named_children():
         # Higher-order operators call those: checkpointing, control flow.
         if isinstance(child, fx.GraphModule):
             log.debug("%s: a graph within the graph", name)
-            count += rewrite(child, patterns, decide, report)
+            swaps.add(rewrite(child, patterns, decide, report))
     graph = module.graph
     facts = GraphFacts(graph)
     for pattern in patterns:
@@ -82,11 +104,14 @@ def rewrite(
             if node in facts.place and node not in facts.declined and _ends(pattern, node):
                 _try(graph, facts, pattern, node, decide, report)
     if facts.swapped:
-        _settle_strides(module, facts)
-    return count + len(facts.swapped)
+        assert facts.before is not None
+        own = Swaps(facts.swapped, [(module, facts.before)])
+        _settle_strides(module, facts, own)
+        swaps.add(own)
+    return swaps
 
 
-def _settle_strides(module: fx.GraphModule, facts: GraphFacts) -> None:
+def _settle_strides(module: fx.GraphModule, facts: GraphFacts, swaps: Swaps) -> None:
     """Where that fails, the graph is the stock one again."""
     try:
         Strides(module.graph, facts.stock, facts.mutated, lambda node: _run(node, facts)).settle()
@@ -94,17 +119,11 @@ def _settle_strides(module: fx.GraphModule, facts: GraphFacts) -> None:
         module.recompile()
     except Exception as error:  # whatever a graph has in it, the stock one is right
         log.info("strides cannot be kept", exc_info=error)
-        warnings.warn(
-            'torch.compile with backend="cudnn_ops": a graph stays as it is, because it depends on '
-            f"the strides of what would be swapped: {type(error).__name__}: {first_line(error)}",
-            stacklevel=2,
+        warn(
+            "a graph stays as it is, because it depends on the strides of what would be swapped",
+            error,
         )
-        assert facts.before is not None
-        module.graph = facts.before
-        for candidate in facts.swapped:
-            candidate.swapped = False
-            candidate.reason = f"the graph depends on strides: {first_line(error)}"
-        facts.swapped.clear()
+        swaps.undo(f"the graph depends on strides: {first_line(error)}")
 
 
 def _ends(pattern: Pattern, node: fx.Node) -> bool:
@@ -139,19 +158,11 @@ def _try(
     except Refusal as refusal:
         recognized, candidate.reason = True, str(refusal)
     except Exception as error:  # whatever goes wrong in a pattern, the stock graph is right
-        _warn(pattern, error)
+        log.info("pattern %s failed", pattern.name, exc_info=error)
+        warn(f"the pattern {pattern.name} failed, and that part of the graph stays as it is", error)
         recognized, candidate.reason = True, f"the pattern failed: {first_line(error)}"
     if recognized:
         report.add(candidate)
-
-
-def _warn(pattern: Pattern, error: Exception) -> None:
-    log.info("pattern %s failed", pattern.name, exc_info=error)
-    warnings.warn(
-        f'torch.compile with backend="cudnn_ops": the pattern {pattern.name} failed, and that part '
-        f"of the graph stays as it is: {type(error).__name__}: {first_line(error)}",
-        stacklevel=2,
-    )
 
 
 def objection(found: Found, facts: GraphFacts) -> str:
@@ -248,7 +259,7 @@ def _autocast(modes: Sequence[fx.Node]) -> Iterator[None]:
 
 def _replace(graph: fx.Graph, facts: GraphFacts, found: Found) -> None:
     if facts.before is None:
-        facts.before = copy.deepcopy(graph)
+        facts.before = _copy_of(graph)
     outputs = sorted(found.outputs, key=facts.place.__getitem__)
     like = outputs[0]
     last_before = like.prev
@@ -273,3 +284,13 @@ def _replace(graph: fx.Graph, facts: GraphFacts, found: Found) -> None:
         if not node.users and not node.is_impure():
             facts.place.pop(node)
             graph.erase_node(node)
+
+
+def _copy_of(graph: fx.Graph) -> fx.Graph:
+    """With the sources of its inputs, without which AOTAutograd refuses a graph of Dynamo's."""
+    copied = copy.deepcopy(graph)
+    inputs = (one.find_nodes(op="placeholder") for one in (graph, copied))
+    for node, its_copy in zip(*inputs, strict=True):
+        if hasattr(node, "_dynamo_source"):
+            its_copy._dynamo_source = node._dynamo_source
+    return copied
