@@ -11,8 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -29,12 +27,15 @@ from cudnn_ops.compiler.pattern import Found, Pattern
 from cudnn_ops.compiler.report import Candidate, CompileReport
 from cudnn_ops.plans import timing
 from cudnn_ops.plans.cache import store_info
+from cudnn_ops.plans.files import replacing
 
 #: Ours must take less than this share of inductor's time: it also ends fusions around it.
 WORTHWHILE = 0.97
 _ROUNDS = 10
 _FILE = "compile_choices.json"
 
+#: Milliseconds that ours takes, and what inductor makes of the stock subgraph.
+Times = tuple[float, float]
 Clock = Callable[[dict[str, Callable[[], object]]], dict[str, float]]
 
 
@@ -61,12 +62,12 @@ class Chooser:
             candidate.reason = reason
             return False
         key = key_of(pattern, found)
-        times = _known(key)
+        times = self._known.get(key)
         if times is None:
             if settings.dry_run:
                 candidate.reason = "dry run: not measured yet"
                 return False
-            times = self._measure(found)
+            times = self._known[key] = self._measure(found)
             _remember(key, times)
         candidate.ours_ms, candidate.stock_ms = times
         is_faster = times[0] < WORTHWHILE * times[1]
@@ -74,6 +75,11 @@ class Chooser:
         if settings.dry_run:
             candidate.reason = "dry run" + (f": {candidate.reason}" if candidate.reason else "")
         return is_faster and not settings.dry_run
+
+    @functools.cached_property
+    def _known(self) -> dict[str, Times]:
+        """What was measured before, in this process or in others; read once for all candidates."""
+        return {**_in_memory, **_stored(_path())}
 
     def _unmeasurable(self, found: Found) -> str:
         values = [value_of(node) for node in found.inputs]
@@ -87,7 +93,7 @@ class Chooser:
             return "a size is dynamic, and times differ from size to size"
         return ""
 
-    def _measure(self, found: Found) -> tuple[float, float]:
+    def _measure(self, found: Found) -> Times:
         modules = {"ours": replacement_of(found), "stock": module_of(found)}
         values = [value_of(node) for node in found.inputs]
         devices = {value.device for value in values if value is not None and value.is_cuda}
@@ -201,34 +207,28 @@ def _path() -> Path | None:
     return Path(info.folder) / _FILE if info.folder and not info.refusal else None
 
 
-def _known(key: str) -> tuple[float, float] | None:
-    path = _path()
-    try:
-        found = json.loads(path.read_text()).get(key) if path is not None else _in_memory.get(key)
-        return None if found is None else (float(found[0]), float(found[1]))
-    except (OSError, ValueError, TypeError, AttributeError, IndexError):
-        return _in_memory.get(key)
-
-
 #: Where there is no store.
-_in_memory: dict[str, tuple[float, float]] = {}
+_in_memory: dict[str, Times] = {}
 
 
-def _remember(key: str, times: tuple[float, float]) -> None:
+def _stored(path: Path | None) -> dict[str, Times]:
+    """What the file has: nothing where it is missing or damaged."""
+    try:
+        content = {} if path is None else json.loads(path.read_text())
+        return {key: (float(ours), float(stock)) for key, (ours, stock) in content.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _remember(key: str, times: Times) -> None:
     _in_memory[key] = times
     path = _path()
     if path is None:
         return
     try:
-        try:
-            known = json.loads(path.read_text())
-        except (OSError, ValueError):
-            known = {}
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Other processes read a whole file, the old one or the new one.
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=_FILE)
-        with os.fdopen(handle, "w") as file:
-            json.dump({**known, key: times}, file)
-        os.replace(name, path)
+        # Other processes may have added theirs since this one read it.
+        with replacing(path) as file:
+            file.write(json.dumps({**_stored(path), key: times}).encode())
     except OSError:
         return  # as the store of plans: what cannot be kept is measured again

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cudnn_ops import _C, support
+from cudnn_ops.plans.files import replacing
 from cudnn_ops.plans.warmup import PlanRequest, distinct, in_threads, resolve_device
 
 _TITLE = b"cudnn_ops plan bundle"
@@ -183,19 +184,11 @@ def _write(
     ]
     header = json.dumps({"versions": _versions(), "gpu": description, "plans": plans}).encode()
     title = f" {_FORMAT} {len(header)} {hashlib.sha256(header).hexdigest()}\n".encode()
-    # Written beside its place and moved into it: a reader sees all of it or none.
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(_TITLE + title + header)
-            for _, name in records:
-                file.write((folder / name).read_bytes())
-            size = file.tell()
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    return size
+    with replacing(path) as file:
+        file.write(_TITLE + title + header)
+        for _, name in records:
+            file.write((folder / name).read_bytes())
+        return file.tell()
 
 
 def load_bundle(
