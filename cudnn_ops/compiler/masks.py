@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from cudnn_ops.compiler.nodes import call_of, value_of, writes_by_name
+from cudnn_ops.compiler.nodes import call_of, target_name, value_of, writes_by_name
 
 #: Numbers of a mask up to which it is computed.
 _MOST_NUMBERS = 1 << 28
@@ -208,9 +208,8 @@ def _needed(node: fx.Node) -> list[fx.Node]:
         one = open_.pop()
         if one in found:
             continue
-        name = one.target if isinstance(one.target, str) else getattr(one.target, "__name__", "")
         is_call = one.op in ("call_function", "call_method")
-        if not is_call or _RANDOM.search(name) or writes_by_name(one):
+        if not is_call or _RANDOM.search(target_name(one)) or writes_by_name(one):
             return []
         found.add(one)
         open_ += one.all_input_nodes

@@ -54,7 +54,6 @@ OPERATIONS: dict[str, Operation] = {
         "input other alpha", operator.add, torch.add, ".add", ".__add__", ".__radd__", alpha=1
     ),
     "sub": _operation("input other alpha", operator.sub, torch.sub, ".sub", ".__sub__", alpha=1),
-    "rsub": _operation("input other alpha", torch.rsub, ".__rsub__", alpha=1),
     "mul": _operation("input other", operator.mul, torch.mul, ".mul", ".__mul__", ".__rmul__"),
     "div": _operation(
         "input other rounding_mode",
@@ -119,9 +118,6 @@ OPERATIONS: dict[str, Operation] = {
         "input other",
         *(operator.matmul, torch.matmul, torch.bmm, ".matmul", ".bmm", ".__matmul__"),
     ),
-    "baddbmm": _operation(
-        "input batch1 batch2 beta alpha", torch.baddbmm, ".baddbmm", beta=1, alpha=1
-    ),
     "linear": _operation("input weight bias", F.linear, _nn.linear, bias=None),
     "layer_norm": _operation(
         "input normalized_shape weight bias eps",
@@ -169,7 +165,6 @@ OPERATIONS: dict[str, Operation] = {
     "unsqueeze": _operation("input dim", torch.unsqueeze, ".unsqueeze"),
     "getitem": _operation("input index", operator.getitem, ".__getitem__"),
     "cat": _operation("tensors dim", torch.cat, torch.concat, dim=0),
-    "stack": _operation("tensors dim", torch.stack, dim=0),
     "chunk": _operation("input chunks dim", torch.chunk, ".chunk", dim=0),
     "unbind": _operation("input dim", torch.unbind, ".unbind", dim=0),
     "narrow": _operation("input dim start length", torch.narrow, ".narrow"),
@@ -377,9 +372,14 @@ _AUGMENTED = {
 }
 
 
+def target_name(node: fx.Node) -> str:
+    """The name of the function or method that it calls; empty where that has none."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
 def writes_by_name(node: fx.Node) -> bool:
     """Whether what it calls is named like something that writes to its first argument."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = target_name(node)
     if name.strip("_") in _AUGMENTED:
         return True
     is_python_s = getattr(node.target, "__module__", "") == "_operator"  # and_
@@ -398,10 +398,9 @@ def written_by(node: fx.Node) -> list[fx.Node]:
         if call.name == "batch_norm" and call["training"] is not False:
             names = ["running_mean", "running_var"]
         return [call[name] for name in names if isinstance(call[name], fx.Node)]
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if isinstance(node.target, torch._ops.OpOverload):
         return node.all_input_nodes if node.target._schema.is_mutable else []
-    if isinstance(node.target, torch._ops.HigherOrderOperator) and "mutation" in name:
+    if isinstance(node.target, torch._ops.HigherOrderOperator) and "mutation" in target_name(node):
         return node.all_input_nodes  # a kernel in Triton
     if writes_by_name(node) or node.kwargs.get("inplace"):
         return node.all_input_nodes[:1]

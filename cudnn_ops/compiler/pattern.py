@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from cudnn_ops.compiler.nodes import value_of
+from cudnn_ops.compiler.nodes import call_of, value_of
 
 
 @dataclass(frozen=True)
@@ -89,3 +89,24 @@ def tensor(node: fx.Node) -> Tensor:
     value = value_of(node)
     assert value is not None, node
     return value
+
+
+def anything(*_: Any) -> bool:
+    """For an argument whose value does not matter."""
+    return True
+
+
+def through_dropout(node: Any) -> tuple[Any, tuple[fx.Node, ...]]:
+    """What a dropout that does nothing is of, and these dropouts."""
+    passed: tuple[fx.Node, ...] = ()
+    while (call := call_of(node) if isinstance(node, fx.Node) else None) is not None:
+        if call.name != "dropout" or (call["training"] is not False and call["p"] != 0):
+            break
+        node, passed = call["input"], (node, *passed)
+    return node, passed
+
+
+def spread(given: Sequence[Any], is_there: Sequence[bool]) -> list[Any]:
+    """What a replacement was given, and None where a tensor is not there."""
+    values = iter(given)
+    return [next(values) if one else None for one in is_there]

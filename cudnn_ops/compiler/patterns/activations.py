@@ -95,3 +95,7 @@ EPILOGUES: dict[Activation, Expression] = {
     "gelu": gelu(_BEFORE),
     "gelu_tanh": gelu_tanh(_BEFORE),
 }
+#: The names of what can be the last node of these.
+ENDS = frozenset(
+    {"relu", "relu6", "hardtanh", "clamp", "silu", "hardswish", "leaky_relu", "gelu", "mul", "div"}
+)

@@ -11,7 +11,7 @@ from torch import fx
 from cudnn_ops.compiler.masks import Visible, visible_of
 from cudnn_ops.compiler.match import Bound, OneOf, Op, Var, first_match
 from cudnn_ops.compiler.nodes import call_of, number_of, value_of
-from cudnn_ops.compiler.pattern import Found, Pattern, Refusal, shape_of
+from cudnn_ops.compiler.pattern import Found, Pattern, Refusal, anything, shape_of
 
 _ALL = slice(None, None, None)
 
@@ -25,10 +25,6 @@ def _is_group_index(index: Any, _: Any) -> bool:
     )
 
 
-def _anything(*_: Any) -> bool:
-    return True
-
-
 def _is_heads(dim: Any, _: Any) -> bool:
     return dim in (1, -3)
 
@@ -40,11 +36,11 @@ _REPEATED = OneOf(
         Op(
             "expand",
             OneOf(Op("getitem", Var("heads"), _is_group_index), Op("unsqueeze", Var("heads"), 2)),
-            _anything,
+            anything,
         ),
-        _anything,
+        anything,
     ),
-    Op("repeat_interleave", Var("heads"), _anything, _is_heads),
+    Op("repeat_interleave", Var("heads"), anything, _is_heads),
 )
 
 

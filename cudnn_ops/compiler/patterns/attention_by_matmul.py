@@ -12,7 +12,7 @@ from torch import fx
 from cudnn_ops.compiler.masks import Visible, visible_of
 from cudnn_ops.compiler.match import Bound, Cast, Number, OneOf, Op, Var, first_match, match
 from cudnn_ops.compiler.nodes import value_of
-from cudnn_ops.compiler.pattern import Found, Pattern, is_tensor, shape_of, tensor
+from cudnn_ops.compiler.pattern import Found, Pattern, anything, is_tensor, shape_of, tensor
 from cudnn_ops.compiler.patterns.attention import check_dtype, mask_options, note_of, unrepeated
 
 #: A score this low has no weight beside any other.
@@ -26,10 +26,6 @@ def _is_last(dim: Any, node: fx.Node) -> bool:
 def _is_float(node: fx.Node) -> bool:
     value = value_of(node)
     return value is not None and value.is_floating_point()
-
-
-def _any_dtype(*_: Any) -> bool:
-    return True
 
 
 _PRODUCT = Op("matmul", Var("query", is_tensor), Var("key", is_tensor))
@@ -49,11 +45,11 @@ _MASKED = Cast(
         _SCALED,
     )
 )
-_WEIGHTS = Cast(Op("softmax", _MASKED, _is_last, dtype=_any_dtype, _stacklevel=_any_dtype))
+_WEIGHTS = Cast(Op("softmax", _MASKED, _is_last, dtype=anything, _stacklevel=anything))
 _DROPPED = OneOf(
     Op("dropout", _WEIGHTS, Number("dropout"), lambda training, _: training is True),
-    Op("dropout", _WEIGHTS, _any_dtype, False),
-    Op("dropout", _WEIGHTS, Number(value=0.0), _any_dtype),
+    Op("dropout", _WEIGHTS, anything, False),
+    Op("dropout", _WEIGHTS, Number(value=0.0), anything),
     _WEIGHTS,
 )
 _ATTENTION = Op("matmul", Cast(_DROPPED), Var("value", is_tensor))

@@ -10,8 +10,16 @@ from torch import fx
 
 from cudnn_ops.compiler.match import match
 from cudnn_ops.compiler.nodes import Call, call_of, value_of
-from cudnn_ops.compiler.pattern import Found, Pattern, Refusal, is_tensor, shape_of, tensor
-from cudnn_ops.compiler.patterns.activations import EPILOGUES
+from cudnn_ops.compiler.pattern import (
+    Found,
+    Pattern,
+    Refusal,
+    is_tensor,
+    shape_of,
+    tensor,
+    through_dropout,
+)
+from cudnn_ops.compiler.patterns.activations import ENDS, EPILOGUES
 from cudnn_ops.ops.activation import Activation
 
 _CONVS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
@@ -48,10 +56,7 @@ class Convolution(Pattern):
     """``activation(batch_norm(conv(x)) + residual)``, as much of it as there is."""
 
     name = "convolution"
-    ends_in = frozenset(
-        {*_CONVS, "batch_norm", "add", "mul", "div", "clamp", "hardtanh"}
-        | {"relu", "relu6", "silu", "hardswish", "leaky_relu", "gelu"}
-    )
+    ends_in = ENDS | {*_CONVS, "batch_norm", "add"}
 
     def find(self, node: fx.Node) -> Iterator[Found]:
         for parts in _with_activation(node):
@@ -61,7 +66,7 @@ class Convolution(Pattern):
 def _with_activation(node: fx.Node) -> Iterator[_Parts]:
     for activation, expression in EPILOGUES.items():
         for bound in match(expression, node):
-            source, passed = _through(bound["before"])
+            source, passed = through_dropout(bound["before"])
             for parts in _with_residual(source):
                 yield parts.behind(*passed, *bound.nodes, activation=activation)
     yield from _with_residual(node)
@@ -71,7 +76,7 @@ def _with_residual(node: fx.Node) -> Iterator[_Parts]:
     for term, residual in _terms(node):
         # Of two convolutions, both terms of the sum, the later one takes the other.
         if shape_of(residual) == shape_of(node):
-            source, passed = _through(term)
+            source, passed = through_dropout(term)
             for parts in _with_norm(source):
                 yield parts.behind(*passed, node, residual=residual)
     yield from _with_norm(node)
@@ -80,14 +85,14 @@ def _with_residual(node: fx.Node) -> Iterator[_Parts]:
 def _with_norm(node: fx.Node) -> Iterator[_Parts]:
     call = call_of(node)
     if call is not None and call.name == "batch_norm" and call["training"] is False:
-        source, passed = _through(call["input"])
+        source, passed = through_dropout(call["input"])
         known = call["running_mean"] is not None and call["running_var"] is not None
         if known and _is_conv(source):
             yield _Parts(source, (source, *passed, node), norm=node)
         return
     for term, shift in _terms(node):
         if _is_row(shift, node):
-            source, passed = _through(term)
+            source, passed = through_dropout(term)
             for parts in _with_scale(source):
                 yield parts.behind(*passed, node, shift=shift)
     yield from _with_scale(node)
@@ -104,7 +109,7 @@ def _with_scale(node: fx.Node) -> Iterator[_Parts]:
     for one, other in (("input", "other"), ("other", "input")):
         scale = call[other]
         if isinstance(call[one], fx.Node) and is_tensor(scale) and _is_row(scale, node):
-            source, passed = _through(call[one])
+            source, passed = through_dropout(call[one])
             if _is_conv(source):
                 yield _Parts(source, (source, *passed, node), scale=scale)
 
@@ -117,16 +122,6 @@ def _terms(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
         if all(is_tensor(term) for term in terms):
             yield terms
             yield terms[::-1]
-
-
-def _through(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-    """What a dropout that does nothing is of, and these dropouts."""
-    passed: tuple[fx.Node, ...] = ()
-    while (call := call_of(node)) is not None and call.name == "dropout":
-        if call["training"] is not False and call["p"] != 0:
-            break
-        node, passed = call["input"], (node, *passed)
-    return node, passed
 
 
 def _is_conv(node: fx.Node) -> bool:

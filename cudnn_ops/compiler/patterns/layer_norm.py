@@ -10,7 +10,7 @@ from torch import fx
 
 from cudnn_ops.compiler.match import Cast, Number, OneOf, Op, Var, match
 from cudnn_ops.compiler.nodes import call_of, number_of
-from cudnn_ops.compiler.pattern import Found, Pattern, is_last_dim, is_tensor, shape_of
+from cudnn_ops.compiler.pattern import Found, Pattern, is_last_dim, is_tensor, shape_of, spread
 from cudnn_ops.compiler.patterns.norm_inputs import is_scale, with_sum
 
 _X = Cast(Var("x", is_tensor))
@@ -78,15 +78,9 @@ def _norms(node: fx.Node) -> Iterator[_Norm]:
             yield _Norm(bound["x"], weight, bias, float(bound["eps"]), list(bound.nodes))
 
 
-def _given(weights: tuple[Any, ...], has: tuple[bool, ...]) -> tuple[Any, Any]:
-    given = iter(weights)
-    weight, bias = (next(given) if one else None for one in has)
-    return weight, bias
-
-
 def _alone(sizes: tuple[Any, ...], eps: float, has: tuple[bool, ...]) -> Any:
     def build(x: Any, *weights: Any) -> Any:
-        weight, bias = _given(weights, has)
+        weight, bias = spread(weights, has)
         return torch.ops.cudnn_ops.layer_norm.default(x, sizes, weight, bias, eps)
 
     return build
@@ -94,7 +88,7 @@ def _alone(sizes: tuple[Any, ...], eps: float, has: tuple[bool, ...]) -> Any:
 
 def _added(sizes: tuple[Any, ...], eps: float, has: tuple[bool, ...]) -> Any:
     def build(x: Any, residual: Any, *weights: Any) -> Any:
-        weight, bias = _given(weights, has)
+        weight, bias = spread(weights, has)
         return torch.ops.cudnn_ops.add_layer_norm.default(x, residual, sizes, weight, bias, eps)
 
     return build

@@ -10,8 +10,8 @@ from torch import fx
 
 from cudnn_ops.compiler.match import match
 from cudnn_ops.compiler.nodes import call_of
-from cudnn_ops.compiler.pattern import Found, Pattern, is_tensor, shape_of
-from cudnn_ops.compiler.patterns.activations import EPILOGUES
+from cudnn_ops.compiler.pattern import Found, Pattern, is_tensor, shape_of, spread, through_dropout
+from cudnn_ops.compiler.patterns.activations import ENDS, EPILOGUES
 from cudnn_ops.ops.activation import Activation
 
 
@@ -27,9 +27,7 @@ class Linear(Pattern):
     """``activation(x @ weight.T + bias)``, and what is added to it."""
 
     name = "linear"
-    ends_in = frozenset(
-        {*EPILOGUES, "gelu", "hardtanh", "clamp", "mul", "div", "add"} - {"gelu_tanh"}
-    )
+    ends_in = ENDS | {"add"}
 
     def find(self, node: fx.Node) -> Iterator[Found]:
         call = call_of(node)
@@ -58,8 +56,8 @@ class Mlp(Pattern):
     def find(self, node: fx.Node) -> Iterator[Found]:
         second = call_of(node)
         assert second is not None
-        inner = _without_dropout(second["input"])
-        found = _activated(inner[-1]) if is_tensor(inner[-1]) else None
+        hidden, passed = through_dropout(second["input"])
+        found = _activated(hidden) if is_tensor(hidden) else None
         if found is None:
             return
         first = call_of(found.linear)
@@ -71,11 +69,10 @@ class Mlp(Pattern):
             return
 
         def build(*given: Any) -> Any:
-            values = iter(given)
-            x, w1, b1, w2, b2 = (next(values) if one else None for one in has)
+            x, w1, b1, w2, b2 = spread(given, has)
             return torch.ops.cudnn_ops.mlp.default(x, w1, b1, w2, b2, found.activation)
 
-        yield Found((*found.nodes, *inner[:-1], node), [node], inputs, build)
+        yield Found((*found.nodes, *passed, node), [node], inputs, build)
 
 
 def _activated(node: fx.Node) -> _Activated | None:
@@ -87,18 +84,6 @@ def _activated(node: fx.Node) -> _Activated | None:
     return None
 
 
-def _without_dropout(node: Any) -> list[Any]:
-    """The node, behind those before it that drop nothing."""
-    passed = []
-    while (call := call_of(node) if isinstance(node, fx.Node) else None) is not None:
-        is_off = call.name == "dropout" and (call["training"] is False or call["p"] == 0)
-        if not is_off:
-            break
-        passed.append(node)
-        node = call["input"]
-    return [*passed, node]
-
-
 def _found(node: fx.Node, found: _Activated, residual: fx.Node | None) -> Found:
     call = call_of(found.linear)
     assert call is not None
@@ -107,8 +92,7 @@ def _found(node: fx.Node, found: _Activated, residual: fx.Node | None) -> Found:
     inputs = [tensor for tensor in tensors if tensor is not None]
 
     def build(*given: Any) -> Any:
-        values = iter(given)
-        x, weight, bias, added = (next(values) if one else None for one in has)
+        x, weight, bias, added = spread(given, has)
         return torch.ops.cudnn_ops.linear.default(x, weight, bias, found.activation, added)
 
     return Found(found.nodes, [node], inputs, build)

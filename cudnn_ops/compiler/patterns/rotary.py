@@ -14,6 +14,7 @@ from cudnn_ops.compiler.pattern import (
     Found,
     Pattern,
     Refusal,
+    anything,
     is_last_dim,
     is_tensor,
     shape_of,
@@ -64,7 +65,7 @@ def _half(which: int) -> Cast:
         source = value_of(node.args[0])
         return source is not None and dim in (-2, source.dim() - 2)
 
-    halves = OneOf(Op("reshape", _X, are_halves), Op("unflatten", _X, _anything, are_halves))
+    halves = OneOf(Op("reshape", _X, are_halves), Op("unflatten", _X, anything, are_halves))
     pairs = OneOf(
         Op("chunk", _X, 2, is_last_dim),
         Op("split", _X, is_half, is_last_dim),
@@ -90,10 +91,6 @@ def _number(value: Any) -> Any:
     return value.meta.get("example_value") if isinstance(value, fx.Node) else value
 
 
-def _anything(*_: Any) -> bool:
-    return True
-
-
 def _negated(one: Any) -> OneOf:
     return OneOf(Op("neg", one), Op("mul", one, Number(value=-1)))
 
@@ -108,6 +105,15 @@ def _whole(first: Any, second: Any) -> Cast:
 
 def _product(which: int, angle: Any) -> Cast:
     return Cast(Op("mul", _half(which), angle))
+
+
+def _by_halves(first: str, second: str) -> Cast:
+    """``cat(x1 * cos first x2 * sin, x2 * cos second x1 * sin)``."""
+    halves = [
+        Cast(Op(name, _product(which, _COS), _product(1 - which, _SIN)))
+        for which, name in enumerate((first, second))
+    ]
+    return Cast(Op("cat", halves, _of_two))
 
 
 class _Spelling(NamedTuple):
@@ -127,33 +133,8 @@ class _Spelling(NamedTuple):
 _SPELLINGS = (
     _Spelling(_whole(_negated(_half(1)), _half(0))),
     _Spelling(_whole(_half(1), _negated(_half(0))), is_back=True),
-    _Spelling(
-        Cast(
-            Op(
-                "cat",
-                [
-                    Cast(Op("sub", _product(0, _COS), _product(1, _SIN))),
-                    Cast(Op("add", _product(1, _COS), _product(0, _SIN))),
-                ],
-                _of_two,
-            )
-        ),
-        is_half=True,
-    ),
-    _Spelling(
-        Cast(
-            Op(
-                "cat",
-                [
-                    Cast(Op("add", _product(0, _COS), _product(1, _SIN))),
-                    Cast(Op("sub", _product(1, _COS), _product(0, _SIN))),
-                ],
-                _of_two,
-            )
-        ),
-        is_half=True,
-        is_back=True,
-    ),
+    _Spelling(_by_halves("sub", "add"), is_half=True),
+    _Spelling(_by_halves("add", "sub"), is_half=True, is_back=True),
 )
 
 
