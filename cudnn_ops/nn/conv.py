@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-from cudnn_ops.ops.activation import ACTIVATIONS, Activation
+from cudnn_ops.ops.activation import Activation, require_activation
 from cudnn_ops.ops.conv import conv1d, conv2d, conv3d
 
 if TYPE_CHECKING:
@@ -24,11 +24,7 @@ class _ConvAct(_ConvNd):
     activation: Activation
 
     def __init__(self, *args: object, activation: Activation = "none", **kwargs: object) -> None:
-        if activation not in ACTIVATIONS:
-            raise ValueError(
-                f"{type(self).__name__}: activation must be one of {', '.join(ACTIVATIONS)}, got "
-                f"{activation!r}"
-            )
+        require_activation(self, activation)
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
         self.activation = activation
 

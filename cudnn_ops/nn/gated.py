@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cudnn_ops.nn.hooks import is_plain_linear
-from cudnn_ops.ops.activation import Activation
+from cudnn_ops.ops.activation import Activation, require_activation
 from cudnn_ops.ops.gated import geglu, swiglu
 from cudnn_ops.ops.linear import mlp
 
@@ -42,11 +42,7 @@ class _GatedMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if activation not in GATED:
-            raise ValueError(
-                f"{type(self).__name__}: activation must be one of {', '.join(GATED)}, got "
-                f"{activation!r}"
-            )
+        require_activation(self, activation, GATED)
         self.activation = activation
         *into, out = self.names
         rows = 2 * hidden_features // len(into)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cudnn_ops.nn.gated import GATED, PROJECTIONS
 from cudnn_ops.nn.hooks import is_plain_linear
-from cudnn_ops.ops.activation import ACTIVATIONS, Activation, activate
+from cudnn_ops.ops.activation import Activation, activate, require_activation
 from cudnn_ops.ops.linear import linear, mlp
 from cudnn_ops.ops.rotary import rotary_embedding
 
@@ -60,10 +60,7 @@ class MLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise ValueError(
-                f"MLP: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
-            )
+        require_activation(self, activation)
         self.activation, self.names = activation, ("fc1", "fc2")
         out = in_features if out_features is None else out_features
         self.fc1 = nn.Linear(in_features, hidden_features, bias, device, dtype)
@@ -89,6 +86,19 @@ class MLP(nn.Module):
     def extra_repr(self) -> str:
         """The options, for ``print``."""
         return f"activation={self.activation}"
+
+
+def _shared_facts(layer: nn.Linear) -> tuple[object, ...]:
+    """What layers must have in common to be merged."""
+    return layer.in_features, layer.bias is None, layer.weight.dtype, layer.weight.device
+
+
+def size_mismatch(key: str, given: Tensor, own: Tensor) -> str:
+    """What torch's modules say of a tensor that is to be loaded and has another shape."""
+    return (
+        f"size mismatch for {key}: copying a param with shape {given.shape} from checkpoint, the "
+        f"shape in current model is {own.shape}."
+    )
 
 
 class MergedLinear(nn.Module):
@@ -153,11 +163,7 @@ class MergedLinear(nn.Module):
 
     def _take(self, layers: Mapping[str, nn.Linear]) -> None:
         given = list(layers.values())
-        facts = {
-            (one.in_features, one.bias is None, one.weight.dtype, one.weight.device)
-            for one in given
-        }
-        if len(facts) != 1:
+        if len(set(map(_shared_facts, given))) != 1:
             raise ValueError(
                 f"{type(self).__name__}: layers to be merged must have the same input, dtype and "
                 f"device, and all or none of them a bias; got {', '.join(map(str, given))}"
@@ -213,23 +219,17 @@ class MergedLinear(nn.Module):
         error_msgs: list[str],
     ) -> None:
         parameters = dict(self.named_parameters(recurse=False))
-        given = dict(state_dict)
         for name, parameter in parameters.items():
-            keys = {layer: f"{prefix}{layer}.{name}" for layer in self.outputs}
-            absent = [key for key in keys.values() if key not in given]
+            parts = {f"{prefix}{n}.{name}": part for n, part in self.parts(parameter).items()}
+            absent = [key for key in parts if key not in state_dict]
             if absent:
                 missing_keys += absent
                 continue
-            loaded = [given[key] for key in keys.values()]
-            parts = self.parts(parameter).values()
-            for key, part, new in zip(keys.values(), parts, loaded, strict=True):
-                if new.shape != part.shape:
-                    error_msgs.append(
-                        f"size mismatch for {key}: copying a param with shape {new.shape} from "
-                        f"checkpoint, the shape in current model is {part.shape}."
-                    )
-            if any(new.shape != part.shape for part, new in zip(parts, loaded, strict=True)):
+            wrong = [key for key, part in parts.items() if state_dict[key].shape != part.shape]
+            if wrong:
+                error_msgs += [size_mismatch(key, state_dict[key], parts[key]) for key in wrong]
                 continue
+            loaded = [state_dict[key] for key in parts]
             if local_metadata.get("assign_to_params_buffers", False):
                 merged = nn.Parameter(torch.cat(loaded), parameter.requires_grad)
                 setattr(self, name, merged)
@@ -237,7 +237,7 @@ class MergedLinear(nn.Module):
                 with torch.no_grad():
                     parameter.copy_(torch.cat([new.to(parameter.device) for new in loaded]))
         known = {f"{layer}.{name}" for layer in self.outputs for name in parameters}
-        for key in given if strict else ():
+        for key in state_dict if strict else ():
             rest = key.removeprefix(prefix)
             is_mine = key.startswith(prefix) and rest.partition(".")[0] not in self._modules
             if is_mine and rest not in known:
@@ -367,10 +367,7 @@ class MergedSwiGLU(MergedLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if activation not in GATED:
-            raise ValueError(
-                f"MergedSwiGLU: activation must be one of {', '.join(GATED)}, got {activation!r}"
-            )
+        require_activation(self, activation, GATED)
         outputs = dict.fromkeys(PROJECTIONS[:2], hidden_features)
         super().__init__(in_features, outputs, bias, device=device, dtype=dtype)
         self.activation = activation
@@ -380,16 +377,9 @@ class MergedSwiGLU(MergedLinear):
     def can_be_of(module: nn.Module) -> bool:
         """Whether another module's gate and up can be merged: plain layers, alike."""
         layers = [getattr(module, name) for name in PROJECTIONS[:2]]
-        return (
-            all(map(is_plain_linear, layers))
-            and len(
-                {
-                    (one.weight.shape, one.bias is None, one.weight.dtype, one.weight.device)
-                    for one in layers
-                }
-            )
-            == 1
-        )
+        if not all(map(is_plain_linear, layers)):
+            return False
+        return len({(one.weight.shape, _shared_facts(one)) for one in layers}) == 1
 
     @classmethod
     def of_mlp(cls, module: nn.Module, activation: Activation) -> Self:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cudnn_ops.nn.hooks import is_plain_linear
-from cudnn_ops.nn.linear import MergedLinear
+from cudnn_ops.nn.linear import MergedLinear, size_mismatch
 from cudnn_ops.ops.linear import linear
 
 #: The names of projections that models in transformers call with one input.
@@ -122,10 +122,7 @@ class SharedProjection(nn.Module):
             if given is None:
                 missing_keys.append(key)
             elif given.shape != own.shape:
-                error_msgs.append(
-                    f"size mismatch for {key}: copying a param with shape {given.shape} from "
-                    f"checkpoint, the shape in current model is {own.shape}."
-                )
+                error_msgs.append(size_mismatch(key, given, own))
             else:
                 self._make_real(name, given.device)
                 with torch.no_grad():

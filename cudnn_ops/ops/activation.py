@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -16,6 +16,17 @@ Activation = Literal[
 ]
 #: In the order in which C++ counts them (csrc/kernels/activation_list.h).
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+
+
+def require_activation(
+    owner: object, activation: str, known: Collection[str] = ACTIVATIONS
+) -> None:
+    """Raises ValueError, in the name of the owner's class, for an activation that is not known."""
+    if activation not in known:
+        raise ValueError(
+            f"{type(owner).__name__}: activation must be one of {', '.join(known)}, got "
+            f"{activation!r}"
+        )
 
 
 class _ByTorch(NamedTuple):
