@@ -155,8 +155,20 @@ def convolutions() -> Iterator[Sample]:
         call = partial(cudnn_ops.conv2d, x.requires_grad_(), weight, bias, padding=1)
         _backward(call(groups=channels, activation="silu", residual=x.detach()))
 
+    def run_row(dtype: torch.dtype, channels: int, stride: int) -> None:
+        x = _tensor(3, 77, channels, dtype=dtype).transpose(1, 2).requires_grad_()
+        weight = _tensor(channels, 1, 9, dtype=dtype).requires_grad_()
+        bias = _tensor(channels, dtype=dtype).requires_grad_()
+        call = partial(cudnn_ops.conv1d, x, weight, bias, stride, padding=5, groups=channels)
+        _backward(call(activation="silu"))
+
     for name, dtype in TYPES.items():
         yield f"depthwise convolution, {name}", partial(run_depthwise, dtype)
+        wide = 8 // dtype.itemsize
+        for width, channels in ((wide, 36), (1, 35), (wide, 132)):
+            for stride in (1, 2):
+                call = partial(run_row, dtype, channels, stride)
+                yield f"depthwise_conv1d_{name}_{width}, stride {stride}", call
 
 
 def appending() -> Iterator[Sample]:

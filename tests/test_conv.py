@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("without_tf32")
 _ops = torch.ops.cudnn_ops
 PLAIN = ConvCase(2, 8, 16, (9, 7), (3, 3), (1, 1), (1, 1), (1, 1))
 ROW = ConvCase(2, 8, 16, (9,), (3,), (2,), (1,), (1,), 2, "leaky_relu", residual=True)
-#: By torch's own kernel.
+#: By a kernel of ours.
 DEPTHWISE = ConvCase(2, 8, 8, (9,), (4,), (1,), (3,), (1,), 8, "silu", residual=True)
 FULL = ConvCase(2, 8, 16, (9, 7), (3, 2), (2, 1), (1, 2), (1, 2), 2, "silu", residual=True)
 
@@ -49,38 +49,83 @@ def test_patches(size, device, poisoned):
             cases.check(case, cases.make(case, dtype, device, seed=2))
 
 
-#: Depthwise, of one dimension, by torch's own kernel: all; all but the gradient of the weight in
-#: bfloat16; the gradients in float32.
-BY_TORCH = {
-    "causal": ConvCase(2, 64, 64, (50,), (4,), (1,), (3,), (1,), 64),
-    "unlike padding": ConvCase(2, 64, 64, (50,), (4,), (1,), "same", (1,), 64),
-    "small": ConvCase(1, 40, 40, (200,), (15,), (1,), "same", (1,), 40),
-    "long": ConvCase(8, 512, 512, (300,), (31,), (1,), (15,), (1,), 512),
+def row(
+    batch: int,
+    channels: int,
+    length: int,
+    taps: int,
+    stride: int = 1,
+    padding: int | str = 0,
+    dilation: int = 1,
+) -> ConvCase:
+    """Depthwise, of one dimension: by kernels of ours."""
+    padded = padding if isinstance(padding, str) else (padding,)
+    return ConvCase(
+        *(batch, channels, channels, (length,), (taps,), (stride,), padded, (dilation,), channels)
+    )
+
+
+#: Wide and narrow channels; runs of outputs that are whole and that end early; one output; more
+#: padding than the kernel reaches; strides and dilations, alone and together; many taps.
+ROWS = {
+    "causal": row(2, 64, 50, 4, padding=3),
+    "unlike padding": row(2, 64, 50, 4, padding="same"),
+    "small": row(1, 40, 200, 15, padding="same"),
+    "long": row(8, 512, 300, 31, padding=15),
+    "whole runs": row(3, 8, 64, 3, padding=1),
+    "odd channels": row(2, 33, 77, 5, padding=2),
+    "two channels": row(3, 2, 19, 3),
+    "six channels": row(2, 6, 100, 9, padding=4),
+    "one output": row(5, 12, 7, 7),
+    "one input": row(4, 20, 1, 3, padding=1),
+    "one tap": row(2, 24, 33, 1),
+    "far padding": row(2, 16, 5, 3, padding=9),
+    "strided": row(2, 48, 61, 5, stride=2, padding=2),
+    "stride beyond the kernel": row(2, 16, 50, 2, stride=5),
+    "dilated": row(2, 48, 61, 5, padding=6, dilation=3),
+    "strided and dilated": row(3, 28, 90, 4, stride=3, padding=4, dilation=2),
+    "many taps": row(2, 36, 400, 129, padding=64),
+    "many channels": row(1, 3000, 20, 4, padding=3),
+    "many samples": row(300, 4, 9, 3, padding=1),
 }
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("is_whole", [False, True])
-@pytest.mark.parametrize("name", BY_TORCH)
-def test_by_torch_s_own_kernel(name, is_whole, device, poisoned):
+@pytest.mark.parametrize("name", ROWS)
+def test_depthwise_rows(name, is_whole, device, poisoned):
     activation = "silu" if is_whole else "none"
-    case = replace(BY_TORCH[name], bias=is_whole, residual=is_whole, activation=activation)
-    for dtype in (torch.bfloat16, torch.float32):
+    case = replace(ROWS[name], bias=is_whole, residual=is_whole, activation=activation)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
         cases.check(case, cases.make(case, dtype, device, seed=22))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("activation", cases.ACTIVATIONS)
+def test_depthwise_rows_with_every_activation(activation, device, poisoned):
+    case = replace(row(2, 64, 50, 4, padding=3), activation=activation)
+    for dtype in (torch.bfloat16, torch.float32):
+        cases.check(case, cases.make(case, dtype, device, seed=25))
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", BY_TORCH)
-def test_torch_s_own_kernel_takes_any_layout_and_gives_channels_last(name):
-    case = BY_TORCH[name]
+@pytest.mark.parametrize("name", ["causal", "odd channels", "strided"])
+def test_depthwise_rows_accept_any_layout_and_give_channels_last(name):
+    case = ROWS[name]
     t = cases.make(case, torch.float32, "cuda", seed=23)
 
     def last(tensor: torch.Tensor) -> torch.Tensor:
         moved = tensor.detach().movedim(1, -1).contiguous().movedim(-1, 1)
         return moved.requires_grad_(tensor.requires_grad)
 
-    moved = cases.Tensors(last(t.input), last(t.weight), t.bias, None, last(t.grad_out))
-    for tensors in (t, moved):
+    def behind(tensor: torch.Tensor) -> torch.Tensor:
+        """At an address that is no multiple of anything."""
+        one = last(torch.cat([tensor.detach()[:1], tensor.detach()]))[1:]
+        flat = torch.empty(one.numel() + 1, device="cuda")[1:].as_strided(one.shape, one.stride())
+        return flat.copy_(one).requires_grad_(tensor.requires_grad)
+
+    for lay in (lambda tensor: tensor, last, behind):
+        tensors = cases.Tensors(lay(t.input), lay(t.weight), t.bias, None, lay(t.grad_out))
         cases.check(case, tensors)
         out = cases.run(case, tensors)
         (grad,) = torch.autograd.grad(out, tensors.input, tensors.grad_out)
@@ -89,8 +134,49 @@ def test_torch_s_own_kernel_takes_any_layout_and_gives_channels_last(name):
 
 
 @pytest.mark.gpu
-def test_torch_s_own_kernel_builds_no_plan(fresh_cache):
-    case = BY_TORCH["causal"]
+@pytest.mark.parametrize("wanted", itertools.product([False, True], repeat=3))
+def test_depthwise_rows_with_frozen_parts(wanted):
+    case = replace(ROWS["causal"], activation="gelu")
+    t = cases.make(case, torch.bfloat16, "cuda", seed=26)
+    for tensor, is_wanted in zip((t.input, t.weight, t.bias), wanted, strict=True):
+        tensor.requires_grad_(is_wanted)
+    out = cases.run(case, t)
+    exact = cases.reference(case, t, torch.float64)
+    rough = cases.reference(case, t, torch.bfloat16)
+    leaves = [tensor for tensor in (t.input, t.weight, t.bias) if tensor.requires_grad]
+    grads = torch.autograd.grad(out, leaves, t.grad_out) if leaves else ()
+    kept = [0, *(index for index, is_wanted in enumerate(wanted, 1) if is_wanted)]
+    for index, found in zip(kept, (out, *grads), strict=True):
+        cases.sdpa.check(found, exact[index], rough[index], f"{wanted} {index}")
+
+
+@pytest.mark.gpu
+def test_depthwise_rows_carry_no_sums_from_the_padding(poisoned):
+    """Numbers that are not finite stay within the kernel's reach."""
+    x = torch.zeros(1, 8, 64, device="cuda")
+    x[0, 3, 20] = float("inf")
+    weight = torch.ones(8, 1, 5, device="cuda")
+    out = cudnn_ops.conv1d(x, weight, padding=2, groups=8)
+    infinite = out.isinf().nonzero().tolist()
+    assert infinite == [[0, 3, index] for index in range(18, 23)]
+    assert out.isnan().sum() == 0
+
+
+@pytest.mark.gpu
+def test_depthwise_rows_are_the_same_every_time():
+    case = row(8, 256, 1000, 9, padding=4)
+    t = cases.make(case, torch.bfloat16, "cuda", seed=27)
+    found = [
+        (out, *torch.autograd.grad(out, (t.input, t.weight, t.bias), t.grad_out))
+        for out in (cases.run(case, t) for _ in range(3))
+    ]
+    for again in found[1:]:
+        assert all(map(torch.equal, found[0], again))
+
+
+@pytest.mark.gpu
+def test_depthwise_rows_build_no_plan(fresh_cache):
+    case = ROWS["causal"]
     t = cases.make(case, torch.bfloat16, "cuda", seed=24)
     before = cudnn_ops.cache_info()
     for within in (None, torch.autocast("cuda", torch.bfloat16)):

@@ -39,5 +39,11 @@ def test_the_sample_runs_the_kernels_that_it_is_named_for():
     ran = Counter(event.key.split("(")[0] for event in profiled.key_averages())
     named = {name.split(",")[0] for name, _ in samples() if re.match(r"\w+(,|$)", name)}
     backward = {f"{name}_backward" for name in named if name.startswith("gated")}
-    add_up = {f"conv_epilogue_add_up_{name}" for name in ("half", "bfloat16", "float")}
+    rows = "depthwise_conv1d_"
+    backward |= {name.replace(rows, f"{rows}weight_") for name in named if name.startswith(rows)}
+    add_up = {
+        f"{kernel}_add_up_{name}"
+        for kernel in ("conv_epilogue", "depthwise_conv1d")
+        for name in ("half", "bfloat16", "float")
+    }
     assert sorted((named | backward | add_up | norm_kernels()) - set(ran)) == []

@@ -92,8 +92,8 @@ def explain(
 
     Returns:
         The answer. Of a convolution ``reason`` says where the whole epilogue is not in cuDNN's
-        graph, and why: cuDNN does not support it, or is faster without. ``engine`` is ``"torch"``
-        where torch's own kernel runs, and ``reason`` says why. A refusal's reason is one sentence;
+        graph, and why: cuDNN does not support it, or is faster without. ``engine`` is
+        ``"cudnn_ops"`` where a kernel of this package runs, and ``reason`` says why. A refusal's reason is one sentence;
         with ``CUDNN_OPS_FULL_REASONS`` in the environment it is all that cuDNN says, engine by
         engine.
 
@@ -138,8 +138,8 @@ def first_supported(attempts: Iterable[Attempt], description: str) -> tuple[bool
     """Builds plans until one is supported: whether, why (not), the engine, workspace bytes."""
     refusal = reason = ""
     for attempt in attempts:
-        if attempt.by_torch:
-            return True, attempt.by_torch, "torch", 0
+        if attempt.by_own_kernel:
+            return True, attempt.by_own_kernel, "cudnn_ops", 0
         if attempt.refusal:
             return False, attempt.refusal, "", 0
         refusal = refusal or attempt.not_more
@@ -166,4 +166,4 @@ def plan_key(
     kind = Kind(training=with_lse, polymorphic=polymorphic)
     parts = find_operator(op).parts(kind, (q, k, v), options)
     attempt = next(parts[0])
-    return attempt.words, attempt.refusal or attempt.by_torch
+    return attempt.words, attempt.refusal or attempt.by_own_kernel

@@ -46,12 +46,12 @@ class Kind(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """One way to run a part of a call: by a plan of cuDNN, by torch's own kernel, or not at all."""
+    """One way to run a part of a call: by a plan of cuDNN, by a kernel of ours, or not at all."""
 
     words: Sequence[int] = ()
     """The plan's key."""
-    by_torch: str = ""
-    """Why torch's own kernel runs instead."""
+    by_own_kernel: str = ""
+    """Why a kernel of ours runs instead."""
     refusal: str = ""
     """Why there is no plan."""
     fused: str = ""
@@ -311,9 +311,8 @@ def _conv_gradient(
     x: Tensor, w: Tensor, geometry: Sequence[int], is_of_weight: bool
 ) -> Iterator[Attempt]:
     # The step is csrc's ConvStep: 0 is the forward, 1 the input's gradient, 2 the weight's.
-    by_torch = _ops._conv_torch_reason(x, w, geometry, 1 + is_of_weight)
-    if by_torch:
-        yield Attempt(by_torch=by_torch)
+    if reason := _ops._conv_own_kernel_reason(x, w, geometry, 1 + is_of_weight):
+        yield Attempt(by_own_kernel=reason)
     else:
         yield Attempt(_ops._conv_backward_plan_key(x, w, geometry, is_of_weight))
 
@@ -321,8 +320,8 @@ def _conv_gradient(
 def _conv_forward(call: tuple[Any, ...], with_before: bool) -> Iterator[Attempt]:
     """With less and less of the epilogue in the graph, as a call tries it."""
     x, w, _, _, geometry, _ = call
-    if by_torch := _ops._conv_torch_reason(x, w, geometry, 0):
-        yield Attempt(by_torch=by_torch)
+    if reason := _ops._conv_own_kernel_reason(x, w, geometry, 0):
+        yield Attempt(by_own_kernel=reason)
         return
     bare = len(_FUSIONS) - 1
     for fusion in range(len(_FUSIONS)):

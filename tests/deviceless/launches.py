@@ -220,6 +220,25 @@ def run_epilogues(recorder: Recorder, device: torch.device) -> None:
                 )
 
 
+def run_rows(recorder: Recorder, device: torch.device) -> None:
+    """Depthwise convolutions of one dimension."""
+    shapes = itertools.product(
+        (2, 3, 64, 100, 2048, 100_000), (1, 7, 1000, 1 << 20), (1, 300), (1, 4, 129), (1, 3)
+    )
+    for (channels, length, batch, taps, stride), dtype in itertools.product(shapes, DTYPES):
+        if channels * length * batch >= 1 << 40:
+            continue
+        x = memory(device, dtype, batch, length, channels).permute(0, 2, 1)
+        weight = memory(device, dtype, channels, 1, taps)
+        geometry = [stride, taps, taps, 1, channels]
+        out_length = (length + taps) // stride + 1
+        out = memory(device, dtype, batch, out_length, channels).permute(0, 2, 1)
+        with recorder.calling("conv1d", dtype, batch, channels, length, taps, stride):
+            _ops._conv.default(x, weight, weight[:, 0, 0].contiguous(), out, geometry, 2, True)
+            for mask in ((stride == 1, False, False, False), (False, True, False, False)):
+                _ops._conv_backward.default(out, x, weight, None, geometry, 0, mask)
+
+
 def run_linear(recorder: Recorder, device: torch.device) -> None:
     """The gradient of a bias through an activation, without the products of torch."""
     for dtype, (rows, width), start in itertools.product(DTYPES, SIZES, (0, 1)):
@@ -255,7 +274,7 @@ def main() -> None:
         _C.set_norm_table(gpu["deviceVer"] // 10, 0, [])
     for index in range(len(gpus)):
         device = torch.device("cuda", index)
-        for run in (run_norms, run_gated, run_rotary, run_epilogues, run_linear, run_append):
+        for run in (run_norms, run_gated, run_rotary, run_epilogues, run_rows, run_linear, run_append):
             run(recorder, device)
     launched = [sorted(names) for names in recorder.launched]
     print(json.dumps({"launched": launched, "wrong": sorted(recorder.wrong)}))

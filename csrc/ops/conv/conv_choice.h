@@ -1,8 +1,8 @@
 // cuDNN runs a convolution and its epilogue in one graph, or the bare convolution, whose epilogue
 // is then a pass of our own over memory. The two have different engines, and for some convolutions
 // those with an epilogue are slow. Which is faster was measured (H200, cuDNN 9.19, 85 geometries);
-// the bare convolution's engines are those that torch runs. For a few convolutions no engine is as
-// fast as the kernel that torch has beside cuDNN.
+// the bare convolution's engines are those that torch runs. For depthwise convolutions of one
+// dimension no engine is as fast as a kernel of ours.
 #pragma once
 
 #include "ops/conv/conv_problem.h"
@@ -18,8 +18,14 @@ std::string_view reason_for_bare(const ConvParams& params);
 // What is computed: the convolution, or one of its gradients.
 enum class ConvStep : int64_t { kForward, kInputGradient, kWeightGradient };
 
-// Why torch's own kernel should run in place of any of cuDNN's, in words for users; empty where one
-// of cuDNN's should.
-std::string_view reason_for_torch(const Conv& args, ConvStep step);
+// What computes it: a plan of cuDNN, or kernels of ours (kernels/depthwise_conv1d.h).
+enum class ConvKernel { kPlan, kDepthwise };
+
+struct KernelChoice {
+  ConvKernel kernel = ConvKernel::kPlan;
+  std::string_view reason;  // why no plan runs, in words for users
+};
+
+KernelChoice choose_kernel(const Conv& args, ConvStep step);
 
 }  // namespace cudnn_ops

@@ -1,15 +1,14 @@
 // Convolutions with their epilogue on CUDA.
 
 #include "ops/conv/conv_choice.h"
-#include "ops/only_kernels.h"
 #include "ops/or_none_cuda.h"
 
 #include "graph/call_pointers.h"
 #include "graph/warn.h"
 #include "kernels/conv_epilogue.h"
+#include "kernels/depthwise_conv1d.h"
 
 #include <ATen/Context.h>
-#include <ATen/Functions.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
@@ -94,7 +93,11 @@ struct Images {
   }
 };
 
-// What a plan has computed; `before` only where that is a result beside another.
+DepthwiseSteps depthwise_steps(const ConvGeometry& geometry) {
+  return {geometry.stride(0), geometry.dilation(0), geometry.before(0)};
+}
+
+// What has been computed; `before` only where that is a result beside another.
 struct Convolved {
   at::Tensor out, before;
   ConvFusion fusion;
@@ -136,60 +139,22 @@ Convolved convolve(const Conv& args, const Images& images, bool with_before) {
   }
 }
 
-// The input for torch's convolution of one dimension, which pads both sides alike: with the zeros
-// in memory where ours differ. And the padding that is left.
-std::pair<at::Tensor, int64_t> padded(const Conv& args) {
-  const int64_t before = args.geometry.before(0), after = args.geometry.after(0);
-  if (before == after) return {args.input, before};
-  return {at::constant_pad_nd(args.input, {before, after}), 0};
-}
-
-// Torch's kernel has the length last in memory, and torch copies the input for it (which the times
-// behind reason_for_torch() include). The result is copied once, to the channels last as in all
-// results of ours.
-at::Tensor channels_last_image(const at::Tensor& of_torch) {
-  const at::Tensor image = of_torch.unsqueeze(2);
-  return empty(image.sizes(), image).copy_(image);
-}
-
-// Torch looks at strides even where the size is 1, and with those of channels last it would choose
-// cuDNN's kernel.
-at::Tensor length_last(const at::Tensor& weight) {
-  const int64_t taps = weight.size(2);
-  return weight.contiguous().as_strided(weight.sizes(), {taps, taps, 1});
-}
-
-// The convolution and its bias by torch's kernel.
-Convolved convolve_by_torch(const Conv& args) {
-  const OnlyKernels guard;
-  const auto [input, padding] = padded(args);
-  const at::Tensor conv =
-      at::conv1d(input, length_last(args.weight), args.bias, args.geometry.stride(0), padding,
-                 args.geometry.dilation(0), args.geometry.groups());
-  return {channels_last_image(conv), at::Tensor(), ConvFusion::kBias};
-}
-
-// Likewise one of the gradients.
-at::Tensor gradient_by_torch(const Conv& args, const at::Tensor& grad, bool is_of_weight) {
-  const OnlyKernels guard;
-  const auto [input, padding] = padded(args);
-  const auto grads = at::convolution_backward(
-      grad.squeeze(2), input, length_last(args.weight), /*bias_sizes=*/std::nullopt,
-      {args.geometry.stride(0)}, {padding}, {args.geometry.dilation(0)}, /*transposed=*/false,
-      /*output_padding=*/{0}, args.geometry.groups(), {!is_of_weight, is_of_weight, false});
-  at::Tensor found = is_of_weight ? std::get<1>(grads) : std::get<0>(grads);
-  const int64_t length = args.input.size(2);
-  if (!is_of_weight && found.size(2) != length)
-    found = found.narrow(2, args.geometry.before(0), length);
-  return channels_last_image(found);
+// All of it, by a kernel of ours.
+Convolved convolve_depthwise(const Conv& args, const Images& images, bool with_before) {
+  const auto params = conv_params(args, ConvFusion::kNone, false);
+  const c10::IntArrayRef sizes(params.out.sizes.data(), static_cast<size_t>(params.out.rank));
+  const at::Tensor out = empty(sizes, images.input);
+  const at::Tensor before = with_before ? empty(sizes, images.input) : at::Tensor();
+  depthwise_conv1d(images.input, images.weight, depthwise_steps(args.geometry), images.bias,
+                   images.residual, args.kind(), before, out);
+  return {out, before, ConvFusion::kAll};
 }
 
 // The part of the epilogue that the plan did not compute, in one pass.
-void add_rest(const Conv& args, const OptionalTensor& row, const OptionalTensor& image,
-              bool with_before, Convolved& convolved) {
+void add_rest(const Conv& args, const Images& images, bool with_before, Convolved& convolved) {
   const OptionalTensor nothing;
-  const auto& bias = convolved.fusion == ConvFusion::kNone ? row : nothing;
-  const auto& residual = convolved.fusion >= ConvFusion::kBias ? image : nothing;
+  const auto& bias = convolved.fusion == ConvFusion::kNone ? images.bias : nothing;
+  const auto& residual = convolved.fusion >= ConvFusion::kBias ? images.residual : nothing;
   if (args.kind() == ConvActivation::kNone && !bias && !residual) return;
   const at::Tensor conv = convolved.out;
   // One of the two is written in place.
@@ -212,33 +177,41 @@ ConvResults conv_cuda(const ConvForward& forward) {
     const c10::IntArrayRef sizes(params.out.sizes.data(), static_cast<size_t>(params.out.rank));
     convolved.out = empty(sizes, input);
     if (with_before) convolved.before = empty(sizes, input);
-  } else if (!reason_for_torch(args, ConvStep::kForward).empty()) {
-    convolved = convolve_by_torch(args);
-    OptionalTensor image;
-    if (args.residual) image = image_of(*args.residual, args.op());
-    add_rest(args, args.bias, image, with_before, convolved);
   } else {
     const Images images(args);
-    convolved = convolve(args, images, with_before);
-    if (convolved.fusion != ConvFusion::kAll) {
-      add_rest(args, images.bias, images.residual, with_before, convolved);
-    }
+    const bool is_own = choose_kernel(args, ConvStep::kForward).kernel == ConvKernel::kDepthwise;
+    convolved = is_own ? convolve_depthwise(args, images, with_before)
+                       : convolve(args, images, with_before);
+    if (convolved.fusion != ConvFusion::kAll) add_rest(args, images, with_before, convolved);
   }
   return {without_row(convolved.out, args),
           or_none(without_row(convolved.before, args), input, input.scalar_type())};
 }
 
+// By a kernel of ours; `other` is the input, or the weight.
+void depthwise_gradient(const ConvGeometry& geometry, const at::Tensor& grad,
+                        const at::Tensor& other, bool is_of_weight, const at::Tensor& result) {
+  DepthwiseSteps steps = depthwise_steps(geometry);
+  if (is_of_weight) return depthwise_conv1d_weight(other, grad, steps, result);
+  // The input's gradient finds those of the outputs with the taps turned around.
+  steps.is_turned = true;
+  steps.padding = (other.size(3) - 1) * steps.dilation - steps.padding;
+  depthwise_conv1d(grad, other, steps, /*bias=*/{}, /*residual=*/{}, ConvActivation::kNone,
+                   /*before=*/{}, result);
+}
+
 // The gradient of the input or that of the weight, from that of the convolution's result.
 at::Tensor gradient(const Conv& args, const at::Tensor& grad, bool is_of_weight) {
-  const auto step = is_of_weight ? ConvStep::kWeightGradient : ConvStep::kInputGradient;
-  if (grad.numel() > 0 && !reason_for_torch(args, step).empty()) {
-    return gradient_by_torch(args, grad, is_of_weight);
-  }
   const auto params = conv_backward_params(args, is_of_weight);
   const auto& desc = is_of_weight ? params.weight : params.input;
   const at::Tensor result = empty({desc.sizes.data(), static_cast<size_t>(desc.rank)}, grad);
   if (grad.numel() == 0) return result.zero_();
   const at::Tensor other = image_of(is_of_weight ? args.input : args.weight, args.op());
+  const auto step = is_of_weight ? ConvStep::kWeightGradient : ConvStep::kInputGradient;
+  if (choose_kernel(args, step).kernel == ConvKernel::kDepthwise) {
+    depthwise_gradient(args.geometry, grad, other, is_of_weight, result);
+    return result;
+  }
   graph::CallPointers pointers;
   pointers.read(other);
   pointers.read(grad);

@@ -37,11 +37,11 @@ Conv bare_conv(const at::Tensor& input, const at::Tensor& weight, c10::IntArrayR
   return args;
 }
 
-// Why torch's kernel runs in place of a plan; empty where a plan does. `step` is a ConvStep.
-std::string torch_reason(const at::Tensor& input, const at::Tensor& weight,
-                         c10::IntArrayRef geometry, int64_t step) {
+// Why no plan runs; empty where one does. `step` is a ConvStep.
+std::string own_kernel_reason(const at::Tensor& input, const at::Tensor& weight,
+                              c10::IntArrayRef geometry, int64_t step) {
   return std::string(
-      reason_for_torch(bare_conv(input, weight, geometry), static_cast<ConvStep>(step)));
+      choose_kernel(bare_conv(input, weight, geometry), static_cast<ConvStep>(step)).reason);
 }
 
 std::vector<int64_t> backward_plan_key(const at::Tensor& input, const at::Tensor& weight,
@@ -63,8 +63,8 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
       "_conv_bare_reason(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, "
       "int[] geometry, int activation, int fusion, bool with_before=False) -> str",
       kernel<bare_reason>);
-  m.def("_conv_torch_reason(Tensor input, Tensor weight, int[] geometry, int step) -> str",
-        torch_reason);
+  m.def("_conv_own_kernel_reason(Tensor input, Tensor weight, int[] geometry, int step) -> str",
+        own_kernel_reason);
   m.def(
       "_conv_backward_plan_key(Tensor input, Tensor weight, int[] geometry, bool is_of_weight) "
       "-> int[]",

@@ -1,0 +1,29 @@
+// The arguments of the kernels of depthwise_conv1d.cu, for both sides.
+#pragma once
+
+// The input is [batch, length, channels], the output [batch, out_length, channels], the weight
+// [channels, taps]. Each channel of out[i] is the sum of weight[k] times
+// input[i * stride - padding + k * dilation] over the taps.
+struct DepthwiseConv1dShape {
+  long long batch;
+  int length, out_length, channels;
+  int taps, stride, dilation;
+  int padding;  // zeros before the input; may be negative
+  int pieces;   // of the channels, that a block has
+};
+
+struct DepthwiseConv1dCall {
+  DepthwiseConv1dShape shape;
+  const void *input, *weight, *bias, *residual;  // bias, residual: null where there are none
+  void *before, *out;                            // before: null where nobody wants it
+  int activation;                                // its index in activation_list.h
+  bool is_turned;                                // the weight's last tap comes first
+};
+
+struct DepthwiseConv1dWeightCall {
+  DepthwiseConv1dShape shape;
+  const void *input, *grad_out;
+  float* partial;  // [partials, channels, taps]
+  void* grad_weight;
+  unsigned partials;
+};
