@@ -58,14 +58,29 @@ EPILOGUES = (
 PATCHES = Shape(64, 3, 224, 768, 16, 16, 0)
 
 
+PARTS = ("epilogues", "geometries")
+
+
 def run(rows: Rows, rounds: int) -> None:
-    rounds = max(rounds // 3, 1)
-    torch.backends.cudnn.benchmark = True
+    for part in PARTS:
+        run_part(part, rows, rounds)
+
+
+def run_part(part: str, rows: Rows, rounds: int) -> None:
     torch.manual_seed(0)
+    measure_part = {"epilogues": measure_epilogues, "geometries": measure_geometries}[part]
+    measure_part(rows, max(rounds // 3, 1))
+
+
+def measure_epilogues(rows: Rows, rounds: int) -> None:
+    torch.backends.cudnn.benchmark = True
     for shape in SHAPES:
         for epilogue in EPILOGUES:
             measure(f"{shape} {epilogue.name}", shape, epilogue, rows, rounds)
     measure(f"{PATCHES} patches", PATCHES, Epilogue("bias", "none"), rows, rounds)
+
+
+def measure_geometries(rows: Rows, rounds: int) -> None:
     torch.backends.cudnn.benchmark = False
     for geometry in GEOMETRIES:
         for step, functions in steps(geometry).items():
@@ -195,4 +210,4 @@ def add(case: str, functions: Functions, rows: Rows, rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    main("conv", run)
+    main("conv", run, run_part, PARTS)

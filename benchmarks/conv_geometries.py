@@ -33,6 +33,8 @@ class Geometry(NamedTuple):
     padding: tuple[int, ...]
     dilation: int
     groups: int
+    is_length_last: bool = False
+    """In memory, of one dimension; else the channels are."""
 
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
@@ -41,7 +43,8 @@ class Geometry(NamedTuple):
         parts += [f"s{self.stride}"] * (self.stride > 1) + [f"d{self.dilation}"] * (
             self.dilation > 1
         )
-        return " ".join([*parts, f"g{self.groups}"] if self.groups > 1 else parts)
+        parts += [f"g{self.groups}"] * (self.groups > 1) + ["length last"] * self.is_length_last
+        return " ".join(parts)
 
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -92,7 +95,38 @@ def depthwise(
     )
 
 
+#: Depthwise, of one dimension: of Conformer, short filters of state space models, and what nobody
+#: would think of; by batch, channels, length and kernel.
+ROWS = (
+    depthwise(8, 512, (1500,), 31),
+    depthwise(8, 512, (1500,), 31, dtype=_FP32),
+    depthwise(1, 256, (2000,), 15),
+    depthwise(8, 2048, (1024,), 3),
+    depthwise(8, 2048, (1024,), 7, dtype=_FP16),
+    *(
+        grouped(8, 2048, (2048,), 2048, 4, 2048, padding=3, dtype=dtype)
+        for dtype in (_BF16, _FP16, _FP32)
+    ),
+    depthwise(1, 256, (2000,), 15, dtype=_FP32),
+    depthwise(1, 256, (2000,), 9),
+    depthwise(4, 1024, (1,), 3),
+    depthwise(16, 256, (64,), 5),
+    depthwise(64, 33, (500,), 3),
+    depthwise(2, 2, (100_000,), 7),
+    depthwise(1, 4096, (8192,), 4),
+    depthwise(32, 768, (197,), 3, 2),
+    depthwise(8, 512, (2000,), 9, dilation=4),
+    depthwise(8, 512, (2000,), 65),
+    depthwise(2, 64, (20_000,), 257, dtype=_FP32),
+    depthwise(300, 8, (32,), 3, dtype=_FP16),
+    depthwise(4, 1024, (500,), 9, dtype=_FP16),
+    depthwise(128, 64, (128,), 2, 2, dtype=_FP32),
+    depthwise(1, 1600, (4096,), 4, dtype=_FP32),
+)
+
 GEOMETRIES = (
+    *ROWS,
+    *(row._replace(is_length_last=True) for row in ROWS),
     # ConvNeXt, MobileNet, EfficientNet; large batches and one image.
     *(depthwise(64, *shape) for shape in ((128, 56, 7), (512, 14, 7), (1024, 7, 7))),
     *(depthwise(1, *shape) for shape in ((128, 56, 7), (1024, 7, 7), (144, 56, 3))),
@@ -111,18 +145,6 @@ GEOMETRIES = (
     depthwise(32, 672, 14, 5, dtype=_FP16),
     depthwise(8, 240, 28, 5, 2, dtype=_FP32),
     depthwise(8, 33, 40, 3, dtype=_FP32),
-    # Conformer, and short filters of state space models.
-    depthwise(8, 512, (1500,), 31),
-    depthwise(8, 512, (1500,), 31, dtype=_FP32),
-    depthwise(1, 256, (2000,), 15),
-    depthwise(8, 2048, (1024,), 3),
-    depthwise(8, 2048, (1024,), 7, dtype=_FP16),
-    *(
-        grouped(8, 2048, (2048,), 2048, 4, 2048, padding=3, dtype=dtype)
-        for dtype in (_BF16, _FP16, _FP32)
-    ),
-    depthwise(1, 256, (2000,), 15, dtype=_FP32),
-    depthwise(1, 256, (2000,), 9),
     depthwise(2, 64, (8, 28, 28), 3),
     depthwise(2, 64, (8, 28, 28), 3, 2, dtype=_FP16),
     depthwise(2, 64, (8, 28, 28), 3, dtype=_FP32),
@@ -138,6 +160,8 @@ GEOMETRIES = (
     grouped(1, 128, (28, 28), 128, 3, 16),
     grouped(8, 128, (28, 28), 128, 1, 4),
     grouped(8, 66, (28, 28), 66, 3, 2),
+    grouped(8, 20, (56, 56), 20, 3, 2),
+    grouped(8, 72, (28, 28), 72, 3, 2, dtype=_FP32),
     grouped(8, 96, (28, 28), 192, 3, 8),
     grouped(8, 256, (28, 28), 256, 3, 4, dtype=_FP16),
     grouped(8, 128, (28, 28), 128, 3, 4, dtype=_FP32),
@@ -153,7 +177,13 @@ GEOMETRIES = (
     *(grouped(8, 33, (40, 40), 65, 3, dtype=dtype) for dtype in (_BF16, _FP16, _FP32)),
     grouped(8, 32, (64, 64), 1, 3),
     grouped(8, 64, (64, 64), 3, 3),
+    grouped(8, 64, (64, 64), 5, 3),
+    grouped(8, 12, (56, 56), 24, 3),
+    grouped(8, 9, (56, 56), 16, 3),
+    grouped(8, 35, (40, 40), 64, 5),
+    grouped(8, 64, (28, 28), 33, 3, dtype=_FP32),
     grouped(64, 256, (7, 7), 512, 7, padding=0),
+    grouped(16, 512, (7, 7), 512, 7, padding=0),
     grouped(8, 512, (1, 1), 1000, 1),
     grouped(1, 3, (2048, 2048), 16, 3),
     grouped(8, 64, (28, 28), 64, 3, dilation=12),
@@ -197,11 +227,11 @@ def steps(geometry: Geometry) -> dict[str, Functions]:
 
 
 def tensors(geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
-    """Input, weight and bias, the channels last."""
+    """Input, weight and bias."""
 
     def draw(*sizes: int) -> Tensor:
         values = torch.randn(*sizes, dtype=geometry.dtype, device="cuda")
-        if len(sizes) < 3:
+        if len(sizes) < 3 or geometry.is_length_last:
             return values
         # Of one dimension too: torch has no name for that.
         return values.movedim(1, -1).contiguous().movedim(-1, 1)

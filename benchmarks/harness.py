@@ -121,15 +121,18 @@ class Rows:
         """Plain text: for each metric, cases down, implementations across, each peer over ours."""
         return "\n\n".join(self._metric_table(m) for m in unique(r["metric"] for r in self.rows))
 
-    def merge_into(self, others: Sequence[Row]) -> None:
+    def merge_into(self, others: Sequence[Row], commit: str) -> None:
         """Puts the rows of an earlier run before these, but for the cases that these have.
 
-        Each row says of which commit it is.
+        Each row says of which commit it is; those that do not yet are of ``commit``.
         """
         mine = {row["case"] for row in self.rows}
         for row in self.rows:
             row["commit"] = str(self.env["commit"])
-        self.rows[:0] = [row for row in others if row["case"] not in mine]
+        kept = [row for row in others if row["case"] not in mine]
+        for row in kept:
+            row.setdefault("commit", commit)
+        self.rows[:0] = kept
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -260,5 +263,6 @@ def main(
         print(rows.table())
     if args.out:
         if only and args.out.exists():
-            rows.merge_into(json.loads(args.out.read_text())["rows"])
+            found = json.loads(args.out.read_text())
+            rows.merge_into(found["rows"], found["env"]["commit"])
         rows.write(args.out)

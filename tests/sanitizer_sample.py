@@ -155,8 +155,9 @@ def convolutions() -> Iterator[Sample]:
         call = partial(cudnn_ops.conv2d, x.requires_grad_(), weight, bias, padding=1)
         _backward(call(groups=channels, activation="silu", residual=x.detach()))
 
-    def run_row(dtype: torch.dtype, channels: int, stride: int) -> None:
-        x = _tensor(3, 77, channels, dtype=dtype).transpose(1, 2).requires_grad_()
+    def run_row(dtype: torch.dtype, channels: int, stride: int, is_last: bool = True) -> None:
+        x = _tensor(3, 77, channels, dtype=dtype).transpose(1, 2)
+        x = (x if is_last else x.contiguous()).requires_grad_()
         weight = _tensor(channels, 1, 9, dtype=dtype).requires_grad_()
         bias = _tensor(channels, dtype=dtype).requires_grad_()
         call = partial(cudnn_ops.conv1d, x, weight, bias, stride, padding=5, groups=channels)
@@ -169,6 +170,9 @@ def convolutions() -> Iterator[Sample]:
             for stride in (1, 2):
                 call = partial(run_row, dtype, channels, stride)
                 yield f"depthwise_conv1d_{name}_{width}, stride {stride}", call
+        for stride in (1, 2):
+            call = partial(run_row, dtype, 35, stride, is_last=False)
+            yield f"depthwise_conv1d_rows_{name}, stride {stride}", call
 
 
 def appending() -> Iterator[Sample]:

@@ -64,14 +64,16 @@ def _twice(*_: Any) -> tuple[Tensor]:
 
 def test_rows_of_some_models_join_those_of_an_earlier_run():
     old: list[Row] = [
-        {"case": case, "impl": OURS, "metric": "step_ms", "value": 1.0, "commit": "old"}
-        for case in ("a", "b")
+        {"case": "a", "impl": OURS, "metric": "step_ms", "value": 1.0, "commit": "oldest"},
+        {"case": "b", "impl": OURS, "metric": "step_ms", "value": 1.0},
+        {"case": "c", "impl": OURS, "metric": "step_ms", "value": 1.0},
     ]
     rows = Rows({"commit": "new"})
     rows.add("b", OURS, "step_ms", 2.0)
-    rows.merge_into(old)
+    rows.merge_into(old, "old")
     assert [(r["case"], r["value"], r["commit"]) for r in rows.rows] == [
-        ("a", 1.0, "old"),
+        ("a", 1.0, "oldest"),
+        ("c", 1.0, "old"),
         ("b", 2.0, "new"),
     ]
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -108,33 +110,100 @@ def test_depthwise_rows_with_every_activation(activation, device, poisoned):
         cases.check(case, cases.make(case, dtype, device, seed=25))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["causal", "odd channels", "strided"])
-def test_depthwise_rows_accept_any_layout_and_give_channels_last(name):
-    case = ROWS[name]
-    t = cases.make(case, torch.float32, "cuda", seed=23)
+def first(tensor: torch.Tensor) -> torch.Tensor:
+    """The length last in memory."""
+    return tensor.detach().contiguous().requires_grad_(tensor.requires_grad)
 
-    def last(tensor: torch.Tensor) -> torch.Tensor:
-        moved = tensor.detach().movedim(1, -1).contiguous().movedim(-1, 1)
-        return moved.requires_grad_(tensor.requires_grad)
 
-    def behind(tensor: torch.Tensor) -> torch.Tensor:
-        """At an address that is no multiple of anything."""
-        one = last(torch.cat([tensor.detach()[:1], tensor.detach()]))[1:]
-        flat = torch.empty(one.numel() + 1, device="cuda")[1:].as_strided(one.shape, one.stride())
-        return flat.copy_(one).requires_grad_(tensor.requires_grad)
+def last(tensor: torch.Tensor) -> torch.Tensor:
+    """The channels last in memory."""
+    moved = tensor.detach().movedim(1, -1).contiguous().movedim(-1, 1)
+    return moved.requires_grad_(tensor.requires_grad)
 
-    for lay in (lambda tensor: tensor, last, behind):
-        tensors = cases.Tensors(lay(t.input), lay(t.weight), t.bias, None, lay(t.grad_out))
+
+def apart(tensor: torch.Tensor) -> torch.Tensor:
+    """With gaps in memory."""
+    parts = tensor.detach().repeat_interleave(2, dim=-1)[..., ::2]
+    return parts.requires_grad_(tensor.requires_grad)
+
+
+def behind(lay_out: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """At an address that is no multiple of anything."""
+    laid_out = lay_out(tensor.detach())
+    memory = torch.empty(laid_out.numel() + 1, dtype=tensor.dtype, device=tensor.device)[1:]
+    moved = memory.as_strided(laid_out.shape, laid_out.stride()).copy_(laid_out)
+    return moved.requires_grad_(tensor.requires_grad)
+
+
+LAYOUTS = {
+    "first": first,
+    "last": last,
+    "apart": apart,
+    "first, behind": partial(behind, first),
+    "last, behind": partial(behind, last),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ROWS)
+def test_depthwise_rows_keep_a_contiguous_layout(name, layout, device):
+    """Any layout is accepted, of each tensor alone; of others the results have channels last."""
+    lay_out = LAYOUTS[layout]
+    case = replace(ROWS[name], residual=True, activation="silu")
+    t = cases.make(case, torch.float32, device, seed=23)
+    of_input = cases.Tensors(lay_out(t.input), t.weight, t.bias, last(t.residual), last(t.grad_out))
+    of_others = cases.Tensors(
+        first(t.input), lay_out(t.weight), t.bias, lay_out(t.residual), lay_out(t.grad_out)
+    )
+    for tensors in (of_input, of_others):
         cases.check(case, tensors)
         out = cases.run(case, tensors)
-        (grad,) = torch.autograd.grad(out, tensors.input, tensors.grad_out)
-        for image in (out, grad):
-            assert image.movedim(1, -1).is_contiguous()
+        wanted = [tensors.input, tensors.residual]
+        kept = "first" if layout.startswith("first") or tensors is of_others else "last"
+        for image in (out, *torch.autograd.grad(out, wanted, tensors.grad_out)):
+            if 1 in (case.size[0], image.shape[2]):
+                continue  # both
+            rows = image if kept == "first" else image.movedim(1, -1)
+            assert rows.is_contiguous()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lay_out", [first, last])
+def test_opcheck_of_depthwise_rows(lay_out, device):
+    t = cases.make(ROWS["causal"], torch.float32, device, seed=28)
+    geometry = _ops._conv_geometry(1, t.weight, [1], [3], [1], 64)
+    for index in (0, 1, 2):
+        call = (lay_out(t.input), t.weight, t.bias, None, geometry, index, index == 2)
+        torch.library.opcheck(_ops._conv.default, call)
+    saved = lay_out(t.grad_out)
+    for mask in itertools.product([False, True], repeat=4):
+        call = (t.grad_out, lay_out(t.input).detach(), t.weight.detach(), saved, geometry, 2)
+        torch.library.opcheck(_ops._conv_backward.default, (*call, mask))
+
+
+@pytest.mark.parametrize("lay_out", [first, last])
+def test_compiled_depthwise_rows(lay_out):
+    """Of any length, with what reads the results' layout behind them."""
+
+    def block(x, weight):
+        out = cudnn_ops.conv1d(x, weight, padding=2, groups=12, activation="silu")
+        return out, out.transpose(1, 2).is_contiguous()
+
+    compiled = torch.compile(block, backend="aot_eager", dynamic=True, fullgraph=True)
+    weight = torch.randn(12, 1, 3, requires_grad=True)
+    for length in (9, 17):
+        x = lay_out(torch.randn(2, 12, length)).requires_grad_()
+        (out, is_last), (other, was_last) = compiled(x, weight), block(x, weight)
+        assert is_last == was_last == (lay_out is last)
+        assert out.stride() == other.stride()
+        grads, others = (torch.autograd.grad(y.sin().sum(), (x, weight)) for y in (out, other))
+        for grad, one in zip((out, *grads), (other, *others), strict=True):
+            torch.testing.assert_close(grad, one)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("wanted", itertools.product([False, True], repeat=3))
+@pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=3)))
 def test_depthwise_rows_with_frozen_parts(wanted):
     case = replace(ROWS["causal"], activation="gelu")
     t = cases.make(case, torch.bfloat16, "cuda", seed=26)
@@ -151,15 +220,16 @@ def test_depthwise_rows_with_frozen_parts(wanted):
 
 
 @pytest.mark.gpu
-def test_depthwise_rows_carry_no_sums_from_the_padding(poisoned):
+def test_depthwise_rows_carry_no_sums_from_the_padding():
     """Numbers that are not finite stay within the kernel's reach."""
     x = torch.zeros(1, 8, 64, device="cuda")
     x[0, 3, 20] = float("inf")
     weight = torch.ones(8, 1, 5, device="cuda")
-    out = cudnn_ops.conv1d(x, weight, padding=2, groups=8)
-    infinite = out.isinf().nonzero().tolist()
-    assert infinite == [[0, 3, index] for index in range(18, 23)]
-    assert out.isnan().sum() == 0
+    for lay_out in (first, last):
+        out = cudnn_ops.conv1d(lay_out(x), weight, padding=2, groups=8)
+        infinite = out.isinf().nonzero().tolist()
+        assert infinite == [[0, 3, index] for index in range(18, 23)]
+        assert out.isnan().sum() == 0
 
 
 @pytest.mark.gpu

@@ -12,12 +12,13 @@ namespace cudnn_ops {
 // Where out[i] finds its inputs: at i * stride - padding + tap * dilation.
 struct DepthwiseSteps {
   int64_t stride, dilation, padding;
-  bool is_turned = false;  // the weight's last tap comes first
+  bool is_length_last = false;  // in memory, of all tensors; else the channels are
+  bool is_turned = false;       // the weight's last tap comes first
 };
 
 // Writes activation(conv + bias + residual) to `out`, and the activation's input to `before` if
-// that is defined. Input and output are [N, C, L] or [N, C, 1, L] with the channels last in memory;
-// the weight is C kernels of as many taps, densely. On the current device and stream, as the next.
+// that is defined. Input and output are [N, C, L] or [N, C, 1, L]; the weight is C kernels of as
+// many taps, densely. On the current device and stream, as the next.
 void depthwise_conv1d(const at::Tensor& input, const at::Tensor& weight,
                       const DepthwiseSteps& steps, const std::optional<at::Tensor>& bias,
                       const std::optional<at::Tensor>& residual, Activation activation,

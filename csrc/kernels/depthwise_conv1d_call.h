@@ -1,15 +1,15 @@
 // The arguments of the kernels of depthwise_conv1d.cu, for both sides.
 #pragma once
 
-// The input is [batch, length, channels], the output [batch, out_length, channels], the weight
-// [channels, taps]. Each channel of out[i] is the sum of weight[k] times
-// input[i * stride - padding + k * dilation] over the taps.
+// The input is [batch, length, channels] and the output [batch, out_length, channels], or, for the
+// kernels of rows, [batch, channels, length]; the weight is [channels, taps]. Each channel of
+// out[i] is the sum of weight[k] times input[i * stride - padding + k * dilation] over the taps.
 struct DepthwiseConv1dShape {
   long long batch;
   int length, out_length, channels;
   int taps, stride, dilation;
   int padding;  // zeros before the input; may be negative
-  int pieces;   // of the channels, that a block has
+  int pieces;   // of the channels, that a block has; for rows: threads to a row
 };
 
 struct DepthwiseConv1dCall {

@@ -7,29 +7,34 @@
 #include <ATen/cuda/EmptyTensor.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace cudnn_ops {
 namespace {
 
 constexpr int64_t kThreads = 256, kWarp = 32, kStrip = 32, kMostRows = 65535;
+// Threads to a row at least: more than one sample's sums meet in a warp.
+constexpr int64_t kLeastLanes = 4;
 // As in depthwise_conv1d.cu.
-constexpr int64_t kRun = 8, kTaps = 8, kStretch = 32;
+constexpr int64_t kRun = 8, kTaps = 8, kStretch = 32, kChunk = 4096;
 // What a thread loads of its channels at once.
 constexpr int64_t kVectorBytes = 8;
 
 struct TypeKernels {
-  DeviceKernel forward[2], weight[2];  // of one channel a thread, of several
+  // Of one channel a thread, of several, and of rows.
+  DeviceKernel forward[3], weight[3];
   DeviceKernel add_up;
 };
 
 const TypeKernels& kernels_of(at::ScalarType dtype) {
-#define CUDNN_OPS_KERNEL(name) \
-  { kDepthwiseConv1dImages, "depthwise_conv1d_" name }
-#define CUDNN_OPS_KERNELS(type, width)                                                       \
-  {                                                                                          \
-    {CUDNN_OPS_KERNEL(type "_1"), CUDNN_OPS_KERNEL(type "_" width)},                         \
-        {CUDNN_OPS_KERNEL("weight_" type "_1"), CUDNN_OPS_KERNEL("weight_" type "_" width)}, \
-        CUDNN_OPS_KERNEL("add_up_" type)                                                     \
+#define CUDNN_OPS_KERNEL(name) {kDepthwiseConv1dImages, "depthwise_conv1d_" name}
+#define CUDNN_OPS_KERNELS(type, width)                                                      \
+  {                                                                                         \
+    {CUDNN_OPS_KERNEL(type "_1"), CUDNN_OPS_KERNEL(type "_" width),                         \
+     CUDNN_OPS_KERNEL("rows_" type)},                                                       \
+        {CUDNN_OPS_KERNEL("weight_" type "_1"), CUDNN_OPS_KERNEL("weight_" type "_" width), \
+         CUDNN_OPS_KERNEL("weight_rows_" type)},                                            \
+        CUDNN_OPS_KERNEL("add_up_" type)                                                    \
   }
   static const TypeKernels all[3] = {CUDNN_OPS_KERNELS("half", "4"),
                                      CUDNN_OPS_KERNELS("bfloat16", "4"),
@@ -47,38 +52,62 @@ int64_t divide_up(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
-// How channels are spread over a block's threads; and what is left of a call's shape.
-struct Tiling {
+DepthwiseConv1dShape shape_of(const at::Tensor& input, const at::Tensor& out, int64_t taps,
+                              const DepthwiseSteps& steps) {
   DepthwiseConv1dShape shape{};
-  int64_t strips, rows;  // blocks for all channels; runs or stretches of outputs at once
+  shape.batch = input.size(0);
+  shape.length = static_cast<int>(input.size(-1));
+  shape.out_length = static_cast<int>(out.size(-1));
+  shape.channels = static_cast<int>(input.size(1));
+  shape.taps = static_cast<int>(taps);
+  shape.stride = static_cast<int>(steps.stride);
+  shape.dilation = static_cast<int>(steps.dilation);
+  shape.padding = static_cast<int>(steps.padding);
+  return shape;
+}
 
-  Tiling(const at::Tensor& input, const at::Tensor& out, int64_t taps, const DepthwiseSteps& steps,
-         int64_t width) {
-    const int64_t channels = input.size(1), pieces = std::min(channels / width, kWarp);
-    shape.batch = input.size(0);
-    shape.length = static_cast<int>(input.size(-1));
-    shape.out_length = static_cast<int>(out.size(-1));
-    shape.channels = static_cast<int>(channels);
-    shape.taps = static_cast<int>(taps);
-    shape.stride = static_cast<int>(steps.stride);
-    shape.dilation = static_cast<int>(steps.dilation);
-    shape.padding = static_cast<int>(steps.padding);
-    shape.pieces = static_cast<int>(pieces);
-    strips = divide_up(channels / width, pieces);
-    rows = kThreads / pieces;
-  }
-  int threads() const {
-    return static_cast<int>(shape.pieces * rows);
-  }
-  // How many blocks of as many outputs a thread there are to share.
-  int64_t blocks(int64_t outputs) const {
-    return divide_up(shape.batch * divide_up(shape.out_length, outputs), rows);
-  }
+// How a call is spread over blocks.
+struct Tiling {
+  int pieces, threads;  // of the channels, or to a row; of a block
+  int64_t blocks;       // with the same outputs of other channels or rows
+  int64_t most_rows;    // further blocks, at most as many as there is work for
 };
 
-int64_t width_of(const at::Tensor& input, bool is_aligned) {
+// Pieces of `width` channels; a thread has `outputs` outputs in a row.
+Tiling tile_channels(const DepthwiseConv1dShape& shape, int64_t width, int64_t outputs) {
+  const int64_t all = shape.channels / width, pieces = std::min(all, kWarp);
+  const int64_t rows = kThreads / pieces;
+  const int64_t runs = shape.batch * divide_up(shape.out_length, outputs);
+  return {static_cast<int>(pieces), static_cast<int>(pieces * rows), divide_up(all, pieces),
+          std::min(divide_up(runs, rows), kMostRows)};
+}
+
+// As many threads to a row, a power of two, as its outputs keep busy, with `outputs` each.
+int lanes_of(const DepthwiseConv1dShape& shape, int64_t outputs) {
+  int64_t lanes = kLeastLanes;
+  while (lanes < kThreads && lanes * outputs < shape.out_length) lanes *= 2;
+  return static_cast<int>(lanes);
+}
+
+Tiling tile_rows(const DepthwiseConv1dShape& shape) {
+  const int lanes = lanes_of(shape, kRun);
+  return {lanes, static_cast<int>(kThreads),
+          divide_up(shape.batch * shape.channels, kThreads / lanes),
+          std::min(divide_up(shape.out_length, lanes * kRun), kMostRows)};
+}
+
+Tiling tile_rows_of_weight(const DepthwiseConv1dShape& shape) {
+  const int lanes = lanes_of(shape, /*outputs=*/1);
+  return {lanes, static_cast<int>(kThreads), shape.channels,
+          std::min(divide_up(shape.batch * divide_up(shape.out_length, kChunk), kThreads / lanes),
+                   kMostRows)};
+}
+
+// Which of the three kernels, and how many channels a thread of it has.
+std::pair<int, int64_t> kind_of(const at::Tensor& input, bool is_length_last, bool is_aligned) {
+  if (is_length_last) return {2, 1};
   const int64_t width = kVectorBytes / static_cast<int64_t>(input.element_size());
-  return is_aligned && input.size(1) % width == 0 ? width : 1;
+  return is_aligned && input.size(1) % width == 0 ? std::pair{1, width} : std::pair{0, int64_t{1}};
 }
 
 }  // namespace
@@ -96,16 +125,18 @@ void depthwise_conv1d(const at::Tensor& input, const at::Tensor& weight,
   call.out = out.mutable_data_ptr();
   call.activation = static_cast<int>(activation);
   call.is_turned = steps.is_turned;
-  const int64_t width = width_of(input, is_aligned(call.input) && is_aligned(call.bias) &&
-                                            is_aligned(call.residual) && is_aligned(call.before) &&
-                                            is_aligned(call.out));
-  const Tiling tiling(input, out, weight.numel() / input.size(1), steps, width);
-  call.shape = tiling.shape;
-  const int64_t blocks = std::min(tiling.blocks(kRun), kMostRows);
+  const auto [kind, width] =
+      kind_of(input, steps.is_length_last,
+              is_aligned(call.input) && is_aligned(call.bias) && is_aligned(call.residual) &&
+                  is_aligned(call.before) && is_aligned(call.out));
+  call.shape = shape_of(input, out, weight.numel() / input.size(1), steps);
+  const Tiling tiling =
+      steps.is_length_last ? tile_rows(call.shape) : tile_channels(call.shape, width, kRun);
+  call.shape.pieces = tiling.pieces;
   void* argument = &call;
   kernels_of(input.scalar_type())
-      .forward[width > 1]
-      .launch(tiling.strips, static_cast<int>(blocks), tiling.threads(), &argument);
+      .forward[kind]
+      .launch(tiling.blocks, static_cast<int>(tiling.most_rows), tiling.threads, &argument);
 }
 
 void depthwise_conv1d_weight(const at::Tensor& input, const at::Tensor& grad_out,
@@ -114,23 +145,25 @@ void depthwise_conv1d_weight(const at::Tensor& input, const at::Tensor& grad_out
   call.input = input.const_data_ptr();
   call.grad_out = grad_out.const_data_ptr();
   call.grad_weight = grad_weight.mutable_data_ptr();
-  const int64_t width = width_of(input, is_aligned(call.input) && is_aligned(call.grad_out));
-  const Tiling tiling(input, grad_out, grad_weight.numel() / input.size(1), steps, width);
-  call.shape = tiling.shape;
+  const auto [kind, width] =
+      kind_of(input, steps.is_length_last, is_aligned(call.input) && is_aligned(call.grad_out));
+  call.shape = shape_of(input, grad_out, grad_weight.numel() / input.size(1), steps);
+  const Tiling tiling = steps.is_length_last ? tile_rows_of_weight(call.shape)
+                                             : tile_channels(call.shape, width, kStretch);
+  call.shape.pieces = tiling.pieces;
   const auto& kernels = kernels_of(input.scalar_type());
-  const auto& kernel = kernels.weight[width > 1];
-  const int threads = tiling.threads(), shared = threads * static_cast<int>(width * 4);
-  const int64_t tiles = tiling.strips * divide_up(call.shape.taps, kTaps);
-  const int64_t resident = kernel.resident_blocks(threads, shared);
-  const int64_t blocks = std::min(
-      {tiling.blocks(kStretch), std::max<int64_t>(1, resident / tiles), kMostRows});
+  const auto& kernel = kernels.weight[kind];
+  const int shared = steps.is_length_last ? 0 : tiling.threads * static_cast<int>(width * 4);
+  const int64_t tiles = tiling.blocks * divide_up(call.shape.taps, kTaps);
+  const int64_t resident = kernel.resident_blocks(tiling.threads, shared);
+  const int64_t blocks = std::min(tiling.most_rows, std::max<int64_t>(1, resident / tiles));
   const int64_t columns = grad_weight.numel();
   const at::Tensor partial =
       at::detail::empty_cuda({blocks * columns}, at::kFloat, input.device(), std::nullopt);
   call.partial = static_cast<float*>(partial.mutable_data_ptr());
   call.partials = static_cast<unsigned>(blocks);
   void* argument = &call;
-  kernel.launch(tiles, static_cast<int>(blocks), threads, &argument, shared);
+  kernel.launch(tiles, static_cast<int>(blocks), tiling.threads, &argument, shared);
   kernels.add_up.launch(divide_up(columns, kStrip), 1, 1024, &argument);
 }
 

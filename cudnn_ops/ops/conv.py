@@ -97,8 +97,8 @@ def conv1d(
 ) -> Tensor:
     """:func:`conv2d` in one dimension.
 
-    For some depthwise convolutions torch's own kernel is faster, and is used:
-    :func:`cudnn_ops.support.explain` says where.
+    Depthwise ones (``groups`` equal to the channels of input and output) run on kernels of this
+    package: :func:`cudnn_ops.support.explain` says where.
 
     Args:
         input: [N, C, L], or without N; otherwise as in :func:`conv2d`.
@@ -112,7 +112,7 @@ def conv1d(
         residual: as there.
 
     Returns:
-        [N, K, L'], channels last in memory.
+        [N, K, L'], channels last in memory; of a depthwise convolution contiguous if the input is.
 
     Raises:
         ValueError: as :func:`conv2d`, and so are TypeError and NotImplementedError.
@@ -200,8 +200,10 @@ def as_list(numbers: int | Sequence[int]) -> Sequence[int]:
     return numbers if isinstance(numbers, (tuple, list)) else (numbers,)
 
 
-def _empty_last(size: Sequence[int], like: Tensor) -> Tensor:
-    """Channels last in memory, in one dimension too."""
+def _empty_last(size: Sequence[int], like: Tensor, is_length_last: bool = False) -> Tensor:
+    """Channels last in memory, in one dimension too; or the length."""
+    if is_length_last:
+        return like.new_empty(size)
     if len(size) == 3:
         _, channels, length = size
         return like.new_empty_strided(size, (channels * length, 1, channels))
@@ -219,30 +221,42 @@ def _is_last(tensor: Tensor) -> bool:
     return image.is_contiguous(memory_format=memory_format(image.dim()))
 
 
+def is_length_last(input: Tensor, weight: Tensor, geometry: Sequence[int]) -> bool:
+    """Whether results have the length last in memory; as that of csrc/ops/conv/conv_choice.h."""
+    return (
+        input.dim() == 3
+        and 1 < input.shape[1] == geometry[-1] == weight.shape[0]
+        and input.is_contiguous()
+        and not _is_last(input)
+    )
+
+
 def _conv_fake(*args: Any) -> tuple[Tensor, Tensor]:
     call = bind(_ops._conv.default, args, {})
     size = _ops._conv_size.default(*args[:5])
+    is_row = is_length_last(call.input, call.weight, call.geometry)
     with_before = call.with_before and needs_before(ACTIVATIONS[call.activation])
-    before = _empty_last(size, call.input) if with_before else call.input.new_empty(0)
-    return _empty_last(size, call.input), before
+    before = _empty_last(size, call.input, is_row) if with_before else call.input.new_empty(0)
+    return _empty_last(size, call.input, is_row), before
 
 
 def _conv_backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _ops._conv_backward_check.default(*args[:-1])
     call = bind(_ops._conv_backward.default, args, {})
     input, weight, output_mask = call.input, call.weight, call.output_mask
+    is_last = not is_length_last(input, weight, call.geometry)
 
-    def result(wanted: bool, size: Sequence[int], is_last: bool = True) -> Tensor:
+    def result(wanted: bool, size: Sequence[int], is_last: bool) -> Tensor:
         if not wanted:
             return input.new_empty(0)
         return _empty_last(size, input) if is_last else input.new_empty(size)
 
     return (
-        result(output_mask[0], input.shape),
+        result(output_mask[0], input.shape, is_last),
         # In the weight's memory format: autograd would copy another one.
         result(output_mask[1], weight.shape, _is_last(weight)),
         result(output_mask[2], (weight.shape[0],), is_last=False),
-        result(output_mask[3], call.grad_out.shape),
+        result(output_mask[3], call.grad_out.shape, is_last),
     )
 
 

@@ -171,9 +171,11 @@ def _conv(*args: Any) -> tuple[Tensor, Tensor]:
     call = bind(_ops._conv.default, args, {})
     name = ACTIVATIONS[call.activation]
     total = conv.before_in_torch(call, call.input.dtype)
+    is_row = conv.is_length_last(call.input, call.weight, call.geometry)
+    lay_out = torch.Tensor.contiguous if is_row else _channels_last
     with_before = call.with_before and needs_before(name)
-    before = _channels_last(total) if with_before else call.input.new_empty(0)
-    return _channels_last(activate(total, name)), before
+    before = lay_out(total) if with_before else call.input.new_empty(0)
+    return lay_out(activate(total, name)), before
 
 
 def _channels_last(tensor: Tensor) -> Tensor:

@@ -228,15 +228,21 @@ def run_rows(recorder: Recorder, device: torch.device) -> None:
     for (channels, length, batch, taps, stride), dtype in itertools.product(shapes, DTYPES):
         if channels * length * batch >= 1 << 40:
             continue
-        x = memory(device, dtype, batch, length, channels).permute(0, 2, 1)
         weight = memory(device, dtype, channels, 1, taps)
+        bias = memory(device, dtype, channels)
         geometry = [stride, taps, taps, 1, channels]
         out_length = (length + taps) // stride + 1
-        out = memory(device, dtype, batch, out_length, channels).permute(0, 2, 1)
-        with recorder.calling("conv1d", dtype, batch, channels, length, taps, stride):
-            _ops._conv.default(x, weight, weight[:, 0, 0].contiguous(), out, geometry, 2, True)
-            for mask in ((stride == 1, False, False, False), (False, True, False, False)):
-                _ops._conv_backward.default(out, x, weight, None, geometry, 0, mask)
+        for is_last in (False, True):
+            x, out = (
+                memory(device, dtype, batch, n, channels).permute(0, 2, 1)
+                if is_last
+                else memory(device, dtype, batch, channels, n)
+                for n in (length, out_length)
+            )
+            with recorder.calling("conv1d", dtype, batch, channels, length, taps, stride, is_last):
+                _ops._conv.default(x, weight, bias, out, geometry, 2, True)
+                for mask in ((stride == 1, False, False, False), (False, True, False, False)):
+                    _ops._conv_backward.default(out, x, weight, None, geometry, 0, mask)
 
 
 def run_linear(recorder: Recorder, device: torch.device) -> None:

@@ -88,7 +88,7 @@ struct ConvMaskedBackward {
 };
 
 // The output, and the activation's input, [0] where nobody asks for it. Both have the channels last
-// in memory, as gradients of inputs have.
+// in memory, or the length (is_length_last), as gradients of inputs have.
 using ConvResults = std::tuple<at::Tensor, at::Tensor>;
 // Of input, weight, bias and residual; [0] where nobody asks for it.
 using ConvGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;

@@ -28,4 +28,9 @@ struct KernelChoice {
 
 KernelChoice choose_kernel(const Conv& args, ConvStep step);
 
+// Whether results have the length last in memory, as the input has: of depthwise convolutions of
+// one dimension, whose kernels have that layout too. Those of all others have the channels last. As
+// `is_length_last` of cudnn_ops/ops/conv.py.
+bool is_length_last(const Conv& args);
+
 }  // namespace cudnn_ops

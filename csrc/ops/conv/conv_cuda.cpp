@@ -1,6 +1,7 @@
 // Convolutions with their epilogue on CUDA.
 
 #include "ops/conv/conv_choice.h"
+#include "ops/only_kernels.h"
 #include "ops/or_none_cuda.h"
 
 #include "graph/call_pointers.h"
@@ -10,6 +11,7 @@
 
 #include <ATen/Context.h>
 #include <ATen/cuda/EmptyTensor.h>
+#include <ATen/ops/sum.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
@@ -25,6 +27,11 @@ constexpr const char* kAdvice = "torch.nn.functional has convolutions for the re
 at::Tensor empty(c10::IntArrayRef sizes, const at::Tensor& like) {
   return at::detail::empty_cuda(sizes, like.scalar_type(), like.device(),
                                 graph::channels_last(like));
+}
+
+at::Tensor empty_laid_out(c10::IntArrayRef sizes, const at::Tensor& like, const Conv& args) {
+  if (!is_length_last(args)) return empty(sizes, like);
+  return at::detail::empty_cuda(sizes, like.scalar_type(), like.device(), std::nullopt);
 }
 
 // As plans and kernels require it: an image, of one row where there is one dimension, addressable
@@ -48,9 +55,17 @@ at::Tensor image_of(const at::Tensor& tensor, const char* op = nullptr) {
   return image.clone(format);
 }
 
-// An image with as many dimensions as the operator was called with.
-at::Tensor without_row(const at::Tensor& image, const Conv& args) {
-  return image.defined() && args.dims() == 1 ? image.squeeze(2) : image;
+// As the call's results lie in memory: an image with its channels last, or with the length last.
+at::Tensor laid_out(const at::Tensor& tensor, const Conv& args) {
+  return is_length_last(args) ? tensor.contiguous() : image_of(tensor, args.op());
+}
+
+// A result as the operator gives it: with as many dimensions as the input, in the call's layout.
+at::Tensor result_of(const at::Tensor& tensor, const Conv& args) {
+  const bool is_image = tensor.defined() && args.dims() == 1 && tensor.dim() > args.input.dim();
+  if (!is_image) return tensor;
+  const at::Tensor row = tensor.squeeze(2);
+  return is_length_last(args) ? row.contiguous() : row;
 }
 
 graph::Call call_of(const char* op, const graph::CallPointers& pointers) {
@@ -93,8 +108,9 @@ struct Images {
   }
 };
 
-DepthwiseSteps depthwise_steps(const ConvGeometry& geometry) {
-  return {geometry.stride(0), geometry.dilation(0), geometry.before(0)};
+DepthwiseSteps depthwise_steps(const Conv& args) {
+  const auto& geometry = args.geometry;
+  return {geometry.stride(0), geometry.dilation(0), geometry.before(0), is_length_last(args)};
 }
 
 // What has been computed; `before` only where that is a result beside another.
@@ -140,13 +156,19 @@ Convolved convolve(const Conv& args, const Images& images, bool with_before) {
 }
 
 // All of it, by a kernel of ours.
-Convolved convolve_depthwise(const Conv& args, const Images& images, bool with_before) {
-  const auto params = conv_params(args, ConvFusion::kNone, false);
-  const c10::IntArrayRef sizes(params.out.sizes.data(), static_cast<size_t>(params.out.rank));
-  const at::Tensor out = empty(sizes, images.input);
-  const at::Tensor before = with_before ? empty(sizes, images.input) : at::Tensor();
-  depthwise_conv1d(images.input, images.weight, depthwise_steps(args.geometry), images.bias,
-                   images.residual, args.kind(), before, out);
+Convolved convolve_depthwise(const Conv& args, bool with_before) {
+  const at::Tensor input = laid_out(args.input, args);
+  at::DimVector sizes;
+  for (const auto& size : conv_output_sizes(args)) sizes.push_back(size.expect_int());
+  const DepthwiseSteps steps = depthwise_steps(args);
+  if (!steps.is_length_last) sizes.insert(sizes.begin() + 2, 1);
+  OptionalTensor bias, residual;
+  if (args.bias) bias = args.bias->contiguous();
+  if (args.residual) residual = laid_out(*args.residual, args);
+  const at::Tensor out = empty_laid_out(sizes, input, args);
+  const at::Tensor before = with_before ? empty_laid_out(sizes, input, args) : at::Tensor();
+  depthwise_conv1d(input, args.weight.contiguous(), steps, bias, residual, args.kind(), before,
+                   out);
   return {out, before, ConvFusion::kAll};
 }
 
@@ -177,49 +199,78 @@ ConvResults conv_cuda(const ConvForward& forward) {
     const c10::IntArrayRef sizes(params.out.sizes.data(), static_cast<size_t>(params.out.rank));
     convolved.out = empty(sizes, input);
     if (with_before) convolved.before = empty(sizes, input);
+  } else if (choose_kernel(args, ConvStep::kForward).kernel == ConvKernel::kDepthwise) {
+    convolved = convolve_depthwise(args, with_before);
   } else {
     const Images images(args);
-    const bool is_own = choose_kernel(args, ConvStep::kForward).kernel == ConvKernel::kDepthwise;
-    convolved = is_own ? convolve_depthwise(args, images, with_before)
-                       : convolve(args, images, with_before);
+    convolved = convolve(args, images, with_before);
     if (convolved.fusion != ConvFusion::kAll) add_rest(args, images, with_before, convolved);
   }
-  return {without_row(convolved.out, args),
-          or_none(without_row(convolved.before, args), input, input.scalar_type())};
+  return {result_of(convolved.out, args),
+          or_none(result_of(convolved.before, args), input, input.scalar_type())};
 }
 
-// By a kernel of ours; `other` is the input, or the weight.
-void depthwise_gradient(const ConvGeometry& geometry, const at::Tensor& grad,
-                        const at::Tensor& other, bool is_of_weight, const at::Tensor& result) {
-  DepthwiseSteps steps = depthwise_steps(geometry);
-  if (is_of_weight) return depthwise_conv1d_weight(other, grad, steps, result);
+// By a kernel of ours, in the call's layout.
+at::Tensor depthwise_gradient(const Conv& args, const at::Tensor& grad, bool is_of_weight) {
+  DepthwiseSteps steps = depthwise_steps(args);
+  if (is_of_weight) {
+    const at::Tensor image = args.weight.unsqueeze(2);
+    const at::Tensor result = empty(image.sizes(), image);
+    depthwise_conv1d_weight(laid_out(args.input, args), grad, steps, result);
+    return result;
+  }
   // The input's gradient finds those of the outputs with the taps turned around.
   steps.is_turned = true;
-  steps.padding = (other.size(3) - 1) * steps.dilation - steps.padding;
-  depthwise_conv1d(grad, other, steps, /*bias=*/{}, /*residual=*/{}, ConvActivation::kNone,
-                   /*before=*/{}, result);
+  steps.padding = (args.weight.size(2) - 1) * steps.dilation - steps.padding;
+  at::DimVector sizes(grad.sizes());
+  sizes.back() = args.input.size(2);
+  const at::Tensor result = empty_laid_out(sizes, grad, args);
+  depthwise_conv1d(grad, args.weight.contiguous(), steps, /*bias=*/{}, /*residual=*/{},
+                   ConvActivation::kNone, /*before=*/{}, result);
+  return result;
 }
 
 // The gradient of the input or that of the weight, from that of the convolution's result.
 at::Tensor gradient(const Conv& args, const at::Tensor& grad, bool is_of_weight) {
+  const auto step = is_of_weight ? ConvStep::kWeightGradient : ConvStep::kInputGradient;
+  if (grad.numel() > 0 && choose_kernel(args, step).kernel == ConvKernel::kDepthwise) {
+    return depthwise_gradient(args, grad, is_of_weight);
+  }
+  const at::Tensor image = image_of(grad);
   const auto params = conv_backward_params(args, is_of_weight);
   const auto& desc = is_of_weight ? params.weight : params.input;
-  const at::Tensor result = empty({desc.sizes.data(), static_cast<size_t>(desc.rank)}, grad);
-  if (grad.numel() == 0) return result.zero_();
+  const at::Tensor result = empty({desc.sizes.data(), static_cast<size_t>(desc.rank)}, image);
+  if (image.numel() == 0) return result.zero_();
   const at::Tensor other = image_of(is_of_weight ? args.input : args.weight, args.op());
-  const auto step = is_of_weight ? ConvStep::kWeightGradient : ConvStep::kInputGradient;
-  if (choose_kernel(args, step).kernel == ConvKernel::kDepthwise) {
-    depthwise_gradient(args.geometry, grad, other, is_of_weight, result);
-    return result;
-  }
   graph::CallPointers pointers;
   pointers.read(other);
-  pointers.read(grad);
+  pointers.read(image);
   pointers.write(result);
   const graph::Call call = call_of(args.op(), pointers);
-  const auto key = graph::PlanKey::of(params, grad.get_device());
+  const auto key = graph::PlanKey::of(params, image.get_device());
   graph::execute(call, *graph::get_plan(call, key));
   return result;
+}
+
+// Writes the gradient of what the activation is of to `grad`, and its sum over all but the channels
+// to `of_bias`, as far as they are wanted.
+void epilogue_gradient(const Conv& args, const at::Tensor& of_out, const OptionalTensor& saved,
+                       const at::Tensor& grad, const at::Tensor& of_bias) {
+  const bool is_linear = args.kind() == ConvActivation::kNone;
+  if (!is_length_last(args)) {
+    return conv_epilogue_backward(of_out, saved, args.kind(), is_linear ? at::Tensor() : grad,
+                                  of_bias);
+  }
+  // Rows of a matrix: the columns, which the kernel would add up, are no channels.
+  const auto rows = [](const at::Tensor& tensor) { return tensor.flatten(0, 1); };
+  if (!is_linear) {
+    conv_epilogue_backward(rows(of_out), rows(*saved), args.kind(), rows(grad), /*grad_bias=*/{});
+  }
+  if (of_bias.defined()) {
+    const OnlyKernels guard;
+    at::Tensor sum = of_bias;
+    at::sum_out(sum, grad, c10::IntArrayRef{0, 2});
+  }
 }
 
 ConvGradients conv_backward_cuda(const ConvMaskedBackward& masked) {
@@ -228,26 +279,26 @@ ConvGradients conv_backward_cuda(const ConvMaskedBackward& masked) {
   const auto &input = args.input, &weight = args.weight;
   const c10::cuda::CUDAGuard device_guard(input.device());
   check_conv_backward(backward);
-  const at::Tensor of_out = image_of(backward.grad_out);
+  const at::Tensor of_out = laid_out(backward.grad_out, args);
   const bool is_linear = args.kind() == ConvActivation::kNone;
-  const at::Tensor grad = is_linear ? of_out : empty(of_out.sizes(), of_out);
+  const at::Tensor grad = is_linear ? of_out : empty_laid_out(of_out.sizes(), of_out, args);
   at::Tensor of_input, of_weight, of_bias, of_residual;
   if (output_mask[2]) of_bias = at::detail::empty_cuda({weight.size(0)}, input.options());
   if (grad.numel() == 0) {
     if (of_bias.defined()) of_bias.zero_();
   } else if (output_mask[2] || !is_linear) {
     OptionalTensor saved;
-    if (backward.forward.saved) saved = image_of(*backward.forward.saved);
-    conv_epilogue_backward(of_out, saved, args.kind(), is_linear ? at::Tensor() : grad, of_bias);
+    if (backward.forward.saved) saved = laid_out(*backward.forward.saved, args);
+    epilogue_gradient(args, of_out, saved, grad, of_bias);
   }
-  if (output_mask[0]) of_input = without_row(gradient(args, grad, /*is_of_weight=*/false), args);
+  if (output_mask[0]) of_input = result_of(gradient(args, grad, /*is_of_weight=*/false), args);
   if (output_mask[1]) {
-    of_weight = without_row(gradient(args, grad, /*is_of_weight=*/true), args);
+    of_weight = result_of(gradient(args, grad, /*is_of_weight=*/true), args);
     // In the weight's layout: autograd would copy any other.
     const at::Tensor like = args.dims() == 1 ? weight.unsqueeze(2) : weight;
     if (!like.is_contiguous(graph::channels_last(like))) of_weight = of_weight.contiguous();
   }
-  if (output_mask[3]) of_residual = without_row(is_linear ? grad.clone() : grad, args);
+  if (output_mask[3]) of_residual = result_of(is_linear ? grad.clone() : grad, args);
   const auto dtype = input.scalar_type();
   return {or_none(of_input, input, dtype), or_none(of_weight, input, dtype),
           or_none(of_bias, input, dtype), or_none(of_residual, input, dtype)};
