@@ -10,8 +10,6 @@
 
 namespace cudnn_ops {
 
-using ConvActivation = Activation;
-
 // Where the residual is added: to what the activation is of, or to what it gives.
 enum class ResidualPlace { kBefore, kAfter };
 

@@ -120,13 +120,7 @@ at::Tensor conv_of_patches(const Conv& args) {
 }
 
 at::Tensor conv(Conv args) {
-  const auto device = args.input.device().type();
-  if ((device == at::kCUDA || device == at::kCPU) && at::autocast::is_autocast_enabled(device)) {
-    // The rule that torch has for its own: the lower precision.
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    cast(args, at::autocast::get_autocast_dtype(device), device);
-    return conv(std::move(args));
-  }
+  const LowerPrecision precision(args, args.input);
   if (is_of_patches(args)) return conv_of_patches(args);
   const bool with_before =
       needs_before(args.kind()) &&
@@ -224,7 +218,7 @@ c10::SymInt room(const Conv& args, size_t dim) {
 
 }  // namespace
 
-ConvActivation Conv::kind() const {
+Activation Conv::kind() const {
   return activation_at(activation);
 }
 
@@ -316,7 +310,7 @@ void check_conv_backward(const ConvBackward& args) {
                       " on ", tensor.device());
   };
   check(args.grad_out, "grad_out");
-  if (conv.kind() == ConvActivation::kNone) return;
+  if (conv.kind() == Activation::kNone) return;
   const auto& saved = args.forward.saved;
   TORCH_CHECK_VALUE(saved, op, " backward: an activation needs saved, what it was computed from");
   check(*saved, "saved");

@@ -44,13 +44,13 @@ struct Conv {
   at::Tensor input, weight;
   OptionalTensor bias, residual;
   ConvGeometry geometry;
-  int64_t activation = 0;  // a ConvActivation
+  int64_t activation = 0;  // a Activation
   CUDNN_OPS_FIELDS(input, weight, bias, residual, geometry, activation)
   size_t dims() const {
     return geometry.dims();
   }
-  ConvActivation kind() const;  // ValueError where `activation` is none
-  const char* op() const;       // the public operator's name, for messages
+  Activation kind() const;  // ValueError where `activation` is none
+  const char* op() const;   // the public operator's name, for messages
 };
 
 // cudnn_ops::_conv.
@@ -94,8 +94,8 @@ using ConvResults = std::tuple<at::Tensor, at::Tensor>;
 using ConvGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 // Whether the derivative of the activation is computed from its input, or from its output.
-inline bool needs_before(ConvActivation activation) {
-  return activation != ConvActivation::kNone && activation != ConvActivation::kRelu;
+inline bool needs_before(Activation activation) {
+  return activation != Activation::kNone && activation != Activation::kRelu;
 }
 
 void check_conv(const Conv& args);

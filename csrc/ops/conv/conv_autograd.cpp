@@ -18,8 +18,7 @@ const Operator<ConvGradients, ConvMaskedBackward>& conv_backward_op() {
 variable_list conv_gradients(const variable_list& grads, const Wanted<4>& wanted,
                              const ConvSaved& saved) {
   // Without an activation the residual's is the output's.
-  const bool passes_on =
-      saved.activation == static_cast<int64_t>(ConvActivation::kNone) && wanted[3];
+  const bool passes_on = saved.activation == static_cast<int64_t>(Activation::kNone) && wanted[3];
   Wanted<4> computed = wanted;
   if (passes_on) computed[3] = false;
   variable_list result =
@@ -36,13 +35,13 @@ ConvResults conv_autograd(c10::DispatchKeySet keys, const ConvForward& args) {
   const bool requires_grad =
       torch::autograd::compute_requires_grad(conv.input, conv.weight, conv.bias, conv.residual);
   if (!requires_grad) return call_below_autograd(conv_op(), keys, args);
-  const ConvActivation kind = conv.kind();
+  const Activation kind = conv.kind();
   const ConvResults results =
       call_below_autograd(conv_op(), keys, {conv, args.with_before || needs_before(kind)});
   const auto& [out, before] = results;
   ConvSaved saved{conv.input, conv.weight, /*saved=*/{}, conv.geometry, conv.activation};
   if (needs_before(kind)) saved.saved = before;
-  if (kind == ConvActivation::kRelu) saved.saved = out;
+  if (kind == Activation::kRelu) saved.saved = out;
   set_derivative<ConvBackwardNode>(
       torch::autograd::collect_next_edges(conv.input, conv.weight, conv.bias, conv.residual), {out},
       saved);

@@ -22,8 +22,8 @@ struct Channels {
 };
 
 // Whether cuDNN compiles a kernel for this epilogue; for the others it has precompiled ones.
-bool is_compiled(ConvActivation activation) {
-  return activation != ConvActivation::kNone && activation != ConvActivation::kRelu;
+bool is_compiled(Activation activation) {
+  return activation != Activation::kNone && activation != Activation::kRelu;
 }
 
 // The bare convolution has kernels of its own. With an epilogue there are a generic kernel, which
@@ -79,8 +79,8 @@ bool is_depthwise_row(const Conv& args) {
 }  // namespace
 
 std::string_view reason_for_bare(const ConvParams& params) {
-  const bool has_epilogue = params.bias.rank > 0 || params.residual.rank > 0 ||
-                            params.activation != ConvActivation::kNone;
+  const bool has_epilogue =
+      params.bias.rank > 0 || params.residual.rank > 0 || params.activation != Activation::kNone;
   if (!has_epilogue) return {};
   const Channels channels(params);
   if (is_slow_depthwise(params, channels)) {

@@ -177,7 +177,7 @@ void add_rest(const Conv& args, const Images& images, bool with_before, Convolve
   const OptionalTensor nothing;
   const auto& bias = convolved.fusion == ConvFusion::kNone ? images.bias : nothing;
   const auto& residual = convolved.fusion >= ConvFusion::kBias ? images.residual : nothing;
-  if (args.kind() == ConvActivation::kNone && !bias && !residual) return;
+  if (args.kind() == Activation::kNone && !bias && !residual) return;
   const at::Tensor conv = convolved.out;
   // One of the two is written in place.
   if (with_before) convolved.before = conv, convolved.out = empty(conv.sizes(), conv);
@@ -226,7 +226,7 @@ at::Tensor depthwise_gradient(const Conv& args, const at::Tensor& grad, bool is_
   sizes.back() = args.input.size(2);
   const at::Tensor result = empty_laid_out(sizes, grad, args);
   depthwise_conv1d(grad, args.weight.contiguous(), steps, /*bias=*/{}, /*residual=*/{},
-                   ConvActivation::kNone, /*before=*/{}, result);
+                   Activation::kNone, /*before=*/{}, result);
   return result;
 }
 
@@ -256,7 +256,7 @@ at::Tensor gradient(const Conv& args, const at::Tensor& grad, bool is_of_weight)
 // to `of_bias`, as far as they are wanted.
 void epilogue_gradient(const Conv& args, const at::Tensor& of_out, const OptionalTensor& saved,
                        const at::Tensor& grad, const at::Tensor& of_bias) {
-  const bool is_linear = args.kind() == ConvActivation::kNone;
+  const bool is_linear = args.kind() == Activation::kNone;
   if (!is_length_last(args)) {
     return conv_epilogue_backward(of_out, saved, args.kind(), is_linear ? at::Tensor() : grad,
                                   of_bias);
@@ -280,7 +280,7 @@ ConvGradients conv_backward_cuda(const ConvMaskedBackward& masked) {
   const c10::cuda::CUDAGuard device_guard(input.device());
   check_conv_backward(backward);
   const at::Tensor of_out = laid_out(backward.grad_out, args);
-  const bool is_linear = args.kind() == ConvActivation::kNone;
+  const bool is_linear = args.kind() == Activation::kNone;
   const at::Tensor grad = is_linear ? of_out : empty_laid_out(of_out.sizes(), of_out, args);
   at::Tensor of_input, of_weight, of_bias, of_residual;
   if (output_mask[2]) of_bias = at::detail::empty_cuda({weight.size(0)}, input.options());

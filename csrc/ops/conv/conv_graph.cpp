@@ -17,21 +17,21 @@ using Tensor = std::shared_ptr<fe::graph::Tensor_attributes>;
 // A plan expects the addresses in ascending uid order: conv_cuda.cpp gives them in this order.
 enum Uid : int64_t { kInput = 1, kWeight, kBias, kResidual, kGrad, kBefore, kOut };
 
-fe::graph::Pointwise_attributes pointwise_of(ConvActivation activation) {
+fe::graph::Pointwise_attributes pointwise_of(Activation activation) {
   const auto of_mode = [](fe::PointwiseMode_t mode) {
     return fe::graph::Pointwise_attributes().set_name("activation").set_mode(mode);
   };
   switch (activation) {
-    case ConvActivation::kNone: return of_mode(fe::PointwiseMode_t::IDENTITY);
-    case ConvActivation::kRelu: return of_mode(fe::PointwiseMode_t::RELU_FWD);
-    case ConvActivation::kSilu: return of_mode(fe::PointwiseMode_t::SWISH_FWD);
-    case ConvActivation::kGelu: return of_mode(fe::PointwiseMode_t::GELU_FWD);
-    case ConvActivation::kGeluTanh: return of_mode(fe::PointwiseMode_t::GELU_APPROX_TANH_FWD);
-    case ConvActivation::kLeakyRelu:
+    case Activation::kNone: return of_mode(fe::PointwiseMode_t::IDENTITY);
+    case Activation::kRelu: return of_mode(fe::PointwiseMode_t::RELU_FWD);
+    case Activation::kSilu: return of_mode(fe::PointwiseMode_t::SWISH_FWD);
+    case Activation::kGelu: return of_mode(fe::PointwiseMode_t::GELU_FWD);
+    case Activation::kGeluTanh: return of_mode(fe::PointwiseMode_t::GELU_APPROX_TANH_FWD);
+    case Activation::kLeakyRelu:
       return of_mode(fe::PointwiseMode_t::RELU_FWD).set_relu_lower_clip_slope(0.01f);
     // With an upper clip cuDNN 9.19 builds plans that do not execute (measured on an H200).
-    case ConvActivation::kRelu6:
-    case ConvActivation::kHardSwish: break;
+    case Activation::kRelu6:
+    case Activation::kHardSwish: break;
   }
   throw graph::NotSupported("cuDNN's graphs have no such activation");
 }
@@ -84,7 +84,7 @@ std::shared_ptr<graph::FrontendGraph> make_ordered(const ConvParams& params,
   }
   if (residual_first) add_bias();
   if (params.before.rank > 0) graph::output(out, kBefore, params.before);
-  if (params.activation != ConvActivation::kNone) {
+  if (params.activation != Activation::kNone) {
     out = graph->pointwise(out, pointwise_of(params.activation));
   }
   graph::output(out, kOut, params.out);
@@ -95,7 +95,7 @@ std::shared_ptr<graph::FrontendGraph> make_ordered(const ConvParams& params,
 // faster for large tensors; with the bias first it compiles some, which are faster for small ones.
 bool has_either_order(const ConvParams& params) {
   return params.bias.rank > 0 && params.residual.rank > 0 && params.before.rank == 0 &&
-         (params.activation == ConvActivation::kNone || params.activation == ConvActivation::kRelu);
+         (params.activation == Activation::kNone || params.activation == Activation::kRelu);
 }
 
 // Measured with the engines that the heuristics name first (H200): ten of 13 shapes that write less

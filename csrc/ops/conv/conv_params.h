@@ -19,7 +19,7 @@ struct ConvParams {
   static constexpr const char* kName = "conv";
   graph::TensorDesc input, weight, bias, residual, before, out;
   ConvSteps steps;
-  ConvActivation activation = ConvActivation::kNone;
+  Activation activation = Activation::kNone;
   bool allow_tf32 = false, deterministic = false;
   CUDNN_OPS_FIELDS(input, weight, bias, residual, before, out, steps, activation, allow_tf32,
                    deterministic)

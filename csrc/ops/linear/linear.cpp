@@ -15,23 +15,11 @@ namespace {
 constexpr const char* kLinear = "cudnn_ops.linear";
 constexpr const char* kMlp = "cudnn_ops.mlp";
 
-// Casts the arguments as autocast does for torch's own: to the lower precision. Whether it has.
-template <class Args>
-bool cast_if_autocast(Args& args, const at::Tensor& input) {
-  const auto device = input.device().type();
-  if ((device != at::kCUDA && device != at::kCPU) || !at::autocast::is_autocast_enabled(device)) {
-    return false;
-  }
-  cast(args, at::autocast::get_autocast_dtype(device), device);
-  return true;
-}
-
 at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
                   std::string_view activation, const OptionalTensor& residual) {
   const Activation kind = activation_of(activation, kLinear);
   Linear args{input, weight, bias, residual, static_cast<int64_t>(kind)};
-  std::optional<c10::impl::ExcludeDispatchKeyGuard> no_autocast;
-  if (cast_if_autocast(args, input)) no_autocast.emplace(c10::autocast_dispatch_keyset);
+  const LowerPrecision precision(args, input);
   const bool with_before =
       needs_before(kind, residual.has_value()) &&
       torch::autograd::compute_requires_grad(args.input, args.weight, args.bias);
@@ -43,8 +31,7 @@ at::Tensor mlp(const at::Tensor& x, const at::Tensor& w1, const OptionalTensor& 
                bool gated) {
   const Activation kind = activation_of(activation, kMlp);
   Mlp args{x, w1, b1, w2, b2, static_cast<int64_t>(kind), gated};
-  std::optional<c10::impl::ExcludeDispatchKeyGuard> no_autocast;
-  if (cast_if_autocast(args, x)) no_autocast.emplace(c10::autocast_dispatch_keyset);
+  const LowerPrecision precision(args, x);
   const bool with_saved = torch::autograd::compute_requires_grad(
       args.input, args.weight1, args.bias1, args.weight2, args.bias2);
   return std::get<0>(mlp_op().call({std::move(args), with_saved}));
