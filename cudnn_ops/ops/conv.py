@@ -226,8 +226,9 @@ def is_length_last(input: Tensor, weight: Tensor, geometry: Sequence[int]) -> bo
     return (
         input.dim() == 3
         and 1 < input.shape[1] == geometry[-1] == weight.shape[0]
+        and input.shape[2] > 1  # else it is last in either layout
+        and input.numel() > 0
         and input.is_contiguous()
-        and not _is_last(input)
     )
 
 

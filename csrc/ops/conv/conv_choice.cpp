@@ -126,8 +126,9 @@ KernelChoice choose_kernel(const Conv& args, ConvStep step) {
 }
 
 bool is_length_last(const Conv& args) {
-  return is_depthwise_row(args) && args.input.is_contiguous() &&
-         !args.input.unsqueeze(2).is_contiguous(at::MemoryFormat::ChannelsLast);
+  // A length of 1 is last in either layout.
+  return is_depthwise_row(args) && args.input.size(2) > 1 && args.input.numel() > 0 &&
+         args.input.is_contiguous();
 }
 
 }  // namespace cudnn_ops

@@ -56,8 +56,8 @@ at::Tensor image_of(const at::Tensor& tensor, const char* op = nullptr) {
 }
 
 // As the call's results lie in memory: an image with its channels last, or with the length last.
-at::Tensor laid_out(const at::Tensor& tensor, const Conv& args) {
-  return is_length_last(args) ? tensor.contiguous() : image_of(tensor, args.op());
+at::Tensor laid_out(const at::Tensor& tensor, const Conv& args, const char* op = nullptr) {
+  return is_length_last(args) ? tensor.contiguous() : image_of(tensor, op);
 }
 
 // A result as the operator gives it: with as many dimensions as the input, in the call's layout.
@@ -157,14 +157,14 @@ Convolved convolve(const Conv& args, const Images& images, bool with_before) {
 
 // All of it, by a kernel of ours.
 Convolved convolve_depthwise(const Conv& args, bool with_before) {
-  const at::Tensor input = laid_out(args.input, args);
+  const at::Tensor input = laid_out(args.input, args, args.op());
   at::DimVector sizes;
   for (const auto& size : conv_output_sizes(args)) sizes.push_back(size.expect_int());
   const DepthwiseSteps steps = depthwise_steps(args);
   if (!steps.is_length_last) sizes.insert(sizes.begin() + 2, 1);
   OptionalTensor bias, residual;
   if (args.bias) bias = args.bias->contiguous();
-  if (args.residual) residual = laid_out(*args.residual, args);
+  if (args.residual) residual = laid_out(*args.residual, args, args.op());
   const at::Tensor out = empty_laid_out(sizes, input, args);
   const at::Tensor before = with_before ? empty_laid_out(sizes, input, args) : at::Tensor();
   depthwise_conv1d(input, args.weight.contiguous(), steps, bias, residual, args.kind(), before,
@@ -216,7 +216,7 @@ at::Tensor depthwise_gradient(const Conv& args, const at::Tensor& grad, bool is_
   if (is_of_weight) {
     const at::Tensor image = args.weight.unsqueeze(2);
     const at::Tensor result = empty(image.sizes(), image);
-    depthwise_conv1d_weight(laid_out(args.input, args), grad, steps, result);
+    depthwise_conv1d_weight(laid_out(args.input, args, args.op()), grad, steps, result);
     return result;
   }
   // The input's gradient finds those of the outputs with the taps turned around.
