@@ -98,7 +98,7 @@ def conv1d(
     """:func:`conv2d` in one dimension.
 
     Depthwise ones (``groups`` equal to the channels of input and output) run on kernels of this
-    package: :func:`cudnn_ops.support.explain` says where.
+    package, in float32 without TF32; :func:`cudnn_ops.support.explain` says where.
 
     Args:
         input: [N, C, L], or without N; otherwise as in :func:`conv2d`.
