@@ -367,6 +367,50 @@ def test_autocast_is_that_of_torch(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_layer", [False, True])
+@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "other"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_under_autocast_the_sum_promotes(dtype, other, parameters, is_layer, device):
+    """As torch's ``input + residual``; all that comes out has the wider dtype."""
+    torch.manual_seed(0)
+    x, residual = (
+        torch.randn(6, 100, device=device).to(d).requires_grad_() for d in (dtype, other)
+    )
+    weight, bias = torch.randn(2, 100, device=device, dtype=parameters).unbind()
+    leaves = [x, residual, *(p.requires_grad_() for p in (weight, bias)[: 1 + is_layer])]
+    grads = torch.randn(2, 6, 100, device=device).unbind()
+
+    def reference(wide: torch.dtype, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        first, second, *rest = (leaf.to(wide) for leaf in leaves)
+        total = first + second
+        out = (F.layer_norm if is_layer else F.rms_norm)(total, (100,), *rest, eps=1e-5)
+        by = [grad.to(wide) for grad in grads]
+        return [out, total, *torch.autograd.grad((out, total), leaves, by)]
+
+    fused = cudnn_ops.add_layer_norm if is_layer else cudnn_ops.add_rms_norm
+    with torch.autocast(device, torch.bfloat16):
+        results = fused(x, residual, (100,), *leaves[2:], eps=1e-5)
+    found = [*results, *torch.autograd.grad(results, leaves, grads)]
+    wanted = [torch.float32, torch.float32, *(leaf.dtype for leaf in leaves)]
+    assert [tensor.dtype for tensor in found] == wanted
+    exact = reference(torch.float64, [leaf.detach().double().requires_grad_() for leaf in leaves])
+    rough = reference(torch.float32, leaves)
+    names = ("out", "sum", "input", "residual", "weight", "bias")
+    for name, mine, right, low in zip(names, found, exact, rough, strict=False):
+        sdpa.check(mine, right, low, name)
+    with pytest.raises(TypeError, match="residual must be of input's dtype"):
+        fused(x, residual, (100,), *leaves[2:])
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [

@@ -133,7 +133,8 @@ def add_rms_norm(
 
     Args:
         input: as in :func:`rms_norm`.
-        residual: of the input's shape and dtype.
+        residual: of the input's shape and dtype; under autocast, where the dtypes differ, all
+            tensors are cast to the one that ``input + residual`` has in torch.
         normalized_shape: as there, and so are the rest.
         weight: as there.
         eps: as there.
@@ -175,7 +176,8 @@ def add_layer_norm(
 
     Args:
         input: as in :func:`layer_norm`.
-        residual: of the input's shape and dtype.
+        residual: of the input's shape and dtype; under autocast, where the dtypes differ, all
+            tensors are cast to the one that ``input + residual`` has in torch.
         normalized_shape: as there, and so are the rest.
         weight: as there.
         bias: as there.

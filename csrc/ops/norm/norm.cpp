@@ -88,10 +88,26 @@ at::Tensor layer_norm(const at::Tensor& input, c10::SymIntArrayRef normalized_sh
   return std::get<0>(norm(std::move(args)));
 }
 
+// Autocast mixes dtypes, and torch's `input + residual` promotes: so does the sum under it, and the
+// parameters follow. Whether it has.
+bool cast_if_mixed_by_autocast(Norm& args) {
+  if (!args.input.defined()) return false;
+  const auto device = args.input.device().type();
+  const auto dtype = args.input.scalar_type(), other = args.residual->scalar_type();
+  if ((device != at::kCUDA && device != at::kCPU) || !at::autocast::is_autocast_enabled(device) ||
+      dtype == other || !is_computed_in(dtype) || !is_computed_in(other)) {
+    return false;
+  }
+  cast(args, c10::promoteTypes(dtype, other), device);
+  return true;
+}
+
 std::tuple<at::Tensor, at::Tensor> out_and_sum(Norm args) {
   // Python's None arrives as an undefined tensor.
   TORCH_CHECK_TYPE(args.residual->defined(), name_of(args),
                    ": residual must be a tensor, got None");
+  std::optional<c10::impl::ExcludeDispatchKeyGuard> no_autocast;
+  if (cast_if_mixed_by_autocast(args)) no_autocast.emplace(c10::autocast_dispatch_keyset);
   auto [out, sum, mean, rstd] = norm(std::move(args));
   return {std::move(out), std::move(sum)};
 }
