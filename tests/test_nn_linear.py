@@ -33,10 +33,11 @@ def check(ours: nn.Module, theirs: nn.Module, x: torch.Tensor) -> None:
     """Both have one state and compute the same, gradients of all parameters included."""
     assert set(ours.state_dict()) == set(theirs.state_dict())
     theirs.load_state_dict(ours.state_dict())
-    exact = copy.deepcopy(theirs).double()
+    # On the CPU, for on a GPU our modules refuse float64.
+    exact = copy.deepcopy(theirs).to("cpu", torch.float64)
     found = []
-    for module, dtype in ((ours, x.dtype), (exact, torch.float64), (theirs, x.dtype)):
-        leaf = x.detach().to(dtype).requires_grad_()
+    for module, like in ((ours, x), (exact, x.cpu().double()), (theirs, x)):
+        leaf = like.detach().clone().requires_grad_()
         out = module(leaf)
         out = out if isinstance(out, torch.Tensor) else torch.cat([o.flatten() for o in out])
         out.sin().sum().backward()
@@ -47,7 +48,7 @@ def check(ours: nn.Module, theirs: nn.Module, x: torch.Tensor) -> None:
         own = {name: p.grad for name, p in module.named_parameters() if name in state or not state}
         found.append({"out": out.detach(), "x": leaf.grad, **state, **own})
     for name, right in found[1].items():
-        models.check(found[0][name], right, found[2][name], name)
+        models.check(found[0][name], right.to(x.device), found[2][name], name)
 
 
 @pytest.mark.parametrize("device", DEVICES)
