@@ -65,7 +65,11 @@ class Plan {
   // Whether an engine that might have been preferred failed for a reason of its own, such as no
   // memory: then this plan is not one to keep for other processes.
   bool is_makeshift() const {
-    return is_makeshift_;
+    return !preferred_failed_.empty();
+  }
+  // Why that engine failed, where is_makeshift().
+  const std::string& preferred_failed() const {
+    return preferred_failed_;
   }
   // Unloads the other plans of the same graph, which build_all() gave. None may be in use.
   void drop_rivals() const;
@@ -95,9 +99,9 @@ class Plan {
   int64_t index_ = 0;                     // of this plan in the graph's list
   cudnnBackendDescriptor_t descriptor_ = nullptr;
   bool needs_frontend_ = false;  // the frontend has kernels of its own to run before cuDNN's
-  bool is_makeshift_ = false;
   bool is_loaded_ = false;
   std::string engine_;
+  std::string preferred_failed_;
   int64_t workspace_bytes_ = 0;
   int64_t frontend_workspace_ = 0;                        // leading part that the frontend uses
   std::vector<int64_t> uids_;                             // every tensor, internal ones too

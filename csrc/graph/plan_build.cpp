@@ -77,8 +77,9 @@ class Attempts {
     if (first.is_good()) first = status;
     return false;
   }
-  bool any_failed() const {
-    return failure_.is_bad();
+  // The first failure's reason; empty without any.
+  std::string why_one_failed() const {
+    return failure_.is_bad() ? readable_reason(failure_.err_msg) : std::string();
   }
   // None was good.
   [[noreturn]] void raise() const {
@@ -249,7 +250,7 @@ std::shared_ptr<const Plan> Plan::build(std::shared_ptr<FrontendGraph> graph, co
   for (const int64_t index : indices) {
     if (!attempts.add(graph->build_plan_at_index(index))) continue;
     const auto plan = of(std::move(graph), index);
-    plan->is_makeshift_ = attempts.any_failed();
+    plan->preferred_failed_ = attempts.why_one_failed();
     return plan;
   }
   attempts.raise();
@@ -298,7 +299,7 @@ std::vector<std::shared_ptr<const Plan>> Plan::build_all(
   std::vector<std::shared_ptr<const Plan>> plans;
   for (const auto& plan : built) {
     if (plan == nullptr) continue;
-    plan->is_makeshift_ = attempts.any_failed();
+    plan->preferred_failed_ = attempts.why_one_failed();
     plans.push_back(plan);
   }
   if (plans.empty()) attempts.raise();

@@ -130,7 +130,8 @@ std::string make_plan_bytes(const PlanKey& key, const Target& target, std::strin
   if (auto bytes = PlanStore::global().load(key, target.gpu())) return *bytes;
   const auto [plan, choice] = build_chosen(key, target);
   if (plan->is_makeshift()) {
-    why_not = "an engine that cuDNN prefers cannot be built on this machine";
+    why_not =
+        "an engine that cuDNN prefers cannot be built on this machine: " + plan->preferred_failed();
     return {};
   }
   auto bytes = plan->serialize(choice);
