@@ -134,8 +134,10 @@ def build_bundle(
     if not path.parent.is_dir():  # said before minutes of building, not after
         raise FileNotFoundError(f"{path.parent} is not a folder")
     description = support.prepare(device)
+    index = None
     if description == "current":
-        description = _C.describe_device(torch.cuda.current_device())
+        index = torch.cuda.current_device()
+        description = _C.describe_device(index)
     if driver is not None:
         fields = json.loads(description) | {"driverVer": _driver_version(driver)}
         description = json.dumps(fields)
@@ -145,7 +147,13 @@ def build_bundle(
     with tempfile.TemporaryDirectory(prefix="cudnn_ops-bundle-") as folder:
 
         def make(request: PlanRequest) -> tuple[bool, str, str]:
-            return _C.write_plan(request.words, description, folder)
+            if index is None:
+                return _C.write_plan(request.words, description, folder)
+            with torch.cuda.device(index):
+                # Some engines load their kernels when they are built, into the thread's context: a
+                # new thread has none before it calls CUDA's runtime.
+                torch.cuda.current_stream().query()
+                return _C.write_plan(request.words, description, folder)
 
         for request, made in in_threads(make, todo, threads=threads, progress=progress):
             supported, reason, names[request] = made
