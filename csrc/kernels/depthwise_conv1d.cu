@@ -1,29 +1,15 @@
-// Depthwise convolutions of one dimension, each channel with a kernel of its own: the forward with
-// its epilogue, activation(conv + bias + residual), which with the taps turned around is the
-// gradient of the input too; and the gradient of the weight. In float32. For tensors that have the
-// channels last in memory, and for those that have the length last ("rows"). Compiled when the
+// Depthwise convolutions of one dimension, each channel with a kernel of its own, the channels last
+// in memory: the forward with its epilogue, activation(conv + bias + residual), which with the taps
+// turned around is the gradient of the input too; and the gradient of the weight. In float32. Those
+// of tensors that have the length last are in depthwise_conv1d_rows.cu. Compiled when the
 // package is built (cmake/compile_kernels.py); depthwise_conv1d_cuda.cpp launches them.
 
-#include "activation.cuh"
-#include "activation_list.h"
-#include "column_sums.cuh"
-#include "depthwise_conv1d_call.h"
-#include "number.cuh"
+#include "depthwise_conv1d.cuh"
 
 namespace {
 
-#define ENUMERATOR(name, Name) k##Name,
-enum : int { CUDNN_OPS_ACTIVATIONS(ENUMERATOR) };
-#undef ENUMERATOR
-
-// Outputs that a thread computes together. Where the channels are last and the stride is 1 they
-// follow each other: of each input that it reads it makes as many products.
-constexpr int kRun = 8;
-// Taps of the weight whose gradients a thread computes together, and outputs in a row that it adds
-// up before it goes on to others.
-constexpr int kTaps = 8, kStretch = 32;
-// The same of threads that share a row.
-constexpr int kChunk = 4096;
+// Outputs in a row that a thread of the weight's gradient adds up before it goes on to others.
+constexpr int kStretch = 32;
 
 // A thread's channels, of all of a tensor's positions in one sample.
 template <class Type, int kWidth>
@@ -48,40 +34,6 @@ struct Column {
     }
   }
 };
-
-// What comes after the convolution, for the `count` outputs of a run that exist.
-template <class Type, class Activation, int kWidth>
-__device__ void finish(const DepthwiseConv1dCall& call, float (&sums)[kRun][kWidth],
-                       const float (&bias)[kWidth], long long index, int step, int count) {
-  using Vector = Piece<Type, kWidth>;
-#pragma unroll
-  for (int r = 0; r < kRun; ++r, index += step) {
-    if (r >= count) return;
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) sums[r][k] += bias[k];
-    if (call.residual != nullptr) {
-      float residual[kWidth];
-      ((const Vector*)call.residual)[index].read(residual);
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k) sums[r][k] += residual[k];
-    }
-    if (call.before != nullptr) ((Vector*)call.before)[index] = Vector::of(sums[r]);
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) sums[r][k] = Activation::of(sums[r][k]).x;
-    ((Vector*)call.out)[index] = Vector::of(sums[r]);
-  }
-}
-
-template <class Type, int kWidth>
-__device__ void finish_run(const DepthwiseConv1dCall& call, float (&sums)[kRun][kWidth],
-                           const float (&bias)[kWidth], long long index, int step, int count) {
-  switch (call.activation) {
-#define CASE(name, Name) \
-  case k##Name: finish<Type, Name, kWidth>(call, sums, bias, index, step, count); break;
-    CUDNN_OPS_ACTIVATIONS(CASE)
-#undef CASE
-  }
-}
 
 template <class Type, int kWidth>
 __device__ void add_taps(const DepthwiseConv1dCall& call, const Column<Type, kWidth>& input,
@@ -234,107 +186,13 @@ __device__ void of_weight(const DepthwiseConv1dWeightCall& call) {
   }
 }
 
-// One channel of one sample, the length last.
-template <class Type>
-struct Row {
-  const typename Type::Bits* first;
-  int length;
-
-  __device__ Row(const void* data, long long row, int length)
-      : first((const typename Type::Bits*)data + row * length), length(length) {
-  }
-  // Zero beyond either end.
-  __device__ float operator[](int at) const {
-    return (unsigned)at < (unsigned)length ? Type::read(first[at]) : 0;
-  }
-};
-
-// `pieces` threads share the outputs of a row, each with some that lie as far apart; a block has as
-// many rows as it has threads for.
-template <class Type>
-__device__ void rows_forward(const DepthwiseConv1dCall& call) {
-  const auto& shape = call.shape;
-  const int lanes = shape.pieces, lane = threadIdx.x % lanes;
-  const long long row = (long long)blockIdx.x * (blockDim.x / lanes) + threadIdx.x / lanes;
-  if (row >= shape.batch * shape.channels) return;
-  const int channel = (int)(row % shape.channels);
-  const Row<Type> input(call.input, row, shape.length);
-  const auto* weight = (const typename Type::Bits*)call.weight + (long long)channel * shape.taps;
-  float bias[1] = {};
-  if (call.bias != nullptr) bias[0] = Type::read(((const typename Type::Bits*)call.bias)[channel]);
-  const int step = gridDim.y * lanes * kRun;
-  for (int start = blockIdx.y * lanes * kRun + lane; start < shape.out_length; start += step) {
-    float sums[kRun][1] = {};
-#pragma unroll 2
-    for (int tap = 0; tap < shape.taps; ++tap) {
-      const float factor = Type::read(weight[call.is_turned ? shape.taps - 1 - tap : tap]);
-      const int first = start * shape.stride - shape.padding + tap * shape.dilation;
-#pragma unroll
-      for (int r = 0; r < kRun; ++r) sums[r][0] += factor * input[first + r * lanes * shape.stride];
-    }
-    const int count = (shape.out_length - start + lanes - 1) / lanes;
-    finish_run<Type, 1>(call, sums, bias, row * shape.out_length + start, lanes, count);
-  }
-}
-
-// A block has kTaps of a channel's taps and every gridDim.y-th set of chunks of that channel's
-// rows, as many chunks at once as it has threads for.
-template <class Type>
-__device__ void rows_of_weight(const DepthwiseConv1dWeightCall& call) {
-  __shared__ float by_warp[8][kTaps];
-  const auto& shape = call.shape;
-  const int channel = blockIdx.x % shape.channels, tap = blockIdx.x / shape.channels * kTaps;
-  const int lanes = shape.pieces, lane = threadIdx.x % lanes, at_once = blockDim.x / lanes;
-  const int chunks = (shape.out_length + kChunk - 1) / kChunk;  // of a row
-  const long long all = shape.batch * chunks, step = (long long)gridDim.y * at_once;
-  float sums[kTaps] = {};
-  for (long long chunk = (long long)blockIdx.y * at_once + threadIdx.x / lanes; chunk < all;
-       chunk += step) {
-    const long long sample = chunk / chunks;
-    const long long row = sample * shape.channels + channel;
-    const Row<Type> input(call.input, row, shape.length);
-    const Row<Type> grad_out(call.grad_out, row, shape.out_length);
-    const int start = (int)(chunk - sample * chunks) * kChunk;
-    const int end = min(start + kChunk, shape.out_length);
-#pragma unroll 2
-    for (int i = start + lane; i < end; i += lanes) {
-      const float grad = grad_out[i];
-      const int first = i * shape.stride - shape.padding + tap * shape.dilation;
-#pragma unroll
-      for (int t = 0; t < kTaps; ++t) sums[t] += grad * input[first + t * shape.dilation];
-    }
-  }
-#pragma unroll
-  for (int t = 0; t < kTaps; ++t) {
-#pragma unroll
-    for (int other = 16; other > 0; other /= 2) {
-      sums[t] += __shfl_xor_sync(0xffffffff, sums[t], other);
-    }
-    if (threadIdx.x % 32 == 0) by_warp[threadIdx.x / 32][t] = sums[t];
-  }
-  __syncthreads();
-  if (threadIdx.x >= kTaps || tap + (int)threadIdx.x >= shape.taps) return;
-  float sum = 0;
-  for (unsigned warp = 0; warp < blockDim.x / 32; ++warp) sum += by_warp[warp][threadIdx.x];
-  const long long at = (long long)channel * shape.taps + tap + threadIdx.x;
-  call.partial[(long long)blockIdx.y * shape.channels * shape.taps + at] = sum;
-}
-
 }  // namespace
-
-#define KERNEL(name, Call, function)                               \
-  extern "C" __global__ void __launch_bounds__(256)                \
-      depthwise_conv1d_##name(const __grid_constant__ Call call) { \
-    function(call);                                                \
-  }
 
 #define KERNELS(Type, suffix, width)                                                             \
   KERNEL(suffix##_1, DepthwiseConv1dCall, (forward<Type, 1>))                                    \
   KERNEL(suffix##_##width, DepthwiseConv1dCall, (forward<Type, width>))                          \
-  KERNEL(rows_##suffix, DepthwiseConv1dCall, rows_forward<Type>)                                 \
   KERNEL(weight_##suffix##_1, DepthwiseConv1dWeightCall, (of_weight<Type, 1>))                   \
   KERNEL(weight_##suffix##_##width, DepthwiseConv1dWeightCall, (of_weight<Type, width>))         \
-  KERNEL(weight_rows_##suffix, DepthwiseConv1dWeightCall, rows_of_weight<Type>)                  \
   extern "C" __global__ void __launch_bounds__(1024)                                             \
       depthwise_conv1d_add_up_##suffix(const __grid_constant__ DepthwiseConv1dWeightCall call) { \
     const auto write = [&](unsigned column, float sum) {                                         \

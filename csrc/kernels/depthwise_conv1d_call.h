@@ -10,6 +10,7 @@ struct DepthwiseConv1dShape {
   int taps, stride, dilation;
   int padding;  // zeros before the input; may be negative
   int pieces;   // of the channels, that a block has; for rows: threads to a row
+  int staged;   // for rows: numbers of shared memory that each has; 0: they read memory directly
 };
 
 struct DepthwiseConv1dCall {

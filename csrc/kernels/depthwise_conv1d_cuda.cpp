@@ -1,6 +1,7 @@
 #include "kernels/depthwise_conv1d.h"
 
 #include "depthwise_conv1d_images.h"
+#include "depthwise_conv1d_rows_images.h"
 #include "kernels/depthwise_conv1d_call.h"
 #include "kernels/device_kernel.h"
 
@@ -15,7 +16,7 @@ namespace {
 constexpr int64_t kThreads = 256, kWarp = 32, kStrip = 32, kMostRows = 65535;
 // Threads to a row at least: more than one sample's sums meet in a warp.
 constexpr int64_t kLeastLanes = 4;
-// As in depthwise_conv1d.cu.
+// As in depthwise_conv1d.cuh, depthwise_conv1d.cu and depthwise_conv1d_rows.cu.
 constexpr int64_t kRun = 8, kTaps = 8, kStretch = 32, kChunk = 4096;
 // What a thread loads of its channels at once.
 constexpr int64_t kVectorBytes = 8;
@@ -28,18 +29,19 @@ struct TypeKernels {
 
 const TypeKernels& kernels_of(at::ScalarType dtype) {
 #define CUDNN_OPS_KERNEL(name) {kDepthwiseConv1dImages, "depthwise_conv1d_" name}
-#define CUDNN_OPS_KERNELS(type, width)                                                      \
-  {                                                                                         \
-    {CUDNN_OPS_KERNEL(type "_1"), CUDNN_OPS_KERNEL(type "_" width),                         \
-     CUDNN_OPS_KERNEL("rows_" type)},                                                       \
-        {CUDNN_OPS_KERNEL("weight_" type "_1"), CUDNN_OPS_KERNEL("weight_" type "_" width), \
-         CUDNN_OPS_KERNEL("weight_rows_" type)},                                            \
-        CUDNN_OPS_KERNEL("add_up_" type)                                                    \
+#define CUDNN_OPS_ROWS(name) {kDepthwiseConv1dRowsImages, "depthwise_conv1d_" name}
+#define CUDNN_OPS_KERNELS(type, width)                                                             \
+  {                                                                                                \
+    {CUDNN_OPS_KERNEL(type "_1"), CUDNN_OPS_KERNEL(type "_" width), CUDNN_OPS_ROWS("rows_" type)}, \
+        {CUDNN_OPS_KERNEL("weight_" type "_1"), CUDNN_OPS_KERNEL("weight_" type "_" width),        \
+         CUDNN_OPS_ROWS("weight_rows_" type)},                                                     \
+        CUDNN_OPS_KERNEL("add_up_" type)                                                           \
   }
   static const TypeKernels all[3] = {CUDNN_OPS_KERNELS("half", "4"),
                                      CUDNN_OPS_KERNELS("bfloat16", "4"),
                                      CUDNN_OPS_KERNELS("float", "2")};
 #undef CUDNN_OPS_KERNELS
+#undef CUDNN_OPS_ROWS
 #undef CUDNN_OPS_KERNEL
   return all[type_index(dtype)];
 }
@@ -71,6 +73,8 @@ struct Tiling {
   int pieces, threads;  // of the channels, or to a row; of a block
   int64_t blocks;       // with the same outputs of other channels or rows
   int64_t most_rows;    // further blocks, at most as many as there is work for
+  int64_t staged = 0;   // numbers of shared memory for each row
+  int shared_bytes = 0;
 };
 
 // Pieces of `width` channels; a thread has `outputs` outputs in a row.
@@ -82,25 +86,51 @@ Tiling tile_channels(const DepthwiseConv1dShape& shape, int64_t width, int64_t o
           std::min(divide_up(runs, rows), kMostRows)};
 }
 
-// As many threads to a row, a power of two, as its outputs keep busy, with `outputs` each.
-int lanes_of(const DepthwiseConv1dShape& shape, int64_t outputs) {
+// The same for the gradient of the weight, which threads of a block add up.
+Tiling tile_channels_of_weight(const DepthwiseConv1dShape& shape, int64_t width) {
+  Tiling tiling = tile_channels(shape, width, kStretch);
+  tiling.shared_bytes = tiling.threads * static_cast<int>(width * sizeof(float));
+  return tiling;
+}
+
+// As many threads to a row, a power of two, as its outputs keep busy with kRun each.
+int64_t lanes_of(const DepthwiseConv1dShape& shape) {
   int64_t lanes = kLeastLanes;
-  while (lanes < kThreads && lanes * outputs < shape.out_length) lanes *= 2;
-  return static_cast<int>(lanes);
+  while (lanes < kThreads && lanes * kRun < shape.out_length) lanes *= 2;
+  return lanes;
+}
+
+// Numbers of shared memory for as many of a row: place() of depthwise_conv1d_rows.cu.
+int64_t placed(int64_t numbers) {
+  return numbers + numbers / kRun;
+}
+
+// Gives each row that shared memory, if all of them together have it and inputs that neighbours
+// use.
+void stage(const DepthwiseConv1dShape& shape, int64_t numbers, Tiling& tiling) {
+  constexpr int64_t kMostBytes = 46 << 10;  // what any GPU gives without being asked, but for a few
+  const int64_t bytes = kThreads / tiling.pieces * numbers * static_cast<int64_t>(sizeof(float));
+  if (shape.stride != 1 || shape.dilation != 1 || bytes > kMostBytes) return;
+  tiling.staged = numbers;
+  tiling.shared_bytes = static_cast<int>(bytes);
 }
 
 Tiling tile_rows(const DepthwiseConv1dShape& shape) {
-  const int lanes = lanes_of(shape, kRun);
-  return {lanes, static_cast<int>(kThreads),
-          divide_up(shape.batch * shape.channels, kThreads / lanes),
-          std::min(divide_up(shape.out_length, lanes * kRun), kMostRows)};
+  const int64_t lanes = lanes_of(shape), tile = lanes * kRun;
+  Tiling tiling{static_cast<int>(lanes), static_cast<int>(kThreads),
+                divide_up(shape.batch * shape.channels, kThreads / lanes),
+                std::min(divide_up(shape.out_length, tile), kMostRows)};
+  stage(shape, placed(tile + shape.taps), tiling);
+  return tiling;
 }
 
 Tiling tile_rows_of_weight(const DepthwiseConv1dShape& shape) {
-  const int lanes = lanes_of(shape, /*outputs=*/1);
-  return {lanes, static_cast<int>(kThreads), shape.channels,
-          std::min(divide_up(shape.batch * divide_up(shape.out_length, kChunk), kThreads / lanes),
-                   kMostRows)};
+  const int64_t lanes = lanes_of(shape), tile = lanes * kRun;
+  Tiling tiling{static_cast<int>(lanes), static_cast<int>(kThreads), shape.channels, 1};
+  stage(shape, placed(tile + kTaps) + placed(tile), tiling);
+  const int64_t tiles = divide_up(shape.out_length, tiling.staged > 0 ? tile : kChunk);
+  tiling.most_rows = std::min(divide_up(shape.batch * tiles, kThreads / lanes), kMostRows);
+  return tiling;
 }
 
 // Which of the three kernels, and how many channels a thread of it has.
@@ -133,10 +163,12 @@ void depthwise_conv1d(const at::Tensor& input, const at::Tensor& weight,
   const Tiling tiling =
       steps.is_length_last ? tile_rows(call.shape) : tile_channels(call.shape, width, kRun);
   call.shape.pieces = tiling.pieces;
+  call.shape.staged = static_cast<int>(tiling.staged);
   void* argument = &call;
   kernels_of(input.scalar_type())
       .forward[kind]
-      .launch(tiling.blocks, static_cast<int>(tiling.most_rows), tiling.threads, &argument);
+      .launch(tiling.blocks, static_cast<int>(tiling.most_rows), tiling.threads, &argument,
+              tiling.shared_bytes);
 }
 
 void depthwise_conv1d_weight(const at::Tensor& input, const at::Tensor& grad_out,
@@ -149,13 +181,13 @@ void depthwise_conv1d_weight(const at::Tensor& input, const at::Tensor& grad_out
       kind_of(input, steps.is_length_last, is_aligned(call.input) && is_aligned(call.grad_out));
   call.shape = shape_of(input, grad_out, grad_weight.numel() / input.size(1), steps);
   const Tiling tiling = steps.is_length_last ? tile_rows_of_weight(call.shape)
-                                             : tile_channels(call.shape, width, kStretch);
+                                             : tile_channels_of_weight(call.shape, width);
   call.shape.pieces = tiling.pieces;
+  call.shape.staged = static_cast<int>(tiling.staged);
   const auto& kernels = kernels_of(input.scalar_type());
   const auto& kernel = kernels.weight[kind];
-  const int shared = steps.is_length_last ? 0 : tiling.threads * static_cast<int>(width * 4);
   const int64_t tiles = tiling.blocks * divide_up(call.shape.taps, kTaps);
-  const int64_t resident = kernel.resident_blocks(tiling.threads, shared);
+  const int64_t resident = kernel.resident_blocks(tiling.threads, tiling.shared_bytes);
   const int64_t blocks = std::min(tiling.most_rows, std::max<int64_t>(1, resident / tiles));
   const int64_t columns = grad_weight.numel();
   const at::Tensor partial =
@@ -163,7 +195,7 @@ void depthwise_conv1d_weight(const at::Tensor& input, const at::Tensor& grad_out
   call.partial = static_cast<float*>(partial.mutable_data_ptr());
   call.partials = static_cast<unsigned>(blocks);
   void* argument = &call;
-  kernel.launch(tiles, static_cast<int>(blocks), tiling.threads, &argument, shared);
+  kernel.launch(tiles, static_cast<int>(blocks), tiling.threads, &argument, tiling.shared_bytes);
   kernels.add_up.launch(divide_up(columns, kStrip), 1, 1024, &argument);
 }
 
