@@ -5,7 +5,7 @@ do we. The forward without a gradient, and a training step's backward; then patc
 geometries of every kind beside eager, each by the engine that cuDNN's heuristics name first.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import cudnn_ops
-from benchmarks.conv_geometries import GEOMETRIES, is_slower, steps
+from benchmarks.conv_geometries import IMAGES, ROWS, Geometry, is_slower, steps
 from benchmarks.harness import OURS, Functions, Rows, gpu_ms, main
 from cudnn_ops.ops.activation import Activation
 
@@ -58,7 +58,7 @@ EPILOGUES = (
 PATCHES = Shape(64, 3, 224, 768, 16, 16, 0)
 
 
-PARTS = ("epilogues", "geometries")
+PARTS = ("epilogues", "rows", "images")
 
 
 def run(rows: Rows, rounds: int) -> None:
@@ -68,8 +68,11 @@ def run(rows: Rows, rounds: int) -> None:
 
 def run_part(part: str, rows: Rows, rounds: int) -> None:
     torch.manual_seed(0)
-    measure_part = {"epilogues": measure_epilogues, "geometries": measure_geometries}[part]
-    measure_part(rows, max(rounds // 3, 1))
+    rounds = max(rounds // 3, 1)
+    if part == "epilogues":
+        measure_epilogues(rows, rounds)
+    else:
+        measure_geometries(ROWS if part == "rows" else IMAGES, rows, rounds)
 
 
 def measure_epilogues(rows: Rows, rounds: int) -> None:
@@ -80,9 +83,9 @@ def measure_epilogues(rows: Rows, rounds: int) -> None:
     measure(f"{PATCHES} patches", PATCHES, Epilogue("bias", "none"), rows, rounds)
 
 
-def measure_geometries(rows: Rows, rounds: int) -> None:
+def measure_geometries(geometries: Sequence[Geometry], rows: Rows, rounds: int) -> None:
     torch.backends.cudnn.benchmark = False
-    for geometry in GEOMETRIES:
+    for geometry in geometries:
         for step, functions in steps(geometry).items():
             verify(f"{geometry}: {step}", results(functions), GRADIENT_TOLERANCE)
             for more in (1, 3, 9):  # what is slower by chance is so for once

@@ -97,7 +97,7 @@ def depthwise(
 
 #: Depthwise, of one dimension: of Conformer, short filters of state space models, and what nobody
 #: would think of; by batch, channels, length and kernel.
-ROWS = (
+_ROWS = (
     depthwise(8, 512, (1500,), 31),
     depthwise(8, 512, (1500,), 31, dtype=_FP32),
     depthwise(1, 256, (2000,), 15),
@@ -124,9 +124,11 @@ ROWS = (
     depthwise(1, 1600, (4096,), 4, dtype=_FP32),
 )
 
-GEOMETRIES = (
-    *ROWS,
-    *(row._replace(is_length_last=True) for row in ROWS),
+#: With the channels last in memory, and with the length last, as most models have it.
+ROWS = (*_ROWS, *(row._replace(is_length_last=True) for row in _ROWS))
+
+#: All others.
+IMAGES = (
     # ConvNeXt, MobileNet, EfficientNet; large batches and one image.
     *(depthwise(64, *shape) for shape in ((128, 56, 7), (512, 14, 7), (1024, 7, 7))),
     *(depthwise(1, *shape) for shape in ((128, 56, 7), (1024, 7, 7), (144, 56, 3))),
@@ -194,6 +196,8 @@ GEOMETRIES = (
     grouped(2, 64, (8, 28, 28), 64, 3),
     grouped(2, 3, (16, 112, 112), 64, (3, 7, 7), stride=2),
 )
+
+GEOMETRIES = (*ROWS, *IMAGES)
 
 
 def steps(geometry: Geometry) -> dict[str, Functions]:

@@ -51,7 +51,8 @@ def test_sixty_geometries_and_more():
 
 
 def test_what_is_slower_than_noise_is_told(monkeypatch, capsys):
-    monkeypatch.setattr(bench_conv, "GEOMETRIES", SMALL)
+    monkeypatch.setattr(bench_conv, "ROWS", SMALL[:1])
+    monkeypatch.setattr(bench_conv, "IMAGES", SMALL[1:])
     monkeypatch.setattr(bench_conv, "SHAPES", ())
     monkeypatch.setattr(bench_conv, "measure", lambda *_: None)
     randn = torch.randn

@@ -93,9 +93,9 @@ def explain(
     Returns:
         The answer. Of a convolution ``reason`` says where the whole epilogue is not in cuDNN's
         graph, and why: cuDNN does not support it, or is faster without. ``engine`` is
-        ``"cudnn_ops"`` where a kernel of this package runs, and ``reason`` says why. A refusal's reason is one sentence;
-        with ``CUDNN_OPS_FULL_REASONS`` in the environment it is all that cuDNN says, engine by
-        engine.
+        ``"cudnn_ops"`` where a kernel of this package runs, and ``reason`` says why. A refusal's
+        reason is one sentence; with ``CUDNN_OPS_FULL_REASONS`` in the environment it is all that
+        cuDNN says, engine by engine.
 
     Raises:
         ValueError: an unknown op or device; shapes that do not fit each other.

@@ -264,6 +264,9 @@ def run_append(recorder: Recorder, device: torch.device) -> None:
             _ops.paged_kv_append_.default(cache, cache.clone(), key, key, slots, False)
 
 
+RUNS = (run_norms, run_gated, run_rotary, run_epilogues, run_rows, run_linear, run_append)
+
+
 def main() -> None:
     gpus = describe_gpus()
     recorder = Recorder(gpus)
@@ -280,7 +283,7 @@ def main() -> None:
         _C.set_norm_table(gpu["deviceVer"] // 10, 0, [])
     for index in range(len(gpus)):
         device = torch.device("cuda", index)
-        for run in (run_norms, run_gated, run_rotary, run_epilogues, run_rows, run_linear, run_append):
+        for run in RUNS:
             run(recorder, device)
     launched = [sorted(names) for names in recorder.launched]
     print(json.dumps({"launched": launched, "wrong": sorted(recorder.wrong)}))
