@@ -194,7 +194,7 @@ def test_bench_conv_rows_make_its_table(monkeypatch: pytest.MonkeyPatch) -> None
     bench = bench_conv
     monkeypatch.setattr(bench, "SHAPES", (bench.Shape(2, 4, 6, 8, 3, 1, 1),))
     monkeypatch.setattr(bench, "PATCHES", bench.Shape(2, 3, 8, 8, 4, 4, 0))
-    monkeypatch.setattr(bench, "GEOMETRIES", bench.GEOMETRIES[:0])
+    monkeypatch.setattr(bench, "PARTS", bench.PARTS[:1])
     monkeypatch.setattr(bench, "gpu_ms", bench_sdpa.gpu_ms)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     randn = torch.randn

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -388,10 +389,12 @@ def test_under_autocast_the_sum_promotes(dtype, other, parameters, is_layer, dev
     leaves = [x, residual, *(p.requires_grad_() for p in (weight, bias)[: 1 + is_layer])]
     grads = torch.randn(2, 6, 100, device=device).unbind()
 
+    norm: Callable[..., torch.Tensor] = F.layer_norm if is_layer else F.rms_norm
+
     def reference(wide: torch.dtype, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
         first, second, *rest = (leaf.to(wide) for leaf in leaves)
         total = first + second
-        out = (F.layer_norm if is_layer else F.rms_norm)(total, (100,), *rest, eps=1e-5)
+        out = norm(total, (100,), *rest, eps=1e-5)
         by = [grad.to(wide) for grad in grads]
         return [out, total, *torch.autograd.grad((out, total), leaves, by)]
 
