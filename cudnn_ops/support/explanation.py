@@ -30,7 +30,8 @@ class Explanation:
     """cuDNN's own reason where it is not supported; where it is, empty, or what runs outside of
     cuDNN's graph and why."""
     engine: str
-    """cuDNN's name of the engine that it chose and of its knobs; ``"torch"`` for torch's kernel."""
+    """cuDNN's name of the engine that it chose and of its knobs; ``"cudnn_ops"`` for a kernel of
+    ours."""
     workspace_bytes: int
     """Scratch memory of a call, in bytes."""
     device: str
