@@ -16,21 +16,17 @@ void cast(Args& args, at::ScalarType dtype, c10::DeviceType device) {
   std::apply([&](auto&... value) { (cast_one(value), ...); }, Args::fields(args));
 }
 
-// Casts the arguments to the lower precision, as autocast does those of torch's products, where it
-// is enabled for the device of `input`; it is disabled as long as this lives.
-class LowerPrecision {
- public:
-  template <class Args>
-  LowerPrecision(Args& args, const at::Tensor& input) {
-    const auto device = input.device().type();
-    const bool has_autocast = device == at::kCUDA || device == at::kCPU;
-    if (!has_autocast || !at::autocast::is_autocast_enabled(device)) return;
-    cast(args, at::autocast::get_autocast_dtype(device), device);
-    no_autocast_.emplace(c10::autocast_dispatch_keyset);
-  }
-
- private:
-  std::optional<c10::impl::ExcludeDispatchKeyGuard> no_autocast_;
-};
+// Calls `function` with the arguments, cast to the lower precision, as autocast does those of
+// torch's products, where it is enabled for the device of `input`; there it is disabled meanwhile.
+template <class Args, class Function>
+auto in_lower_precision(const Args& args, const at::Tensor& input, const Function& function) {
+  const auto device = input.device().type();
+  const bool has_autocast = device == at::kCUDA || device == at::kCPU;
+  if (!has_autocast || !at::autocast::is_autocast_enabled(device)) return function(args);
+  Args lower = args;
+  cast(lower, at::autocast::get_autocast_dtype(device), device);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  return function(lower);
+}
 
 }  // namespace cudnn_ops

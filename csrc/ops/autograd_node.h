@@ -9,6 +9,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -217,12 +218,12 @@ variable_list differentiable_inputs(const Args& args) {
   return inputs;
 }
 
-// Runs the operator without autograd.
-template <class Result, class Args>
+// Runs the operator without autograd, with arguments as Operator::call_with() takes them.
+template <class Result, class Args, class... Given>
 Result call_below_autograd(const Operator<Result, Args>& op, c10::DispatchKeySet keys,
-                           const Args& args) {
+                           const Given&... given) {
   const at::AutoDispatchBelowADInplaceOrView guard;
-  return op.redispatch(below_autograd(keys), args);
+  return op.redispatch(below_autograd(keys), given...);
 }
 
 // Makes a Node the history of `outputs`, with edges to where the gradients go, and lets it save.
@@ -236,9 +237,11 @@ void set_derivative(torch::autograd::edge_list&& edges,
   node->save(saved);
 }
 
-// Raises where an argument has a forward-mode gradient, which would be dropped.
+// Raises where an argument has a forward-mode gradient, which would be dropped. Without a level of
+// forward mode none has, and asking each of them would take longer.
 template <class Args>
 void refuse_forward_mode(const char* op, const Args& args) {
+  if (torch::autograd::ForwardADLevel::try_get_by_idx(0) == nullptr) return;
   const auto refuse = [op](const auto& value) {
     using Value = std::decay_t<decltype(value)>;
     if constexpr (std::is_same_v<Value, at::Tensor> || std::is_same_v<Value, OptionalTensor>) {

@@ -9,10 +9,12 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/MaybeOwned.h>
 #include <c10/util/SmallVector.h>
 
 #include <optional>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 
 namespace cudnn_ops {
@@ -48,21 +50,67 @@ struct Unpacked<Args, std::tuple<Members&...>> {
   template <class Result>
   using Function = Result(typename Parameter<Members>::type...);
 
-  static Args pack(typename Parameter<Members>::type... values) {
-    Args args;
-    Args::fields(args) =
-        std::forward_as_tuple(std::forward<typename Parameter<Members>::type>(values)...);
-    return args;
-  }
+  class Borrowed {
+   public:
+    // Delegates, so that an exception in here finds the destructor.
+    explicit Borrowed(typename Parameter<Members>::type... values) : Borrowed(Empty()) {
+      std::apply([&](Members&... members) { (borrow(members, values), ...); }, Args::fields(args_));
+    }
+    Borrowed(const Borrowed&) = delete;
+    Borrowed& operator=(const Borrowed&) = delete;
+    ~Borrowed() {
+      std::apply([](Members&... members) { (release(members), ...); }, Args::fields(args_));
+    }
+    const Args& operator*() const {
+      return args_;
+    }
+
+   private:
+    using Tensor = c10::MaybeOwnedTraits<at::Tensor>;
+    struct Empty {};
+
+    explicit Borrowed(Empty /*empty*/) {
+    }
+
+    template <class Member, class Value>
+    static void borrow(Member& member, Value& value) {
+      if constexpr (std::is_same_v<Member, at::Tensor>) {
+        member = Tensor::createBorrow(value);
+      } else if constexpr (std::is_same_v<Member, OptionalTensor>) {
+        if (value) member.emplace(Tensor::createBorrow(*value));
+      } else if constexpr (std::is_same_v<Member, std::decay_t<Value>>) {
+        member = std::move(value);
+      } else {
+        member.append(value.begin(), value.end());
+      }
+    }
+    template <class Member>
+    static void release(Member& member) {
+      if constexpr (std::is_same_v<Member, at::Tensor>) {
+        Tensor::destroyBorrow(member);
+      } else if constexpr (std::is_same_v<Member, OptionalTensor>) {
+        if (member) Tensor::destroyBorrow(*member);
+      }
+    }
+
+    Args args_;
+  };
+
   template <class Result, Result (*body)(const Args&)>
   static Result kernel(typename Parameter<Members>::type... values) {
-    return body(pack(std::forward<typename Parameter<Members>::type>(values)...));
+    return body(*Borrowed(std::forward<typename Parameter<Members>::type>(values)...));
   }
   template <class Result, Result (*body)(c10::DispatchKeySet, const Args&)>
   static Result kernel(c10::DispatchKeySet keys, typename Parameter<Members>::type... values) {
-    return body(keys, pack(std::forward<typename Parameter<Members>::type>(values)...));
+    return body(keys, *Borrowed(std::forward<typename Parameter<Members>::type>(values)...));
   }
 };
+
+// The struct of a function's arguments, made of the values of its members. The caller keeps the
+// tensors as long as this lives, so nobody counts its references to them, which would take an
+// operator several tenths of a microsecond; what is copied from it counts as ever.
+template <class Args>
+using Borrowed = typename Unpacked<Args>::Borrowed;
 
 template <class Body>
 struct KernelOf;
@@ -90,12 +138,19 @@ class Operator {
                     .template typed<typename Unpacked<Args>::template Function<Result>>()) {
   }
   Result call(const Args& args) const {
-    return std::apply([&](const auto&... values) { return handle_.call(values...); },
-                      Args::fields(args));
+    return call_with(args);
   }
-  Result redispatch(c10::DispatchKeySet keys, const Args& args) const {
-    return std::apply([&](const auto&... values) { return handle_.redispatch(keys, values...); },
-                      Args::fields(args));
+  // With the first of the arguments as a struct, and the others.
+  template <class First, class... Others>
+  Result call_with(const First& first, const Others&... others) const {
+    return std::apply([&](const auto&... values) { return handle_.call(values..., others...); },
+                      graph::fields_of(first));
+  }
+  template <class First, class... Others>
+  Result redispatch(c10::DispatchKeySet keys, const First& first, const Others&... others) const {
+    return std::apply(
+        [&](const auto&... values) { return handle_.redispatch(keys, values..., others...); },
+        graph::fields_of(first));
   }
 
  private:

@@ -119,13 +119,14 @@ at::Tensor conv_of_patches(const Conv& args) {
   return activate(out, args.kind());
 }
 
-at::Tensor conv(Conv args) {
-  const LowerPrecision precision(args, args.input);
-  if (is_of_patches(args)) return conv_of_patches(args);
-  const bool with_before =
-      needs_before(args.kind()) &&
-      torch::autograd::compute_requires_grad(args.input, args.weight, args.bias, args.residual);
-  return std::get<0>(conv_op().call({std::move(args), with_before}));
+at::Tensor conv(const Conv& given) {
+  return in_lower_precision(given, given.input, [](const Conv& args) {
+    if (is_of_patches(args)) return conv_of_patches(args);
+    const bool with_before =
+        needs_before(args.kind()) &&
+        torch::autograd::compute_requires_grad(args.input, args.weight, args.bias, args.residual);
+    return std::get<0>(conv_op().call_with(args, with_before));
+  });
 }
 
 // `padding` as numbers or as a name.
@@ -140,16 +141,13 @@ at::Tensor public_conv(const at::Tensor& input, const at::Tensor& weight,
                     op, ": input must have ", dims + kChannelDims, " dimensions (", dims + 1,
                     " without a batch) and weight ", dims + kChannelDims, "; got ", input.dim(),
                     " and ", weight.dim());
-  Conv args{input,
-            weight,
-            bias,
-            residual,
-            geometry_of(dims, weight, stride, padding, dilation, groups),
-            static_cast<int64_t>(activation_of(activation, op))};
-  if (input.dim() == dims + kChannelDims) return conv(std::move(args));
-  args.input = input.unsqueeze(0);
-  if (residual) args.residual = residual->unsqueeze(0);
-  return conv(std::move(args)).squeeze(0);
+  const auto geometry = geometry_of(dims, weight, stride, padding, dilation, groups);
+  const auto kind = static_cast<int64_t>(activation_of(activation, op));
+  const auto call = [&](const at::Tensor& batch, const OptionalTensor& other) {
+    return conv(*Borrowed<Conv>(batch, weight, bias, other, geometry.numbers, kind));
+  };
+  if (input.dim() == dims + kChannelDims) return call(input, residual);
+  return call(input.unsqueeze(0), residual ? residual->unsqueeze(0) : residual).squeeze(0);
 }
 
 // `numbers`: how many strides, paddings and dilations there are, then these, then the groups. The

@@ -37,7 +37,7 @@ ConvResults conv_autograd(c10::DispatchKeySet keys, const ConvForward& args) {
   if (!requires_grad) return call_below_autograd(conv_op(), keys, args);
   const Activation kind = conv.kind();
   const ConvResults results =
-      call_below_autograd(conv_op(), keys, {conv, args.with_before || needs_before(kind)});
+      call_below_autograd(conv_op(), keys, conv, args.with_before || needs_before(kind));
   const auto& [out, before] = results;
   ConvSaved saved{conv.input, conv.weight, /*saved=*/{}, conv.geometry, conv.activation};
   if (needs_before(kind)) saved.saved = before;

@@ -29,7 +29,8 @@ const Operator<GatedGradients, GatedBackward>& gated_backward_op() {
 
 variable_list gated_gradients(const variable_list& grads, const Wanted<2>& wanted,
                               const Gated& saved) {
-  return only_wanted(wanted, gated_backward_op().call({grads[0], saved}));
+  return only_wanted(
+      wanted, gated_backward_op().call_with(grads[0], saved.gate, saved.up, saved.activation));
 }
 
 using GatedBackwardNode = BackwardNode<kGatedBackward, gated_gradients>;
@@ -52,7 +53,7 @@ GatedGradients gated_backward_autograd(c10::DispatchKeySet keys, const GatedBack
 }
 
 at::Tensor gated(const at::Tensor& gate, const at::Tensor& up, GatedActivation activation) {
-  return gated_op().call({gate, up, static_cast<int64_t>(activation)});
+  return gated_op().call_with(gate, up, static_cast<int64_t>(activation));
 }
 
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {

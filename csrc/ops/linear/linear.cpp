@@ -18,23 +18,25 @@ constexpr const char* kMlp = "cudnn_ops.mlp";
 at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
                   std::string_view activation, const OptionalTensor& residual) {
   const Activation kind = activation_of(activation, kLinear);
-  Linear args{input, weight, bias, residual, static_cast<int64_t>(kind)};
-  const LowerPrecision precision(args, input);
-  const bool with_before =
-      needs_before(kind, residual.has_value()) &&
-      torch::autograd::compute_requires_grad(args.input, args.weight, args.bias);
-  return std::get<0>(linear_op().call({std::move(args), with_before}));
+  const Borrowed<Linear> given(input, weight, bias, residual, static_cast<int64_t>(kind));
+  return in_lower_precision(*given, input, [kind](const Linear& args) {
+    const bool with_before =
+        needs_before(kind, args.residual.has_value()) &&
+        torch::autograd::compute_requires_grad(args.input, args.weight, args.bias);
+    return std::get<0>(linear_op().call_with(args, with_before));
+  });
 }
 
 at::Tensor mlp(const at::Tensor& x, const at::Tensor& w1, const OptionalTensor& b1,
                const at::Tensor& w2, const OptionalTensor& b2, std::string_view activation,
                bool gated) {
   const Activation kind = activation_of(activation, kMlp);
-  Mlp args{x, w1, b1, w2, b2, static_cast<int64_t>(kind), gated};
-  const LowerPrecision precision(args, x);
-  const bool with_saved = torch::autograd::compute_requires_grad(
-      args.input, args.weight1, args.bias1, args.weight2, args.bias2);
-  return std::get<0>(mlp_op().call({std::move(args), with_saved}));
+  const Borrowed<Mlp> given(x, w1, b1, w2, b2, static_cast<int64_t>(kind), gated);
+  return in_lower_precision(*given, x, [](const Mlp& args) {
+    const bool with_saved = torch::autograd::compute_requires_grad(
+        args.input, args.weight1, args.bias1, args.weight2, args.bias2);
+    return std::get<0>(mlp_op().call_with(args, with_saved));
+  });
 }
 
 // One layer's tensors, by the names that they have in the public function.

@@ -45,7 +45,7 @@ LinearResults linear_autograd(c10::DispatchKeySet keys, const LinearForward& arg
   const Activation kind = linear.kind();
   const bool by_before = needs_before(kind, linear.residual.has_value());
   const LinearResults results =
-      call_below_autograd(linear_op(), keys, {linear, args.with_before || by_before});
+      call_below_autograd(linear_op(), keys, linear, args.with_before || by_before);
   const auto& [out, before] = results;
   LinearSaved saved{linear.input, linear.weight, /*saved=*/{}, linear.activation};
   if (by_before) {
@@ -80,7 +80,7 @@ MlpResults mlp_autograd(c10::DispatchKeySet keys, const MlpForward& args) {
   const bool requires_grad = torch::autograd::compute_requires_grad(
       mlp.input, mlp.weight1, mlp.bias1, mlp.weight2, mlp.bias2);
   if (!requires_grad) return call_below_autograd(mlp_op(), keys, args);
-  const MlpResults results = call_below_autograd(mlp_op(), keys, {mlp, /*with_saved=*/true});
+  const MlpResults results = call_below_autograd(mlp_op(), keys, mlp, /*with_saved=*/true);
   const auto& [out, hidden, before] = results;
   MlpSaved saved{mlp.input, mlp.weight1, mlp.weight2, hidden, {}, mlp.activation, mlp.gated};
   if (needs_before(mlp)) saved.before = before;

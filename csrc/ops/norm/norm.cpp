@@ -45,28 +45,17 @@ double default_eps(const at::Tensor& input) {
                                             : std::numeric_limits<float>::epsilon();
 }
 
-NormResults norm(Norm args) {
+NormResults norm(const Norm& args) {
   const bool with_stats =
       torch::autograd::compute_requires_grad(args.input, args.residual, args.weight, args.bias);
-  return norm_op().call({std::move(args), with_stats});
-}
-
-Norm rms_norm_of(const at::Tensor& input, const OptionalTensor& residual,
-                 c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                 std::optional<double> eps, bool zero_centered) {
-  return {input,
-          residual,
-          at::SymDimVector(normalized_shape),
-          weight,
-          /*bias=*/{},
-          eps.value_or(default_eps(input)),
-          /*is_layer=*/false,
-          zero_centered};
+  return norm_op().call_with(args, with_stats);
 }
 
 at::Tensor rms_norm(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
                     const OptionalTensor& weight, std::optional<double> eps, bool zero_centered) {
-  return std::get<0>(norm(rms_norm_of(input, {}, normalized_shape, weight, eps, zero_centered)));
+  const Borrowed<Norm> args(input, /*residual=*/{}, normalized_shape, weight, /*bias=*/{},
+                            eps.value_or(default_eps(input)), /*is_layer=*/false, zero_centered);
+  return std::get<0>(norm(*args));
 }
 
 // Under autocast on CUDA it computes in float32, by the rule that torch has for its own; RMS norm
@@ -74,41 +63,38 @@ at::Tensor rms_norm(const at::Tensor& input, c10::SymIntArrayRef normalized_shap
 at::Tensor layer_norm(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
                       const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                       bool zero_centered) {
-  Norm args{input,
-            /*residual=*/{},
-            at::SymDimVector(normalized_shape),
-            weight,
-            bias,
-            eps,
-            /*is_layer=*/true,
-            zero_centered};
-  if (input.is_cuda() && at::autocast::is_autocast_enabled(at::kCUDA)) {
-    cast(args, at::kFloat, at::kCUDA);
+  const Borrowed<Norm> args(input, /*residual=*/{}, normalized_shape, weight, bias, eps,
+                            /*is_layer=*/true, zero_centered);
+  if (!input.is_cuda() || !at::autocast::is_autocast_enabled(at::kCUDA)) {
+    return std::get<0>(norm(*args));
   }
-  return std::get<0>(norm(std::move(args)));
+  Norm casted = *args;
+  cast(casted, at::kFloat, at::kCUDA);
+  return std::get<0>(norm(casted));
 }
 
 // Autocast mixes dtypes, and torch's `input + residual` promotes: so does the sum under it, and the
-// parameters follow. Whether it has.
-bool cast_if_mixed_by_autocast(Norm& args) {
+// parameters follow.
+bool is_mixed_by_autocast(const Norm& args) {
   if (!args.input.defined()) return false;
   const auto device = args.input.device().type();
   const auto dtype = args.input.scalar_type(), other = args.residual->scalar_type();
-  if ((device != at::kCUDA && device != at::kCPU) || !at::autocast::is_autocast_enabled(device) ||
-      dtype == other || !is_computed_in(dtype) || !is_computed_in(other)) {
-    return false;
-  }
-  cast(args, c10::promoteTypes(dtype, other), device);
-  return true;
+  return (device == at::kCUDA || device == at::kCPU) && at::autocast::is_autocast_enabled(device) &&
+         dtype != other && is_computed_in(dtype) && is_computed_in(other);
 }
 
-std::tuple<at::Tensor, at::Tensor> out_and_sum(Norm args) {
+NormResults norm_of_promoted(Norm args) {
+  const auto dtype = c10::promoteTypes(args.input.scalar_type(), args.residual->scalar_type());
+  cast(args, dtype, args.input.device().type());
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  return norm(args);
+}
+
+std::tuple<at::Tensor, at::Tensor> out_and_sum(const Norm& args) {
   // Python's None arrives as an undefined tensor.
   TORCH_CHECK_TYPE(args.residual->defined(), name_of(args),
                    ": residual must be a tensor, got None");
-  std::optional<c10::impl::ExcludeDispatchKeyGuard> no_autocast;
-  if (cast_if_mixed_by_autocast(args)) no_autocast.emplace(c10::autocast_dispatch_keyset);
-  auto [out, sum, mean, rstd] = norm(std::move(args));
+  auto [out, sum, mean, rstd] = is_mixed_by_autocast(args) ? norm_of_promoted(args) : norm(args);
   return {std::move(out), std::move(sum)};
 }
 
@@ -116,14 +102,17 @@ std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& input, const a
                                                 c10::SymIntArrayRef normalized_shape,
                                                 const OptionalTensor& weight,
                                                 std::optional<double> eps, bool zero_centered) {
-  return out_and_sum(rms_norm_of(input, residual, normalized_shape, weight, eps, zero_centered));
+  const Borrowed<Norm> args(input, residual, normalized_shape, weight, /*bias=*/{},
+                            eps.value_or(default_eps(input)), /*is_layer=*/false, zero_centered);
+  return out_and_sum(*args);
 }
 
 std::tuple<at::Tensor, at::Tensor> add_layer_norm(
     const at::Tensor& input, const at::Tensor& residual, c10::SymIntArrayRef normalized_shape,
     const OptionalTensor& weight, const OptionalTensor& bias, double eps, bool zero_centered) {
-  return out_and_sum({input, residual, at::SymDimVector(normalized_shape), weight, bias, eps,
-                      /*is_layer=*/true, zero_centered});
+  const Borrowed<Norm> args(input, residual, normalized_shape, weight, bias, eps,
+                            /*is_layer=*/true, zero_centered);
+  return out_and_sum(*args);
 }
 
 }  // namespace

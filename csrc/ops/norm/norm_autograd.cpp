@@ -54,7 +54,7 @@ NormResults norm_autograd(c10::DispatchKeySet keys, const NormForward& args) {
   const bool requires_grad =
       torch::autograd::compute_requires_grad(norm.input, norm.residual, norm.weight, norm.bias);
   if (!requires_grad) return call_below_autograd(norm_op(), keys, args);
-  const NormResults results = call_below_autograd(norm_op(), keys, {norm, /*with_stats=*/true});
+  const NormResults results = call_below_autograd(norm_op(), keys, norm, /*with_stats=*/true);
   const auto& [out, sum, mean, rstd] = results;
   auto edges =
       torch::autograd::collect_next_edges(norm.input, norm.residual, norm.weight, norm.bias);

@@ -28,7 +28,7 @@ struct Rotation {
 // A rotation is linear: its gradient is a rotation back, which can be differentiated again.
 variable_list rotary_gradients(const variable_list& grads, const Wanted<1>& /*wanted*/,
                                const Rotation& saved) {
-  return {rotary_op().call({grads[0], saved.cos, saved.sin, !saved.is_backward})};
+  return {rotary_op().call_with(grads[0], saved.cos, saved.sin, !saved.is_backward)};
 }
 
 using RotaryBackwardNode = BackwardNode<kRotaryBackward, rotary_gradients>;
@@ -46,7 +46,7 @@ at::Tensor rotary_autograd(c10::DispatchKeySet keys, const Rotary& args) {
 }
 
 at::Tensor rotary(const at::Tensor& input, const at::Tensor& cos, const at::Tensor& sin) {
-  return rotary_op().call({input, cos, sin});
+  return rotary_op().call_with(input, cos, sin, /*is_backward=*/false);
 }
 
 }  // namespace
