@@ -39,12 +39,14 @@ ConvResults conv_autograd(c10::DispatchKeySet keys, const ConvForward& args) {
   const ConvResults results =
       call_below_autograd(conv_op(), keys, conv, args.with_before || needs_before(kind));
   const auto& [out, before] = results;
-  ConvSaved saved{conv.input, conv.weight, /*saved=*/{}, conv.geometry, conv.activation};
-  if (needs_before(kind)) saved.saved = before;
-  if (kind == Activation::kRelu) saved.saved = out;
+  OptionalTensor of_activation;
+  if (needs_before(kind)) of_activation = before;
+  if (kind == Activation::kRelu) of_activation = out;
+  const Borrowed<ConvSaved> saved(conv.input, conv.weight, of_activation, conv.geometry.numbers,
+                                  conv.activation);
   set_derivative<ConvBackwardNode>(
       torch::autograd::collect_next_edges(conv.input, conv.weight, conv.bias, conv.residual), {out},
-      saved);
+      *saved);
   return results;
 }
 

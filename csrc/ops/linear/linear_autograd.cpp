@@ -47,15 +47,16 @@ LinearResults linear_autograd(c10::DispatchKeySet keys, const LinearForward& arg
   const LinearResults results =
       call_below_autograd(linear_op(), keys, linear, args.with_before || by_before);
   const auto& [out, before] = results;
-  LinearSaved saved{linear.input, linear.weight, /*saved=*/{}, linear.activation};
+  OptionalTensor of_activation;
   if (by_before) {
-    saved.saved = before;
+    of_activation = before;
   } else if (kind != Activation::kNone) {
-    saved.saved = out;
+    of_activation = out;
   }
+  const Borrowed<LinearSaved> saved(linear.input, linear.weight, of_activation, linear.activation);
   set_derivative<LinearBackwardNode>(torch::autograd::collect_next_edges(
                                          linear.input, linear.weight, linear.bias, linear.residual),
-                                     {out}, saved);
+                                     {out}, *saved);
   return results;
 }
 

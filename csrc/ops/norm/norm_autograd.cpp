@@ -59,13 +59,12 @@ NormResults norm_autograd(c10::DispatchKeySet keys, const NormForward& args) {
   auto edges =
       torch::autograd::collect_next_edges(norm.input, norm.residual, norm.weight, norm.bias);
   const at::Tensor& input = norm.residual ? sum : norm.input;
-  const NormHistory history{
-      {input, norm.normalized_shape, norm.weight, mean, rstd, norm.is_layer, norm.zero_centered},
-      norm.residual.has_value()};
+  const Borrowed<NormHistory> history(input, norm.normalized_shape, norm.weight, mean, rstd,
+                                      norm.is_layer, norm.zero_centered, norm.residual.has_value());
   if (norm.residual) {
-    set_derivative<NormBackwardNode>(std::move(edges), {out, sum}, history);
+    set_derivative<NormBackwardNode>(std::move(edges), {out, sum}, *history);
   } else {
-    set_derivative<NormBackwardNode>(std::move(edges), {out}, history);
+    set_derivative<NormBackwardNode>(std::move(edges), {out}, *history);
   }
   return results;
 }
