@@ -449,11 +449,13 @@ def _markdown(table: Table, found: Mapping[str, Any]) -> str:
     count = int(env["rounds"] * table.samples)
     samples = f"Median of {count} samples. " if count else ""
     # 40 hex digits say no more to a reader than 12 do; what follows them, as in "-dirty", does.
-    commit = re.sub(r"^([0-9a-f]{12})[0-9a-f]*", r"\1", env["commit"])
+    commits = unique(row.get("commit", env["commit"]) for row in found["rows"])
+    commits = [re.sub(r"^([0-9a-f]{12})[0-9a-f]*", r"\1", commit) for commit in commits]
+    commit = f"commit{'s' * (len(commits) > 1)} {' and '.join(commits)}"
     cudnn = f"{env['cudnn'] // 10000}.{env['cudnn'] // 100 % 100}.{env['cudnn'] % 100}"
     return (
         f"{lines}\n{table.numbers} {samples}"
-        f"{env['gpu']}, commit {commit}, {env['date']}, torch {env['torch']}, cuDNN {cudnn}.\n"
+        f"{env['gpu']}, {commit}, {env['date']}, torch {env['torch']}, cuDNN {cudnn}.\n"
     )
 
 

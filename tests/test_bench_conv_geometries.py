@@ -17,19 +17,18 @@ SMALL = (
     depthwise(2, 4, 9, 3, 2, multiplier=2, dtype=torch.float32),
     grouped(2, 4, (5, 6, 7), 8, (3, 2, 1), 2, dilation=2, dtype=torch.float32),
 )
-#: Where torch's kernel is faster, as docs/measured.md says. Of one dimension: ours copies between
-#: torch's layout and its own. With ReLU: cuDNN's fused engine is slower than its bare one and a
-#: pass.
+#: Where torch's kernel is faster, as docs/measured.md says. With the length last: ours reads each
+#: input for each tap, or waits for all of a block to have read theirs. With ReLU: cuDNN's fused
+#: engine is slower than its bare one and a pass, as was recorded before the bare one was taken.
 _FORWARD = ("forward", "forward, bias + relu", "forward, bias + silu")
 _OF_INPUT, _OF_WEIGHT = "gradient of the input", "gradient of the weight"
 SLOWER = {
-    "float32 8x512->512 1500 k31 g512": (_OF_INPUT, _OF_WEIGHT),
-    "bfloat16 1x256->256 2000 k15 g256": (*_FORWARD, _OF_INPUT),
-    "float32 1x256->256 2000 k15 g256": (*_FORWARD, _OF_INPUT, _OF_WEIGHT),
-    "bfloat16 1x256->256 2000 k9 g256": (*_FORWARD, _OF_INPUT),
-    "bfloat16 8x2048->2048 2048 k4 g2048": (*_FORWARD, _OF_INPUT, _OF_WEIGHT),
-    "float16 8x2048->2048 2048 k4 g2048": (*_FORWARD[:2], _OF_INPUT, _OF_WEIGHT),
-    "float32 8x2048->2048 2048 k4 g2048": (*_FORWARD, _OF_INPUT, _OF_WEIGHT),
+    "bfloat16 8x2048->2048 1024 k3 g2048 length last": (_OF_WEIGHT,),
+    "float16 8x2048->2048 1024 k7 g2048 length last": (*_FORWARD[::2], _OF_INPUT, _OF_WEIGHT),
+    "bfloat16 8x2048->2048 2048 k4 g2048 length last": (_OF_WEIGHT,),
+    "float16 8x2048->2048 2048 k4 g2048 length last": (_FORWARD[0], _OF_WEIGHT),
+    "float32 8x2048->2048 2048 k4 g2048 length last": (_OF_WEIGHT,),
+    "float16 4x1024->1024 500 k9 g1024 length last": (_FORWARD[0], _OF_INPUT, _OF_WEIGHT),
     "bfloat16 8x66->66 28x28 k3x3 g2": _FORWARD[1:2],
     "bfloat16 8x96->192 28x28 k3x3 g8": _FORWARD[1:2],
     "bfloat16 8x33->65 40x40 k3x3": _FORWARD[1:2],
