@@ -166,6 +166,16 @@ def test_readme_tables_are_checked_and_rewritten(
     assert main("--check") == 0
 
 
+def test_a_table_names_every_commit_that_its_rows_are_of(readme: Path, tmp_path: Path) -> None:
+    (file,) = tables.RESULTS.glob("*/host_overhead.json")
+    found = json.loads(file.read_text())
+    for row, commit in zip(found["rows"], ("1" * 40, "2" * 40), strict=False):
+        row["commit"] = commit
+    file.write_text(json.dumps(found))
+    where = "NVIDIA H200, commits 111111111111 and 222222222222, 2026-11-21,"
+    assert where in tables.render(readme.read_text(), tables.RESULTS)
+
+
 def test_an_unmeasured_table_says_so(tmp_path: Path) -> None:
     text = "<!-- table:sdpa -->\n{}<!-- /table:sdpa -->"
     assert tables.render(text.format(""), tmp_path) == text.format("Not measured yet.\n")
