@@ -202,6 +202,17 @@ def test_compiled_depthwise_rows(lay_out):
             torch.testing.assert_close(grad, one)
 
 
+@pytest.mark.parametrize("lay_out", [first, last])
+def test_decomposed_depthwise_rows_lie_as_the_operator_s_do(lay_out):
+    decomposed = cudnn_ops.decompositions()[_ops._conv.default]
+    t = cases.make(ROWS["causal"], torch.float32, "cpu", seed=29)
+    geometry = _ops._conv_geometry(1, t.weight, [1], [3], [1], 64)
+    call = (lay_out(t.input), t.weight, t.bias, None, geometry, 2, True)
+    for ours, theirs in zip(_ops._conv.default(*call), decomposed(*call), strict=True):
+        assert ours.stride() == theirs.stride()
+        torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=3)))
 def test_depthwise_rows_with_frozen_parts(wanted):
