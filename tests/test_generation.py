@@ -19,6 +19,7 @@ from tests.cases.generation import (
     make_engine,
     make_model,
     make_prompts,
+    run_failing_every_other_step,
     serve_at_random,
 )
 from tests.conftest import DEVICES
@@ -299,13 +300,7 @@ def test_a_step_that_failed_can_be_made_again():
         engine.submit(prompt, SamplingParams(max_tokens=8, temperature=1.0, seed=1))
         for prompt in prompts
     ]
-    while engine.running or engine.waiting:
-        failing[0] = not failing[0]
-        if failing[0]:
-            with pytest.raises(RuntimeError, match="no luck"):
-                engine.step()
-        else:
-            engine.step()
+    run_failing_every_other_step(engine, failing)
     undisturbed = make_engine("cpu", 60)
     expected = [undisturbed.submit(request.prompt, request.params) for request in requests]
     list(undisturbed.run())

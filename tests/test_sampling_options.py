@@ -16,7 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cudnn_ops.generation import SamplingParams
 from cudnn_ops.serving.edits import Edits
 from tests.cases.generation import make_engine as make_llama_engine
-from tests.cases.generation import make_model, serve_at_random, uncached_logits
+from tests.cases.generation import (
+    make_model,
+    run_failing_every_other_step,
+    serve_at_random,
+    uncached_logits,
+)
 from tests.cases.sampling import VOCABULARY, distribution, generate, make_engine, make_table
 from tests.conftest import DEVICES
 
@@ -191,13 +196,7 @@ def test_a_step_that_failed_is_counted_once():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "index_add_", fail)
         engine.step()  # the prompts are counted, and no output
-        while engine.running or engine.waiting:
-            failing[0] = not failing[0]
-            if failing[0]:
-                with pytest.raises(RuntimeError, match="no luck"):
-                    engine.step()
-            else:
-                engine.step()
+        run_failing_every_other_step(engine, failing)
     assert [r.output for r in requests] == [generate(table, *job) for job in jobs]
     assert requests[0].output != generate(table, jobs[0][0], SamplingParams(30))
 

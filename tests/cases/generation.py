@@ -6,6 +6,7 @@ import copy
 import random
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch.nn import functional as F
 
@@ -120,3 +121,14 @@ def uncached_logits(model: Llama, tokens: torch.Tensor) -> torch.Tensor:
 
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     return model.serve(tokens[0], positions, positions, attend)
+
+
+def run_failing_every_other_step(engine: Engine, failing: list[bool]) -> None:
+    """Until all requests are over; what the engine calls raises where ``failing`` says so."""
+    while engine.running or engine.waiting:
+        failing[0] = not failing[0]
+        if failing[0]:
+            with pytest.raises(RuntimeError, match="no luck"):
+                engine.step()
+        else:
+            engine.step()
