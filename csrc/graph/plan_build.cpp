@@ -77,9 +77,11 @@ class Attempts {
     if (first.is_good()) first = status;
     return false;
   }
-  // The first failure's reason; empty without any.
+  // The first failure's reason; empty without any, and only then.
   std::string why_one_failed() const {
-    return failure_.is_bad() ? readable_reason(failure_.err_msg) : std::string();
+    if (!failure_.is_bad()) return {};
+    const std::string reason = readable_reason(failure_.err_msg);
+    return reason.empty() ? "cuDNN gave no reason" : reason;
   }
   // None was good.
   [[noreturn]] void raise() const {
