@@ -8,9 +8,6 @@
 
 namespace {
 
-// Outputs in a row that a thread of the weight's gradient adds up before it goes on to others.
-constexpr int kStretch = 32;
-
 // A thread's channels, of all of a tensor's positions in one sample.
 template <class Type, int kWidth>
 struct Column {

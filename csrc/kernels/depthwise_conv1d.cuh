@@ -11,10 +11,7 @@
 enum : int { CUDNN_OPS_ACTIVATIONS(ENUMERATOR) };
 #undef ENUMERATOR
 
-// Outputs that a thread computes together.
-constexpr int kRun = 8;
-// Taps of the weight whose gradients a thread computes together.
-constexpr int kTaps = 8;
+using namespace depthwise;
 
 // What comes after the convolution, for the `count` outputs of a run that exist.
 template <class Type, class Activation, int kWidth>

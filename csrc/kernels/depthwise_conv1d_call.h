@@ -1,6 +1,19 @@
 // The arguments of the kernels of depthwise_conv1d.cu, for both sides.
 #pragma once
 
+namespace depthwise {
+
+// Outputs that a thread computes together.
+constexpr int kRun = 8;
+// Taps of the weight whose gradients a thread computes together.
+constexpr int kTaps = 8;
+// Outputs in a row that a thread adds up for the weight's gradient before it goes on to others,
+// with the channels last; and that the threads of a row do, with the length last, where stride or
+// dilation keep them from sharing inputs.
+constexpr int kStretch = 32, kChunk = 4096;
+
+}  // namespace depthwise
+
 // The input is [batch, length, channels] and the output [batch, out_length, channels], or, for the
 // kernels of rows, [batch, channels, length]; the weight is [channels, taps]. Each channel of
 // out[i] is the sum of weight[k] times input[i * stride - padding + k * dilation] over the taps.

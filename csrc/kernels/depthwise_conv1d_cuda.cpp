@@ -13,11 +13,11 @@
 namespace cudnn_ops {
 namespace {
 
+using namespace depthwise;
+
 constexpr int64_t kThreads = 256, kWarp = 32, kStrip = 32, kMostRows = 65535;
 // Threads to a row at least: more than one sample's sums meet in a warp.
 constexpr int64_t kLeastLanes = 4;
-// As in depthwise_conv1d.cuh, depthwise_conv1d.cu and depthwise_conv1d_rows.cu.
-constexpr int64_t kRun = 8, kTaps = 8, kStretch = 32, kChunk = 4096;
 // What a thread loads of its channels at once.
 constexpr int64_t kVectorBytes = 8;
 
@@ -48,10 +48,6 @@ const TypeKernels& kernels_of(at::ScalarType dtype) {
 
 bool is_aligned(const void* address) {
   return reinterpret_cast<uintptr_t>(address) % kVectorBytes == 0;
-}
-
-int64_t divide_up(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
 }
 
 DepthwiseConv1dShape shape_of(const at::Tensor& input, const at::Tensor& out, int64_t taps,

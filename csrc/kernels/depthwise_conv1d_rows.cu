@@ -6,10 +6,6 @@
 
 namespace {
 
-// Outputs of a row that its threads add up for the weight's gradient before they go on to others,
-// where stride or dilation keep them from sharing inputs.
-constexpr int kChunk = 4096;
-
 // One row, or none: all zeros.
 template <class Type>
 struct Row {

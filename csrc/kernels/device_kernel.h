@@ -18,6 +18,11 @@ struct KernelImage {
   const char* data;
 };
 
+// For counts of blocks.
+inline int64_t divide_up(int64_t number, int64_t by) {
+  return (number + by - 1) / by;
+}
+
 // The index of a type in tables of kernels: half, bfloat16, float.
 inline int type_index(c10::ScalarType dtype) {
   return dtype == c10::ScalarType::Half ? 0 : dtype == c10::ScalarType::BFloat16 ? 1 : 2;

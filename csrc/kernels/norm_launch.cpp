@@ -7,10 +7,6 @@ namespace {
 
 constexpr int64_t kWarp = 32;
 
-int64_t divide_up(int64_t number, int64_t by) {
-  return (number + by - 1) / by;
-}
-
 constexpr NormSpread kAnyRows{0, 0, 0, 0};
 
 NormSpread within_warp(unsigned bytes, unsigned vectors, int64_t pieces) {
