@@ -259,10 +259,10 @@ def main(
                 run_part(part, rows, rounds)
         else:
             run(rows, rounds)
-    finally:  # who interrupts it sees what there is
+    finally:  # who interrupts it keeps what there is
         print(rows.table())
-    if args.out:
-        if only and args.out.exists():
-            found = json.loads(args.out.read_text())
-            rows.merge_into(found["rows"], found["env"]["commit"])
-        rows.write(args.out)
+        if args.out:
+            if only and args.out.exists():
+                found = json.loads(args.out.read_text())
+                rows.merge_into(found["rows"], found["env"]["commit"])
+            rows.write(args.out)
