@@ -178,7 +178,7 @@ __device__ void of_weight(const DepthwiseConv1dWeightCall& call) {
       const float* values = shared + i % kWidth * blockDim.x + i / kWidth;
       float sum = 0;
       for (int row = 0; row < rows; ++row) sum += values[row * shape.pieces];
-      call.partial[((long long)blockIdx.y * shape.channels + channel) * shape.taps + tap + t] = sum;
+      write_sum<Type>(call, (long long)channel * shape.taps + tap + t, sum);
     }
   }
 }
@@ -186,10 +186,10 @@ __device__ void of_weight(const DepthwiseConv1dWeightCall& call) {
 }  // namespace
 
 #define KERNELS(Type, suffix, width)                                                             \
-  KERNEL(suffix##_1, DepthwiseConv1dCall, (forward<Type, 1>))                                    \
-  KERNEL(suffix##_##width, DepthwiseConv1dCall, (forward<Type, width>))                          \
-  KERNEL(weight_##suffix##_1, DepthwiseConv1dWeightCall, (of_weight<Type, 1>))                   \
-  KERNEL(weight_##suffix##_##width, DepthwiseConv1dWeightCall, (of_weight<Type, width>))         \
+  KERNEL(suffix##_1, DepthwiseConv1dCall, (forward<Type, 1>), (256))                             \
+  KERNEL(suffix##_##width, DepthwiseConv1dCall, (forward<Type, width>), (256))                   \
+  KERNEL(weight_##suffix##_1, DepthwiseConv1dWeightCall, (of_weight<Type, 1>), (256))            \
+  KERNEL(weight_##suffix##_##width, DepthwiseConv1dWeightCall, (of_weight<Type, width>), (256))  \
   extern "C" __global__ void __launch_bounds__(1024)                                             \
       depthwise_conv1d_add_up_##suffix(const __grid_constant__ DepthwiseConv1dWeightCall call) { \
     const auto write = [&](unsigned column, float sum) {                                         \

@@ -13,10 +13,20 @@ enum : int { CUDNN_OPS_ACTIVATIONS(ENUMERATOR) };
 
 using namespace depthwise;
 
+template <int kCount>
+__device__ void activate(int activation, float (&values)[kCount]) {
+  switch (activation) {
+#define CASE(name, Name) \
+  case k##Name: _Pragma("unroll") for (float& value : values) value = Name::of(value).x; break;
+    CUDNN_OPS_ACTIVATIONS(CASE)
+#undef CASE
+  }
+}
+
 // What comes after the convolution, for the `count` outputs of a run that exist.
-template <class Type, class Activation, int kWidth>
-__device__ void finish(const DepthwiseConv1dCall& call, float (&sums)[kRun][kWidth],
-                       const float (&bias)[kWidth], long long index, int step, int count) {
+template <class Type, int kWidth>
+__device__ void finish_run(const DepthwiseConv1dCall& call, float (&sums)[kRun][kWidth],
+                           const float (&bias)[kWidth], long long index, int step, int count) {
   using Vector = Piece<Type, kWidth>;
 #pragma unroll
   for (int r = 0; r < kRun; ++r, index += step) {
@@ -30,25 +40,24 @@ __device__ void finish(const DepthwiseConv1dCall& call, float (&sums)[kRun][kWid
       for (int k = 0; k < kWidth; ++k) sums[r][k] += residual[k];
     }
     if (call.before != nullptr) ((Vector*)call.before)[index] = Vector::of(sums[r]);
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) sums[r][k] = Activation::of(sums[r][k]).x;
+    activate(call.activation, sums[r]);
     ((Vector*)call.out)[index] = Vector::of(sums[r]);
   }
 }
 
-template <class Type, int kWidth>
-__device__ void finish_run(const DepthwiseConv1dCall& call, float (&sums)[kRun][kWidth],
-                           const float (&bias)[kWidth], long long index, int step, int count) {
-  switch (call.activation) {
-#define CASE(name, Name) \
-  case k##Name: finish<Type, Name, kWidth>(call, sums, bias, index, step, count); break;
-    CUDNN_OPS_ACTIVATIONS(CASE)
-#undef CASE
+// What the blocks of a row of blocks add up to: the gradient, or their part of it.
+template <class Type>
+__device__ void write_sum(const DepthwiseConv1dWeightCall& call, long long at, float sum) {
+  if (gridDim.y == 1) {
+    ((typename Type::Bits*)call.grad_weight)[at] = Type::write(sum);
+  } else {
+    call.partial[(long long)blockIdx.y * call.shape.channels * call.shape.taps + at] = sum;
   }
 }
 
-#define KERNEL(name, Call, function)                               \
-  extern "C" __global__ void __launch_bounds__(256)                \
-      depthwise_conv1d_##name(const __grid_constant__ Call call) { \
-    function(call);                                                \
+// The bounds of a launch, in parentheses: threads of a block, and blocks of a multiprocessor.
+#define KERNEL(name, Call, function, bounds)                                   \
+  extern "C" __global__ void __launch_bounds__ bounds depthwise_conv1d_##name( \
+      const __grid_constant__ Call call) {                                     \
+    function(call);                                                            \
   }

@@ -8,8 +8,7 @@ constexpr int kRun = 8;
 // Taps of the weight whose gradients a thread computes together.
 constexpr int kTaps = 8;
 // Outputs in a row that a thread adds up for the weight's gradient before it goes on to others,
-// with the channels last; and that the threads of a row do, with the length last, where stride or
-// dilation keep them from sharing inputs.
+// with the channels last; and that the threads of a row do, with the length last and strides.
 constexpr int kStretch = 32, kChunk = 4096;
 
 }  // namespace depthwise
@@ -23,7 +22,7 @@ struct DepthwiseConv1dShape {
   int taps, stride, dilation;
   int padding;  // zeros before the input; may be negative
   int pieces;   // of the channels, that a block has; for rows: threads to a row
-  int staged;   // for rows: numbers of shared memory that each has; 0: they read memory directly
+  int rows;     // for rows, but for strided ones: that a row of blocks has
 };
 
 struct DepthwiseConv1dCall {
@@ -37,7 +36,7 @@ struct DepthwiseConv1dCall {
 struct DepthwiseConv1dWeightCall {
   DepthwiseConv1dShape shape;
   const void *input, *grad_out;
-  float* partial;  // [partials, channels, taps]
+  float* partial;  // [partials, channels, taps]; for one, blocks write the gradient itself
   void* grad_weight;
   unsigned partials;
 };

@@ -20,22 +20,28 @@ constexpr int64_t kThreads = 256, kWarp = 32, kStrip = 32, kMostRows = 65535;
 constexpr int64_t kLeastLanes = 4;
 // What a thread loads of its channels at once.
 constexpr int64_t kVectorBytes = 8;
+// What it loads of a row at once: kUnit of depthwise_conv1d_rows.cu.
+constexpr int64_t kUnitBytes = 16;
+
+// Of one channel a thread, of several; of rows, and of those with a stride.
+enum Kind : size_t { kChannel, kChannels, kRows, kStridedRows };
 
 struct TypeKernels {
-  // Of one channel a thread, of several, and of rows.
-  DeviceKernel forward[3], weight[3];
+  // By their kind.
+  DeviceKernel forward[4], weight[4];
   DeviceKernel add_up;
 };
 
 const TypeKernels& kernels_of(at::ScalarType dtype) {
 #define CUDNN_OPS_KERNEL(name) {kDepthwiseConv1dImages, "depthwise_conv1d_" name}
 #define CUDNN_OPS_ROWS(name) {kDepthwiseConv1dRowsImages, "depthwise_conv1d_" name}
-#define CUDNN_OPS_KERNELS(type, width)                                                             \
-  {                                                                                                \
-    {CUDNN_OPS_KERNEL(type "_1"), CUDNN_OPS_KERNEL(type "_" width), CUDNN_OPS_ROWS("rows_" type)}, \
-        {CUDNN_OPS_KERNEL("weight_" type "_1"), CUDNN_OPS_KERNEL("weight_" type "_" width),        \
-         CUDNN_OPS_ROWS("weight_rows_" type)},                                                     \
-        CUDNN_OPS_KERNEL("add_up_" type)                                                           \
+#define CUDNN_OPS_KERNELS(type, width)                                                            \
+  {                                                                                               \
+    {CUDNN_OPS_KERNEL(type "_1"), CUDNN_OPS_KERNEL(type "_" width), CUDNN_OPS_ROWS("rows_" type), \
+     CUDNN_OPS_ROWS("strided_rows_" type)},                                                       \
+        {CUDNN_OPS_KERNEL("weight_" type "_1"), CUDNN_OPS_KERNEL("weight_" type "_" width),       \
+         CUDNN_OPS_ROWS("weight_rows_" type), CUDNN_OPS_ROWS("weight_strided_rows_" type)},       \
+        CUDNN_OPS_KERNEL("add_up_" type)                                                          \
   }
   static const TypeKernels all[3] = {CUDNN_OPS_KERNELS("half", "4"),
                                      CUDNN_OPS_KERNELS("bfloat16", "4"),
@@ -46,8 +52,8 @@ const TypeKernels& kernels_of(at::ScalarType dtype) {
   return all[type_index(dtype)];
 }
 
-bool is_aligned(const void* address) {
-  return reinterpret_cast<uintptr_t>(address) % kVectorBytes == 0;
+bool is_aligned(const void* address, int64_t bytes = kVectorBytes) {
+  return reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(bytes) == 0;
 }
 
 DepthwiseConv1dShape shape_of(const at::Tensor& input, const at::Tensor& out, int64_t taps,
@@ -69,8 +75,8 @@ struct Tiling {
   int pieces, threads;  // of the channels, or to a row; of a block
   int64_t blocks;       // with the same outputs of other channels or rows
   int64_t most_rows;    // further blocks, at most as many as there is work for
-  int64_t staged = 0;   // numbers of shared memory for each row
   int shared_bytes = 0;
+  int64_t rows = 0;  // DepthwiseConv1dShape's
 };
 
 // Pieces of `width` channels; a thread has `outputs` outputs in a row.
@@ -89,6 +95,29 @@ Tiling tile_channels_of_weight(const DepthwiseConv1dShape& shape, int64_t width)
   return tiling;
 }
 
+// Threads to a row that has a run for each. A run begins where one of the row's vectors does, so
+// that a row that does not begin with one may have one run more.
+int64_t runs_of(const at::Tensor& rows) {
+  const int64_t bytes = static_cast<int64_t>(rows.element_size()), unit = kUnitBytes / bytes;
+  const bool begins_with_unit =
+      is_aligned(rows.const_data_ptr(), kUnitBytes) && rows.size(-1) % unit == 0;
+  return divide_up(rows.size(-1) + (begins_with_unit ? 0 : unit - 1), kRun);
+}
+
+Tiling tile_rows(const DepthwiseConv1dShape& shape, int64_t runs) {
+  // Threads are counted in 32 bits.
+  constexpr int64_t kMostThreads = int64_t{1} << 31;
+  const int64_t all = shape.batch * shape.channels;
+  const int64_t rows = std::min(all, std::max<int64_t>(kMostThreads / runs, 1));
+  return {static_cast<int>(runs), static_cast<int>(kThreads), divide_up(rows * runs, kThreads),
+          divide_up(all, rows),   /*shared_bytes=*/0,         rows};
+}
+
+Tiling tile_rows_of_weight(const DepthwiseConv1dShape& shape, int64_t runs) {
+  return {static_cast<int>(runs), static_cast<int>(kThreads), shape.channels,
+          std::min(divide_up(shape.batch * runs, kThreads), kMostRows)};
+}
+
 // As many threads to a row, a power of two, as its outputs keep busy with kRun each.
 int64_t lanes_of(const DepthwiseConv1dShape& shape) {
   int64_t lanes = kLeastLanes;
@@ -96,44 +125,26 @@ int64_t lanes_of(const DepthwiseConv1dShape& shape) {
   return lanes;
 }
 
-// Numbers of shared memory for as many of a row: place() of depthwise_conv1d_rows.cu.
-int64_t placed(int64_t numbers) {
-  return numbers + numbers / kRun;
+Tiling tile_strided_rows(const DepthwiseConv1dShape& shape) {
+  const int64_t lanes = lanes_of(shape);
+  return {static_cast<int>(lanes), static_cast<int>(kThreads),
+          divide_up(shape.batch * shape.channels, kThreads / lanes),
+          std::min(divide_up(shape.out_length, lanes * kRun), kMostRows)};
 }
 
-// Gives each row that shared memory, if all of them together have it and inputs that neighbours
-// use.
-void stage(const DepthwiseConv1dShape& shape, int64_t numbers, Tiling& tiling) {
-  constexpr int64_t kMostBytes = 46 << 10;  // what any GPU gives without being asked, but for a few
-  const int64_t bytes = kThreads / tiling.pieces * numbers * static_cast<int64_t>(sizeof(float));
-  if (shape.stride != 1 || shape.dilation != 1 || bytes > kMostBytes) return;
-  tiling.staged = numbers;
-  tiling.shared_bytes = static_cast<int>(bytes);
+Tiling tile_strided_rows_of_weight(const DepthwiseConv1dShape& shape) {
+  const int64_t lanes = lanes_of(shape), chunks = divide_up(shape.out_length, kChunk);
+  return {static_cast<int>(lanes), static_cast<int>(kThreads), shape.channels,
+          std::min(divide_up(shape.batch * chunks, kThreads / lanes), kMostRows)};
 }
 
-Tiling tile_rows(const DepthwiseConv1dShape& shape) {
-  const int64_t lanes = lanes_of(shape), tile = lanes * kRun;
-  Tiling tiling{static_cast<int>(lanes), static_cast<int>(kThreads),
-                divide_up(shape.batch * shape.channels, kThreads / lanes),
-                std::min(divide_up(shape.out_length, tile), kMostRows)};
-  stage(shape, placed(tile + shape.taps), tiling);
-  return tiling;
-}
-
-Tiling tile_rows_of_weight(const DepthwiseConv1dShape& shape) {
-  const int64_t lanes = lanes_of(shape), tile = lanes * kRun;
-  Tiling tiling{static_cast<int>(lanes), static_cast<int>(kThreads), shape.channels, 1};
-  stage(shape, placed(tile + kTaps) + placed(tile), tiling);
-  const int64_t tiles = divide_up(shape.out_length, tiling.staged > 0 ? tile : kChunk);
-  tiling.most_rows = std::min(divide_up(shape.batch * tiles, kThreads / lanes), kMostRows);
-  return tiling;
-}
-
-// Which of the three kernels, and how many channels a thread of it has.
-std::pair<int, int64_t> kind_of(const at::Tensor& input, bool is_length_last, bool is_aligned) {
-  if (is_length_last) return {2, 1};
+// Which kernel, and how many channels a thread of it has.
+std::pair<Kind, int64_t> kind_of(const at::Tensor& input, const DepthwiseSteps& steps,
+                                 bool is_aligned) {
+  if (steps.is_length_last) return {steps.stride == 1 ? kRows : kStridedRows, 1};
   const int64_t width = kVectorBytes / static_cast<int64_t>(input.element_size());
-  return is_aligned && input.size(1) % width == 0 ? std::pair{1, width} : std::pair{0, int64_t{1}};
+  const bool has_vectors = is_aligned && input.size(1) % width == 0;
+  return has_vectors ? std::pair{kChannels, width} : std::pair{kChannel, int64_t{1}};
 }
 
 }  // namespace
@@ -152,14 +163,15 @@ void depthwise_conv1d(const at::Tensor& input, const at::Tensor& weight,
   call.activation = static_cast<int>(activation);
   call.is_turned = steps.is_turned;
   const auto [kind, width] =
-      kind_of(input, steps.is_length_last,
+      kind_of(input, steps,
               is_aligned(call.input) && is_aligned(call.bias) && is_aligned(call.residual) &&
                   is_aligned(call.before) && is_aligned(call.out));
   call.shape = shape_of(input, out, weight.numel() / input.size(1), steps);
-  const Tiling tiling =
-      steps.is_length_last ? tile_rows(call.shape) : tile_channels(call.shape, width, kRun);
+  const Tiling tiling = kind == kRows          ? tile_rows(call.shape, runs_of(out))
+                        : kind == kStridedRows ? tile_strided_rows(call.shape)
+                                               : tile_channels(call.shape, width, kRun);
   call.shape.pieces = tiling.pieces;
-  call.shape.staged = static_cast<int>(tiling.staged);
+  call.shape.rows = static_cast<int>(tiling.rows);
   void* argument = &call;
   kernels_of(input.scalar_type())
       .forward[kind]
@@ -174,25 +186,27 @@ void depthwise_conv1d_weight(const at::Tensor& input, const at::Tensor& grad_out
   call.grad_out = grad_out.const_data_ptr();
   call.grad_weight = grad_weight.mutable_data_ptr();
   const auto [kind, width] =
-      kind_of(input, steps.is_length_last, is_aligned(call.input) && is_aligned(call.grad_out));
+      kind_of(input, steps, is_aligned(call.input) && is_aligned(call.grad_out));
   call.shape = shape_of(input, grad_out, grad_weight.numel() / input.size(1), steps);
-  const Tiling tiling = steps.is_length_last ? tile_rows_of_weight(call.shape)
-                                             : tile_channels_of_weight(call.shape, width);
+  const Tiling tiling = kind == kRows          ? tile_rows_of_weight(call.shape, runs_of(grad_out))
+                        : kind == kStridedRows ? tile_strided_rows_of_weight(call.shape)
+                                               : tile_channels_of_weight(call.shape, width);
   call.shape.pieces = tiling.pieces;
-  call.shape.staged = static_cast<int>(tiling.staged);
   const auto& kernels = kernels_of(input.scalar_type());
   const auto& kernel = kernels.weight[kind];
   const int64_t tiles = tiling.blocks * divide_up(call.shape.taps, kTaps);
   const int64_t resident = kernel.resident_blocks(tiling.threads, tiling.shared_bytes);
   const int64_t blocks = std::min(tiling.most_rows, std::max<int64_t>(1, resident / tiles));
   const int64_t columns = grad_weight.numel();
-  const at::Tensor partial =
-      at::detail::empty_cuda({blocks * columns}, at::kFloat, input.device(), std::nullopt);
-  call.partial = static_cast<float*>(partial.mutable_data_ptr());
+  at::Tensor partial;
+  if (blocks > 1) {
+    partial = at::detail::empty_cuda({blocks * columns}, at::kFloat, input.device(), std::nullopt);
+    call.partial = static_cast<float*>(partial.mutable_data_ptr());
+  }
   call.partials = static_cast<unsigned>(blocks);
   void* argument = &call;
   kernel.launch(tiles, static_cast<int>(blocks), tiling.threads, &argument, tiling.shared_bytes);
-  kernels.add_up.launch(divide_up(columns, kStrip), 1, 1024, &argument);
+  if (blocks > 1) kernels.add_up.launch(divide_up(columns, kStrip), 1, 1024, &argument);
 }
 
 }  // namespace cudnn_ops

@@ -6,148 +6,247 @@
 
 namespace {
 
-// One row, or none: all zeros.
+// Memory is read and written 16 bytes at a time, from addresses that are multiples of that.
+template <class Type>
+constexpr int kUnit = 16 / sizeof(typename Type::Bits);
+
 template <class Type>
 struct Row {
-  const typename Type::Bits* first;
+  using Bits = typename Type::Bits;
+  const Bits* first;
   int length;
 
-  __device__ Row(const void* data, long long row, int length, bool is_there = true)
-      : first((const typename Type::Bits*)data + row * length), length(is_there ? length : 0) {
+  __device__ Row(const void* data, long long row, int length)
+      : first((const Bits*)data + row * length), length(length) {
   }
   // Zero beyond either end.
-  __device__ float operator[](int at) const {
-    return (unsigned)at < (unsigned)length ? Type::read(first[at]) : 0;
+  __device__ Bits operator[](int at) const {
+    return (unsigned)at < (unsigned)length ? first[at] : (Bits)0;
+  }
+  // By how many numbers that one is behind a unit's first.
+  __device__ int behind(int at) const {
+    return (int)((unsigned long long)(first + at) / sizeof(Bits) % kUnit<Type>);
+  }
+  // The unit that begins there, as words.
+  __device__ void read_unit(int at, unsigned* words) const {
+    union {
+      Piece<Type, kUnit<Type>> piece;
+      unsigned words[4];
+    } unit;
+    if (at >= 0 && at <= length - kUnit<Type>) {
+      unit.piece = *(const Piece<Type, kUnit<Type>>*)(first + at);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kUnit<Type>; ++i) unit.piece.bits[i] = (*this)[at + i];
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = unit.words[i];
   }
 };
 
-// Where the i-th number of a part of a row lies in shared memory: one further for every run, so
-// that threads that read a run apart meet in no bank.
-__device__ int place(int i) {
-  return i + i / kRun;
-}
-
-// Copies a part of a row there, by the threads that share the row.
+// Reads a row run by run, from any number on: whole units, of which it leaves out what lies before.
 template <class Type>
-__device__ void stage(const Row<Type>& row, int start, int count, int lane, int lanes,
-                      float* staged) {
-#pragma unroll 4
-  for (int i = lane; i < count; i += lanes) staged[place(i)] = row[start + i];
+class Runs {
+ public:
+  __device__ Runs(const Row<Type>& row, int start)
+      : row_(row), behind_(row.behind(start)), next_(start - behind_) {
+    row_.read_unit(next_, words_);
+  }
+
+  __device__ void read(float (&values)[kRun]) {
+#pragma unroll
+    for (int unit = 1; unit <= kUnits; ++unit) {
+      row_.read_unit(next_ += kUnit<Type>, words_ + 4 * unit);
+    }
+    // As many words further as lie before the run, by the digits of that number.
+    constexpr bool kHasHalves = sizeof(typename Type::Bits) == 2;
+    const int words = kHasHalves ? behind_ / 2 : behind_;
+    constexpr int kLeft = kWords + kHasHalves;
+    unsigned by_two[kLeft + 1], by_one[kLeft];
+#pragma unroll
+    for (int i = 0; i <= kLeft; ++i) by_two[i] = words & 2 ? words_[i + 2] : words_[i];
+#pragma unroll
+    for (int i = 0; i < kLeft; ++i) by_one[i] = words & 1 ? by_two[i + 1] : by_two[i];
+    union {
+      unsigned words[kWords];
+      Piece<Type, kRun> piece;
+    } run;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if constexpr (kHasHalves) {
+        run.words[i] = __funnelshift_r(by_one[i], by_one[i + 1], behind_ % 2 * 16);
+      } else {
+        run.words[i] = by_one[i];
+      }
+    }
+    run.piece.read(values);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words_[i] = words_[4 * kUnits + i];
+  }
+
+ private:
+  static constexpr int kUnits = kRun / kUnit<Type>, kWords = 4 * kUnits;
+
+  Row<Type> row_;
+  int behind_, next_;
+  unsigned words_[kWords + 4];  // between two runs only the first unit is of use
+};
+
+// Writes those of a run's numbers that the row has.
+template <class Type>
+__device__ void write_run(void* data, long long row, int length, int start,
+                          const float (&values)[kRun]) {
+  using Vector = Piece<Type, kRun>;
+  auto* const at = (typename Type::Bits*)data + row * length + start;
+  if (start >= 0 && start <= length - kRun) {
+    *(Vector*)at = Vector::of(values);
+    return;
+  }
+#pragma unroll
+  for (int r = 0; r < kRun; ++r) {
+    if ((unsigned)(start + r) < (unsigned)length) at[r] = Type::write(values[r]);
+  }
 }
 
-// Adds to each sum the factor times what is staged `from` on, one further for each. The window
-// holds what they see; it moves on by one at each call.
-template <int kCount>
-__device__ void add_products(float factor, float next, float (&window)[kCount],
-                             float (&sums)[kCount]) {
+// The inputs that a run of outputs sees at kRun taps, of which the next kRun have all but one in
+// common with them.
+template <class Type>
+class Window {
+ public:
+  __device__ Window(const Row<Type>& input, const DepthwiseConv1dShape& shape, int start, int tap)
+      : runs_(input, start - shape.padding + tap) {
+    runs_.read(next_);
+  }
+  // Calls add(tap, inputs) for the next kRun taps, or for `count` of them.
+  template <class Add>
+  __device__ void for_each_tap(int count, const Add& add) {
 #pragma unroll
-  for (int i = 0; i < kCount - 1; ++i) window[i] = window[i + 1];
-  window[kCount - 1] = next;
+    for (int r = 0; r < kRun; ++r) now_[r] = next_[r];
+    runs_.read(next_);
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) sums[i] += factor * window[i];
+    for (int t = 0; t < kRun; ++t) {
+      if (t >= count) break;
+      float values[kRun];
+#pragma unroll
+      for (int r = 0; r < kRun; ++r) values[r] = r + t < kRun ? now_[r + t] : next_[r + t - kRun];
+      add(t, values);
+    }
+  }
+
+ private:
+  Runs<Type> runs_;
+  float now_[kRun], next_[kRun];
+};
+
+// The same where the taps lie apart.
+template <class Type>
+class Apart {
+ public:
+  __device__ Apart(const Row<Type>& input, const DepthwiseConv1dShape& shape, int start, int tap)
+      : input_(input), dilation_(shape.dilation), at_(start - shape.padding + tap * dilation_) {
+  }
+  template <class Add>
+  __device__ void for_each_tap(int count, const Add& add) {
+#pragma unroll
+    for (int t = 0; t < kRun; ++t, at_ += dilation_) {
+      if (t >= count) break;
+      float values[kRun];
+      Runs<Type>(input_, at_).read(values);
+      add(t, values);
+    }
+  }
+
+ private:
+  Row<Type> input_;
+  int dilation_, at_;
+};
+
+template <template <class> class Inputs, class Type>
+__device__ void add_taps(const DepthwiseConv1dCall& call, const Row<Type>& input, int channel,
+                         int start, float (&sums)[kRun]) {
+  const int taps = call.shape.taps;
+  const auto* weight = (const typename Type::Bits*)call.weight + (long long)channel * taps;
+  Inputs<Type> inputs(input, call.shape, start, 0);
+  for (int begin = 0; begin < taps; begin += kRun) {
+    float factors[kRun] = {};
+#pragma unroll
+    for (int t = 0; t < kRun; ++t) {
+      const int tap = begin + t;
+      if (tap < taps) factors[t] = Type::read(weight[call.is_turned ? taps - 1 - tap : tap]);
+    }
+    inputs.for_each_tap(taps - begin, [&](int t, const float (&values)[kRun]) {
+#pragma unroll
+      for (int r = 0; r < kRun; ++r) sums[r] += factors[t] * values[r];
+    });
+  }
 }
 
-// `pieces` threads share a tile of as many runs of outputs of a row; a block has as many rows as it
-// has threads for, and every gridDim.y-th tile. Where stride and dilation are 1 the inputs of a
-// tile are staged, each thread computes a run, and the outputs are staged for the epilogue; else
-// threads compute outputs that lie `pieces` apart, which have no inputs in common.
+// A thread has a run of a row's outputs. A row's first run begins where the unit of its first
+// output does, which may be before it.
 template <class Type>
 __device__ void rows_forward(const DepthwiseConv1dCall& call) {
-  extern __shared__ float shared[];
+  const auto& shape = call.shape;
+  const unsigned index = blockIdx.x * blockDim.x + threadIdx.x, runs = shape.pieces;
+  const long long row = (long long)blockIdx.y * shape.rows + index / runs;
+  if (index / runs >= (unsigned)shape.rows || row >= shape.batch * shape.channels) return;
+  const int before = Row<Type>(call.out, row, shape.out_length).behind(0);
+  const int start = (int)(index % runs) * kRun - before;
+  if (start >= shape.out_length) return;
+  const int channel = (int)(row % shape.channels);
+  const Row<Type> input(call.input, row, shape.length);
+  float sums[kRun] = {};
+  if (shape.dilation == 1) {
+    add_taps<Window>(call, input, channel, start, sums);
+  } else {
+    add_taps<Apart>(call, input, channel, start, sums);
+  }
+  float bias = 0, residual[kRun] = {};
+  if (call.bias != nullptr) bias = Type::read(((const typename Type::Bits*)call.bias)[channel]);
+  if (call.residual != nullptr) {
+    Runs<Type>(Row<Type>(call.residual, row, shape.out_length), start).read(residual);
+  }
+#pragma unroll
+  for (int r = 0; r < kRun; ++r) sums[r] += bias + residual[r];
+  if (call.before != nullptr) write_run<Type>(call.before, row, shape.out_length, start, sums);
+  activate(call.activation, sums);
+  write_run<Type>(call.out, row, shape.out_length, start, sums);
+}
+
+// Where the stride is not 1: `pieces` threads share a row, and each has outputs that lie as far
+// apart, whose inputs no two of them have in common.
+template <class Type>
+__device__ void strided_rows_forward(const DepthwiseConv1dCall& call) {
   const auto& shape = call.shape;
   const int lanes = shape.pieces, lane = threadIdx.x % lanes, tile = lanes * kRun;
   const long long row = (long long)blockIdx.x * (blockDim.x / lanes) + threadIdx.x / lanes;
-  const bool is_there = row < shape.batch * shape.channels;
+  if (row >= shape.batch * shape.channels) return;
   const int channel = (int)(row % shape.channels);
-  const Row<Type> input(call.input, row, shape.length, is_there);
+  const Row<Type> input(call.input, row, shape.length);
   const auto* weight = (const typename Type::Bits*)call.weight + (long long)channel * shape.taps;
-  const auto tap_of = [&](int tap) {
-    return Type::read(weight[call.is_turned ? shape.taps - 1 - tap : tap]);
-  };
   float bias[1] = {};
   if (call.bias != nullptr) bias[0] = Type::read(((const typename Type::Bits*)call.bias)[channel]);
-  float* const staged = shared + threadIdx.x / lanes * shape.staged;
   for (int start = blockIdx.y * tile; start < shape.out_length; start += gridDim.y * tile) {
     float sums[kRun][1] = {};
-    if (shape.staged > 0) {
-      float run[kRun] = {}, window[kRun] = {};
-      stage(input, start - shape.padding, tile + shape.taps - 1, lane, lanes, staged);
-      __syncthreads();
-#pragma unroll
-      for (int r = 1; r < kRun; ++r) window[r] = staged[place(lane * kRun + r - 1)];
-#pragma unroll 8
-      for (int tap = 0; tap < shape.taps; ++tap) {
-        add_products(tap_of(tap), staged[place(lane * kRun + tap + kRun - 1)], window, run);
-      }
-      __syncthreads();
-#pragma unroll
-      for (int r = 0; r < kRun; ++r) staged[place(lane * kRun + r)] = run[r];
-      __syncthreads();
-#pragma unroll
-      for (int r = 0; r < kRun; ++r) sums[r][0] = staged[place(r * lanes + lane)];
-      __syncthreads();
-    } else {
 #pragma unroll 2
-      for (int tap = 0; tap < shape.taps; ++tap) {
-        const float factor = tap_of(tap);
-        const int first = (start + lane) * shape.stride - shape.padding + tap * shape.dilation;
+    for (int tap = 0; tap < shape.taps; ++tap) {
+      const float factor = Type::read(weight[call.is_turned ? shape.taps - 1 - tap : tap]);
+      const int first = (start + lane) * shape.stride - shape.padding + tap * shape.dilation;
 #pragma unroll
-        for (int r = 0; r < kRun; ++r) {
-          sums[r][0] += factor * input[first + r * lanes * shape.stride];
-        }
+      for (int r = 0; r < kRun; ++r) {
+        sums[r][0] += factor * Type::read(input[first + r * lanes * shape.stride]);
       }
     }
-    if (!is_there || start + lane >= shape.out_length) continue;
     const int count = (shape.out_length - start - lane + lanes - 1) / lanes;
     finish_run<Type, 1>(call, sums, bias, row * shape.out_length + start + lane, lanes, count);
   }
 }
 
-// A block has kTaps of a channel's taps, and of that channel's rows every gridDim.y-th set of
-// tiles, as many tiles at once as it has threads for. Otherwise as rows_forward().
+// The sums of all threads of a block, for the channel's taps from `tap` on.
 template <class Type>
-__device__ void rows_of_weight(const DepthwiseConv1dWeightCall& call) {
-  extern __shared__ float shared[];
+__device__ void write_sums(const DepthwiseConv1dWeightCall& call, int channel, int tap,
+                           float (&sums)[kTaps]) {
   __shared__ float by_warp[8][kTaps];
   const auto& shape = call.shape;
-  const int channel = blockIdx.x % shape.channels, tap = blockIdx.x / shape.channels * kTaps;
-  const int lanes = shape.pieces, lane = threadIdx.x % lanes, at_once = blockDim.x / lanes;
-  const int tile = shape.staged > 0 ? lanes * kRun : kChunk;
-  const int tiles = (shape.out_length + tile - 1) / tile;  // of a row
-  const long long all = shape.batch * tiles, step = (long long)gridDim.y * at_once;
-  float* const inputs = shared + threadIdx.x / lanes * shape.staged;
-  float* const grads = inputs + place(tile + kTaps);
-  float sums[kTaps] = {};
-  for (long long first = (long long)blockIdx.y * at_once; first < all; first += step) {
-    const long long at = first + threadIdx.x / lanes, sample = at / tiles;
-    const long long row = sample * shape.channels + channel;
-    const Row<Type> input(call.input, row, shape.length, at < all);
-    const Row<Type> grad_out(call.grad_out, row, shape.out_length, at < all);
-    const int start = (int)(at - sample * tiles) * tile;
-    if (shape.staged > 0) {
-      float window[kTaps] = {};
-      stage(input, start - shape.padding + tap, tile + kTaps - 1, lane, lanes, inputs);
-      stage(grad_out, start, tile, lane, lanes, grads);
-      __syncthreads();
-#pragma unroll
-      for (int t = 1; t < kTaps; ++t) window[t] = inputs[place(lane * kRun + t - 1)];
-#pragma unroll
-      for (int r = 0; r < kRun; ++r) {
-        const float next = inputs[place(lane * kRun + r + kTaps - 1)];
-        add_products(grads[place(lane * kRun + r)], next, window, sums);
-      }
-      __syncthreads();
-    } else {
-      const int end = min(start + tile, grad_out.length);
-#pragma unroll 2
-      for (int i = start + lane; i < end; i += lanes) {
-        const float grad = grad_out[i];
-        const int from = i * shape.stride - shape.padding + tap * shape.dilation;
-#pragma unroll
-        for (int t = 0; t < kTaps; ++t) sums[t] += grad * input[from + t * shape.dilation];
-      }
-    }
-  }
 #pragma unroll
   for (int t = 0; t < kTaps; ++t) {
 #pragma unroll
@@ -160,15 +259,96 @@ __device__ void rows_of_weight(const DepthwiseConv1dWeightCall& call) {
   if (threadIdx.x >= kTaps || tap + (int)threadIdx.x >= shape.taps) return;
   float sum = 0;
   for (unsigned warp = 0; warp < blockDim.x / 32; ++warp) sum += by_warp[warp][threadIdx.x];
-  const long long at = (long long)channel * shape.taps + tap + threadIdx.x;
-  call.partial[(long long)blockIdx.y * shape.channels * shape.taps + at] = sum;
+  write_sum<Type>(call, (long long)channel * shape.taps + tap + threadIdx.x, sum);
+}
+
+template <template <class> class Inputs, class Type>
+__device__ void add_products(const DepthwiseConv1dShape& shape, const Row<Type>& input,
+                             const Row<Type>& grad_out, int start, int tap, float (&sums)[kTaps]) {
+  static_assert(kTaps == kRun);
+  float grad[kRun];
+  Runs<Type>(grad_out, start).read(grad);
+  const bool is_whole = start >= 0 && start <= grad_out.length - kRun;
+  Inputs<Type> inputs(input, shape, start, tap);
+  inputs.for_each_tap(shape.taps - tap, [&](int t, const float (&values)[kRun]) {
+    if (is_whole) {
+#pragma unroll
+      for (int r = 0; r < kRun; ++r) sums[t] += grad[r] * values[r];
+    } else {
+#pragma unroll
+      for (int r = 0; r < kRun; ++r) {
+        // What no output saw does not count, not even an infinity times zero.
+        if ((unsigned)(start + r) < (unsigned)grad_out.length) sums[t] += grad[r] * values[r];
+      }
+    }
+  });
+}
+
+// A block has kTaps of a channel's taps. Its threads have runs of that channel's outputs, as
+// rows_forward(), of one sample after another.
+template <class Type>
+__device__ void rows_of_weight(const DepthwiseConv1dWeightCall& call) {
+  const auto& shape = call.shape;
+  const int channel = blockIdx.x % shape.channels, tap = blockIdx.x / shape.channels * kTaps;
+  const unsigned runs = shape.pieces, step = gridDim.y * blockDim.x;
+  const unsigned first = blockIdx.y * blockDim.x + threadIdx.x;
+  float sums[kTaps] = {};
+  unsigned run = first % runs;
+  for (long long sample = first / runs; sample < shape.batch;) {
+    const long long row = sample * shape.channels + channel;
+    const Row<Type> input(call.input, row, shape.length);
+    const Row<Type> grad_out(call.grad_out, row, shape.out_length);
+    const int start = (int)run * kRun - grad_out.behind(0);
+    if (start < shape.out_length) {
+      if (shape.dilation == 1) {
+        add_products<Window>(shape, input, grad_out, start, tap, sums);
+      } else {
+        add_products<Apart>(shape, input, grad_out, start, tap, sums);
+      }
+    }
+    run += step % runs;
+    sample += step / runs;
+    if (run >= runs) run -= runs, ++sample;
+  }
+  write_sums<Type>(call, channel, tap, sums);
+}
+
+// The same where the stride is not 1: a warp has kChunk outputs of a sample at once.
+template <class Type>
+__device__ void strided_rows_of_weight(const DepthwiseConv1dWeightCall& call) {
+  const auto& shape = call.shape;
+  const int channel = blockIdx.x % shape.channels, tap = blockIdx.x / shape.channels * kTaps;
+  const int lanes = shape.pieces, lane = threadIdx.x % lanes, at_once = blockDim.x / lanes;
+  const int chunks = (shape.out_length + kChunk - 1) / kChunk;  // of a row
+  const long long all = shape.batch * chunks, step = (long long)gridDim.y * at_once;
+  float sums[kTaps] = {};
+  for (long long at = (long long)blockIdx.y * at_once + threadIdx.x / lanes; at < all; at += step) {
+    const long long sample = at / chunks, row = sample * shape.channels + channel;
+    const Row<Type> input(call.input, row, shape.length);
+    const Row<Type> grad_out(call.grad_out, row, shape.out_length);
+    const int start = (int)(at - sample * chunks) * kChunk;
+    const int end = min(start + kChunk, shape.out_length);
+#pragma unroll 2
+    for (int i = start + lane; i < end; i += lanes) {
+      const float grad = Type::read(grad_out[i]);
+      const int from = i * shape.stride - shape.padding + tap * shape.dilation;
+#pragma unroll
+      for (int t = 0; t < kTaps; ++t) {
+        sums[t] += grad * Type::read(input[from + t * shape.dilation]);
+      }
+    }
+  }
+  write_sums<Type>(call, channel, tap, sums);
 }
 
 }  // namespace
 
-#define KERNELS(Type, suffix)                                    \
-  KERNEL(rows_##suffix, DepthwiseConv1dCall, rows_forward<Type>) \
-  KERNEL(weight_rows_##suffix, DepthwiseConv1dWeightCall, rows_of_weight<Type>)
+#define KERNELS(Type, suffix)                                                                   \
+  KERNEL(rows_##suffix, DepthwiseConv1dCall, rows_forward<Type>, (256, 4))                      \
+  KERNEL(strided_rows_##suffix, DepthwiseConv1dCall, strided_rows_forward<Type>, (256, 4))      \
+  KERNEL(weight_rows_##suffix, DepthwiseConv1dWeightCall, rows_of_weight<Type>, (256, 4))       \
+  KERNEL(weight_strided_rows_##suffix, DepthwiseConv1dWeightCall, strided_rows_of_weight<Type>, \
+         (256, 4))
 
 KERNELS(Half, half)
 KERNELS(BFloat16, bfloat16)
