@@ -31,7 +31,7 @@ class Explanation:
     cuDNN's graph and why."""
     engine: str
     """cuDNN's name of the engine that it chose and of its knobs; ``"cudnn_ops"`` for a kernel of
-    ours."""
+    ours, ``"torch"`` for one of torch's."""
     workspace_bytes: int
     """Scratch memory of a call, in bytes."""
     device: str
@@ -94,9 +94,9 @@ def explain(
     Returns:
         The answer. Of a convolution ``reason`` says where the whole epilogue is not in cuDNN's
         graph, and why: cuDNN does not support it, or is faster without. ``engine`` is
-        ``"cudnn_ops"`` where a kernel of this package runs, and ``reason`` says why. A refusal's
-        reason is one sentence; with ``CUDNN_OPS_FULL_REASONS`` in the environment it is all that
-        cuDNN says, engine by engine.
+        ``"cudnn_ops"`` where a kernel of this package runs, ``"torch"`` where one of torch's does,
+        and ``reason`` says why. A refusal's reason is one sentence; with ``CUDNN_OPS_FULL_REASONS``
+        in the environment it is all that cuDNN says, engine by engine.
 
     Raises:
         ValueError: an unknown op or device; shapes that do not fit each other.
@@ -139,8 +139,8 @@ def first_supported(attempts: Iterable[Attempt], description: str) -> tuple[bool
     """Builds plans until one is supported: whether, why (not), the engine, workspace bytes."""
     refusal = reason = ""
     for attempt in attempts:
-        if attempt.by_own_kernel:
-            return True, attempt.by_own_kernel, "cudnn_ops", 0
+        if attempt.engine:
+            return True, attempt.why_engine, attempt.engine, 0
         if attempt.refusal:
             return False, attempt.refusal, "", 0
         refusal = refusal or attempt.not_more
@@ -167,4 +167,4 @@ def plan_key(
     kind = Kind(training=with_lse, polymorphic=polymorphic)
     parts = find_operator(op).parts(kind, (q, k, v), options)
     attempt = next(parts[0])
-    return attempt.words, attempt.refusal or attempt.by_own_kernel
+    return attempt.words, attempt.refusal or attempt.why_engine

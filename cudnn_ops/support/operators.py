@@ -46,12 +46,13 @@ class Kind(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """One way to run a part of a call: by a plan of cuDNN, by a kernel of ours, or not at all."""
+    """One way to run a part of a call: by a plan of cuDNN, by something else, or not at all."""
 
     words: Sequence[int] = ()
     """The plan's key."""
-    by_own_kernel: str = ""
-    """Why a kernel of ours runs instead."""
+    engine: str = ""
+    """What runs instead of a plan: ``"cudnn_ops"``, a kernel of ours, or ``"torch"``."""
+    why_engine: str = ""
     refusal: str = ""
     """Why there is no plan."""
     fused: str = ""
@@ -311,8 +312,9 @@ def _conv_gradient(
     x: Tensor, w: Tensor, geometry: Sequence[int], is_of_weight: bool
 ) -> Iterator[Attempt]:
     # The step is csrc's ConvStep: 0 is the forward, 1 the input's gradient, 2 the weight's.
-    if reason := _ops._conv_own_kernel_reason(x, w, geometry, 1 + is_of_weight):
-        yield Attempt(by_own_kernel=reason)
+    engine, why = _ops._conv_other_engine(x, w, geometry, 1 + is_of_weight)
+    if engine:
+        yield Attempt(engine=engine, why_engine=why)
     else:
         yield Attempt(_ops._conv_backward_plan_key(x, w, geometry, is_of_weight))
 
@@ -320,8 +322,9 @@ def _conv_gradient(
 def _conv_forward(call: tuple[Any, ...], with_before: bool) -> Iterator[Attempt]:
     """With less and less of the epilogue in the graph, as a call tries it."""
     x, w, _, _, geometry, _ = call
-    if reason := _ops._conv_own_kernel_reason(x, w, geometry, 0):
-        yield Attempt(by_own_kernel=reason)
+    engine, why = _ops._conv_other_engine(x, w, geometry, 0)
+    if engine:
+        yield Attempt(engine=engine, why_engine=why)
         return
     bare = len(_FUSIONS) - 1
     for fusion in range(len(_FUSIONS)):

@@ -11,6 +11,8 @@
 
 #include <ATen/Context.h>
 #include <ATen/cuda/EmptyTensor.h>
+#include <ATen/ops/convolution_backward.h>
+#include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
@@ -155,6 +157,21 @@ Convolved convolve(const Conv& args, const Images& images, bool with_before) {
   }
 }
 
+// Rows of a matrix, one an image, in the order of its memory.
+at::Tensor matrix(const at::Tensor& image) {
+  return image.movedim(1, -1).flatten(1);
+}
+
+// The convolution alone, as a product: sums are in float32, however that is divided.
+Convolved multiply(const Conv& args, const Images& images) {
+  const OnlyKernels guard;
+  const auto params = conv_params(args, ConvFusion::kNone, false);
+  const at::Tensor out =
+      empty({params.out.sizes.data(), static_cast<size_t>(params.out.rank)}, images.input);
+  matrix(out).copy_(at::mm(matrix(images.input), matrix(images.weight).t(), at::kFloat));
+  return {out, at::Tensor(), ConvFusion::kNone};
+}
+
 // All of it, by a kernel of ours.
 Convolved convolve_depthwise(const Conv& args, bool with_before) {
   const at::Tensor input = laid_out(args.input, args, args.op());
@@ -194,16 +211,18 @@ ConvResults conv_cuda(const ConvForward& forward) {
   graph::require_sm80(args.op(), input.get_device());
   const bool with_before = forward.with_before && needs_before(args.kind());
   Convolved convolved;
+  const ConvKernel kernel = choose_kernel(args, ConvStep::kForward).kernel;
   if (input.numel() == 0) {
     const auto params = conv_params(args, ConvFusion::kNone, false);
     const c10::IntArrayRef sizes(params.out.sizes.data(), static_cast<size_t>(params.out.rank));
     convolved.out = empty(sizes, input);
     if (with_before) convolved.before = empty(sizes, input);
-  } else if (choose_kernel(args, ConvStep::kForward).kernel == ConvKernel::kDepthwise) {
+  } else if (kernel == ConvKernel::kDepthwise) {
     convolved = convolve_depthwise(args, with_before);
   } else {
     const Images images(args);
-    convolved = convolve(args, images, with_before);
+    convolved = kernel == ConvKernel::kProduct ? multiply(args, images)
+                                               : convolve(args, images, with_before);
     if (convolved.fusion != ConvFusion::kAll) add_rest(args, images, with_before, convolved);
   }
   return {result_of(convolved.out, args),
@@ -230,18 +249,46 @@ at::Tensor depthwise_gradient(const Conv& args, const at::Tensor& grad, bool is_
   return result;
 }
 
+// As a product; `other` is the weight, or the input.
+void multiply_gradient(const at::Tensor& grad, const at::Tensor& other, bool is_of_weight,
+                       const at::Tensor& result) {
+  const OnlyKernels guard;
+  const at::Tensor rows = matrix(grad);
+  at::Tensor out = matrix(result);
+  at::mm_out(out, is_of_weight ? rows.t() : rows, matrix(other));
+}
+
+at::Tensor gradient_by_torch(const Conv& args, const at::Tensor& grad, bool is_of_weight) {
+  const OnlyKernels guard;
+  const auto& [numbers] = args.geometry;
+  const size_t dims = args.dims();
+  const c10::IntArrayRef all(numbers);
+  const auto grads = at::convolution_backward(
+      grad, args.input, args.weight, /*bias_sizes=*/std::nullopt, all.slice(0, dims),
+      all.slice(dims, dims), all.slice(3 * dims, dims), /*transposed=*/false,
+      at::DimVector(dims, 0), args.geometry.groups(), {!is_of_weight, is_of_weight, false});
+  return is_of_weight ? std::get<1>(grads) : std::get<0>(grads);
+}
+
 // The gradient of the input or that of the weight, from that of the convolution's result.
 at::Tensor gradient(const Conv& args, const at::Tensor& grad, bool is_of_weight) {
   const auto step = is_of_weight ? ConvStep::kWeightGradient : ConvStep::kInputGradient;
-  if (grad.numel() > 0 && choose_kernel(args, step).kernel == ConvKernel::kDepthwise) {
-    return depthwise_gradient(args, grad, is_of_weight);
-  }
+  const ConvKernel kernel = grad.numel() > 0 ? choose_kernel(args, step).kernel : ConvKernel::kPlan;
+  if (kernel == ConvKernel::kDepthwise) return depthwise_gradient(args, grad, is_of_weight);
   const at::Tensor image = image_of(grad);
   const auto params = conv_backward_params(args, is_of_weight);
   const auto& desc = is_of_weight ? params.weight : params.input;
   const at::Tensor result = empty({desc.sizes.data(), static_cast<size_t>(desc.rank)}, image);
   if (image.numel() == 0) return result.zero_();
   const at::Tensor other = image_of(is_of_weight ? args.input : args.weight, args.op());
+  if (kernel == ConvKernel::kProduct) {
+    multiply_gradient(image, other, is_of_weight, result);
+    return result;
+  }
+  if (kernel == ConvKernel::kTorch) {
+    result.copy_(gradient_by_torch(args, image, is_of_weight));
+    return result;
+  }
   graph::CallPointers pointers;
   pointers.read(other);
   pointers.read(image);

@@ -37,11 +37,12 @@ Conv bare_conv(const at::Tensor& input, const at::Tensor& weight, c10::IntArrayR
   return args;
 }
 
-// Why no plan runs; empty where one does. `step` is a ConvStep.
-std::string own_kernel_reason(const at::Tensor& input, const at::Tensor& weight,
-                              c10::IntArrayRef geometry, int64_t step) {
-  return std::string(
-      choose_kernel(bare_conv(input, weight, geometry), static_cast<ConvStep>(step)).reason);
+// What runs where no plan does, and why; both are empty where one does. `step` is a ConvStep.
+std::tuple<std::string, std::string> other_engine(const at::Tensor& input, const at::Tensor& weight,
+                                                  c10::IntArrayRef geometry, int64_t step) {
+  const auto choice =
+      choose_kernel(bare_conv(input, weight, geometry), static_cast<ConvStep>(step));
+  return {std::string(choice.engine), std::string(choice.reason)};
 }
 
 std::vector<int64_t> backward_plan_key(const at::Tensor& input, const at::Tensor& weight,
@@ -63,8 +64,8 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
       "_conv_bare_reason(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, "
       "int[] geometry, int activation, int fusion, bool with_before=False) -> str",
       kernel<bare_reason>);
-  m.def("_conv_own_kernel_reason(Tensor input, Tensor weight, int[] geometry, int step) -> str",
-        own_kernel_reason);
+  m.def("_conv_other_engine(Tensor input, Tensor weight, int[] geometry, int step) -> (str, str)",
+        other_engine);
   m.def(
       "_conv_backward_plan_key(Tensor input, Tensor weight, int[] geometry, bool is_of_weight) "
       "-> int[]",
