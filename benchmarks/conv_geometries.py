@@ -236,8 +236,11 @@ def tensors(geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
         values = torch.randn(*sizes, dtype=geometry.dtype, device="cuda")
         if len(sizes) < 3 or geometry.is_length_last:
             return values
-        # Of one dimension too: torch has no name for that.
-        return values.movedim(1, -1).contiguous().movedim(-1, 1)
+        if len(sizes) == 3:  # torch has no name for that
+            return values.movedim(1, -1).contiguous().movedim(-1, 1)
+        # One channel too has its strides: torch goes by them.
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+        return values.to(memory_format=formats[len(sizes)])
 
     channels = geometry.channels // geometry.groups
     x = draw(geometry.batch, geometry.channels, *geometry.size)

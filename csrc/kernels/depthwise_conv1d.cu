@@ -1,8 +1,9 @@
 // Depthwise convolutions of one dimension, each channel with a kernel of its own, the channels last
 // in memory: the forward with its epilogue, activation(conv + bias + residual), which with the taps
-// turned around is the gradient of the input too; and the gradient of the weight. In float32. Those
-// of tensors that have the length last are in depthwise_conv1d_rows.cu. Compiled when the
-// package is built (cmake/compile_kernels.py); depthwise_conv1d_cuda.cpp launches them.
+// turned around is the gradient of the input too, where the stride is 1; and the gradients. In
+// float32. Those of tensors that have the length last are in depthwise_conv1d_rows.cu, but for the
+// gradient of the input with a stride. Compiled when the package is built
+// (cmake/compile_kernels.py); depthwise_conv1d_cuda.cpp launches them.
 
 #include "depthwise_conv1d.cuh"
 
@@ -183,6 +184,40 @@ __device__ void of_weight(const DepthwiseConv1dWeightCall& call) {
   }
 }
 
+// The gradient of the input where the stride is not 1; the call's input is that of the output, and
+// its shape's lengths are those of the convolution. A number of it is the sum of weight[k] times
+// the output at (i + padding - k * dilation) / stride, for the taps k where that is whole: every
+// `pieces`-th one.
+template <class Type, bool kIsLengthLast>
+__device__ void of_strided_input(const DepthwiseConv1dCall& call) {
+  using Bits = typename Type::Bits;
+  const auto& shape = call.shape;
+  const unsigned index = blockIdx.x * blockDim.x + threadIdx.x;
+  const unsigned inner = kIsLengthLast ? shape.length : shape.channels;
+  if (index >= (unsigned)shape.length * shape.channels) return;
+  const int channel = (int)(kIsLengthLast ? index / inner : index % inner);
+  const int seen = (int)(kIsLengthLast ? index % inner : index / inner) + shape.padding;
+  const int least = min(shape.pieces, shape.taps);
+  int first = 0;
+  while (first < least && (seen - first * shape.dilation) % shape.stride != 0) ++first;
+  const int last = (seen - first * shape.dilation) / shape.stride;
+  const int back = (int)((long long)shape.pieces * shape.dilation / shape.stride);
+  const auto* weight = (const Bits*)call.weight + (long long)channel * shape.taps;
+  const long long step = kIsLengthLast ? 1 : shape.channels;
+  for (long long sample = blockIdx.y; sample < shape.batch; sample += gridDim.y) {
+    const auto* grad = (const Bits*)call.input + sample * shape.out_length * shape.channels +
+                       (kIsLengthLast ? (long long)channel * shape.out_length : channel);
+    float sum = 0;
+    for (int tap = first < least ? first : shape.taps, at = last; tap < shape.taps;
+         tap += shape.pieces, at -= back) {
+      if ((unsigned)at < (unsigned)shape.out_length) {
+        sum += Type::read(weight[tap]) * Type::read(grad[at * step]);
+      }
+    }
+    ((Bits*)call.out)[sample * shape.length * shape.channels + index] = Type::write(sum);
+  }
+}
+
 }  // namespace
 
 #define KERNELS(Type, suffix, width)                                                             \
@@ -190,6 +225,8 @@ __device__ void of_weight(const DepthwiseConv1dWeightCall& call) {
   KERNEL(suffix##_##width, DepthwiseConv1dCall, (forward<Type, width>), (256))                   \
   KERNEL(weight_##suffix##_1, DepthwiseConv1dWeightCall, (of_weight<Type, 1>), (256))            \
   KERNEL(weight_##suffix##_##width, DepthwiseConv1dWeightCall, (of_weight<Type, width>), (256))  \
+  KERNEL(input_##suffix, DepthwiseConv1dCall, (of_strided_input<Type, false>), (256))            \
+  KERNEL(input_rows_##suffix, DepthwiseConv1dCall, (of_strided_input<Type, true>), (256))        \
   extern "C" __global__ void __launch_bounds__(1024)                                             \
       depthwise_conv1d_add_up_##suffix(const __grid_constant__ DepthwiseConv1dWeightCall call) { \
     const auto write = [&](unsigned column, float sum) {                                         \

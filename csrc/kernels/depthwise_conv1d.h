@@ -24,6 +24,11 @@ void depthwise_conv1d(const at::Tensor& input, const at::Tensor& weight,
                       const std::optional<at::Tensor>& residual, Activation activation,
                       const at::Tensor& before, const at::Tensor& out);
 
+// Writes the gradient of the input from that of the output, before its epilogue, where the stride
+// is not 1. (Where it is, the convolution of grad_out with the taps turned around is that.)
+void depthwise_conv1d_input(const at::Tensor& grad_out, const at::Tensor& weight,
+                            const DepthwiseSteps& steps, const at::Tensor& grad_input);
+
 // Writes the gradient of the weight from that of the output, before its epilogue.
 void depthwise_conv1d_weight(const at::Tensor& input, const at::Tensor& grad_out,
                              const DepthwiseSteps& steps, const at::Tensor& grad_weight);

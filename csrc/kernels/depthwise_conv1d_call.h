@@ -22,7 +22,6 @@ struct DepthwiseConv1dShape {
   int taps, stride, dilation;
   int padding;  // zeros before the input; may be negative
   int pieces;   // of the channels, that a block has; for rows: threads to a row
-  int rows;     // for rows, but for strided ones: that a row of blocks has
 };
 
 struct DepthwiseConv1dCall {

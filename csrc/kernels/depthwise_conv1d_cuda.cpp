@@ -8,6 +8,7 @@
 #include <ATen/cuda/EmptyTensor.h>
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 namespace cudnn_ops {
@@ -29,7 +30,7 @@ enum Kind : size_t { kChannel, kChannels, kRows, kStridedRows };
 struct TypeKernels {
   // By their kind.
   DeviceKernel forward[4], weight[4];
-  DeviceKernel add_up;
+  DeviceKernel input, input_rows, add_up;
 };
 
 const TypeKernels& kernels_of(at::ScalarType dtype) {
@@ -41,6 +42,7 @@ const TypeKernels& kernels_of(at::ScalarType dtype) {
      CUDNN_OPS_ROWS("strided_rows_" type)},                                                       \
         {CUDNN_OPS_KERNEL("weight_" type "_1"), CUDNN_OPS_KERNEL("weight_" type "_" width),       \
          CUDNN_OPS_ROWS("weight_rows_" type), CUDNN_OPS_ROWS("weight_strided_rows_" type)},       \
+        CUDNN_OPS_KERNEL("input_" type), CUDNN_OPS_KERNEL("input_rows_" type),                    \
         CUDNN_OPS_KERNEL("add_up_" type)                                                          \
   }
   static const TypeKernels all[3] = {CUDNN_OPS_KERNELS("half", "4"),
@@ -76,7 +78,6 @@ struct Tiling {
   int64_t blocks;       // with the same outputs of other channels or rows
   int64_t most_rows;    // further blocks, at most as many as there is work for
   int shared_bytes = 0;
-  int64_t rows = 0;  // DepthwiseConv1dShape's
 };
 
 // Pieces of `width` channels; a thread has `outputs` outputs in a row.
@@ -104,13 +105,17 @@ int64_t runs_of(const at::Tensor& rows) {
   return divide_up(rows.size(-1) + (begins_with_unit ? 0 : unit - 1), kRun);
 }
 
-Tiling tile_rows(const DepthwiseConv1dShape& shape, int64_t runs) {
-  // Threads are counted in 32 bits.
-  constexpr int64_t kMostThreads = int64_t{1} << 31;
-  const int64_t all = shape.batch * shape.channels;
-  const int64_t rows = std::min(all, std::max<int64_t>(kMostThreads / runs, 1));
-  return {static_cast<int>(runs), static_cast<int>(kThreads), divide_up(rows * runs, kThreads),
-          divide_up(all, rows),   /*shared_bytes=*/0,         rows};
+// As many runs a thread, for which it reads the weight once, as leave all processors busy.
+Tiling tile_rows(const DepthwiseConv1dShape& shape, int64_t runs, const DeviceKernel& kernel) {
+  constexpr int64_t kMostRuns = 8, kWaves = 4;
+  const int64_t resident = kThreads * kernel.resident_blocks(kThreads, 0);
+  const int64_t all = shape.batch * shape.channels * runs;
+  const int64_t each = std::clamp<int64_t>(all / (kWaves * resident), 1, kMostRuns);
+  const int64_t samples = std::min<int64_t>(each, shape.batch);
+  const int64_t lanes = divide_up(runs, each / samples);
+  return {static_cast<int>(lanes), static_cast<int>(kThreads),
+          divide_up(shape.channels * lanes, kThreads),
+          std::min(divide_up(shape.batch, samples), kMostRows)};
 }
 
 Tiling tile_rows_of_weight(const DepthwiseConv1dShape& shape, int64_t runs) {
@@ -167,16 +172,31 @@ void depthwise_conv1d(const at::Tensor& input, const at::Tensor& weight,
               is_aligned(call.input) && is_aligned(call.bias) && is_aligned(call.residual) &&
                   is_aligned(call.before) && is_aligned(call.out));
   call.shape = shape_of(input, out, weight.numel() / input.size(1), steps);
-  const Tiling tiling = kind == kRows          ? tile_rows(call.shape, runs_of(out))
+  const auto& kernel = kernels_of(input.scalar_type()).forward[kind];
+  const Tiling tiling = kind == kRows          ? tile_rows(call.shape, runs_of(out), kernel)
                         : kind == kStridedRows ? tile_strided_rows(call.shape)
                                                : tile_channels(call.shape, width, kRun);
   call.shape.pieces = tiling.pieces;
-  call.shape.rows = static_cast<int>(tiling.rows);
   void* argument = &call;
-  kernels_of(input.scalar_type())
-      .forward[kind]
-      .launch(tiling.blocks, static_cast<int>(tiling.most_rows), tiling.threads, &argument,
-              tiling.shared_bytes);
+  kernel.launch(tiling.blocks, static_cast<int>(tiling.most_rows), tiling.threads, &argument,
+                tiling.shared_bytes);
+}
+
+void depthwise_conv1d_input(const at::Tensor& grad_out, const at::Tensor& weight,
+                            const DepthwiseSteps& steps, const at::Tensor& grad_input) {
+  DepthwiseConv1dCall call{};
+  call.input = grad_out.const_data_ptr();
+  call.weight = weight.const_data_ptr();
+  call.out = grad_input.mutable_data_ptr();
+  call.shape = shape_of(grad_input, grad_out, weight.numel() / grad_out.size(1), steps);
+  call.shape.pieces = static_cast<int>(steps.stride / std::gcd(steps.stride, steps.dilation));
+  const int64_t numbers = int64_t{call.shape.length} * call.shape.channels;
+  const auto& kernels = kernels_of(grad_out.scalar_type());
+  void* argument = &call;
+  (steps.is_length_last ? kernels.input_rows : kernels.input)
+      .launch(divide_up(numbers, kThreads),
+              static_cast<int>(std::min<int64_t>(call.shape.batch, kMostRows)), kThreads,
+              &argument);
 }
 
 void depthwise_conv1d_weight(const at::Tensor& input, const at::Tensor& grad_out,

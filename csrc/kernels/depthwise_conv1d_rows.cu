@@ -7,8 +7,14 @@
 namespace {
 
 // Memory is read and written 16 bytes at a time, from addresses that are multiples of that.
+struct alignas(16) Unit {
+  unsigned words[4];
+};
 template <class Type>
-constexpr int kUnit = 16 / sizeof(typename Type::Bits);
+constexpr int kUnit = sizeof(Unit) / sizeof(typename Type::Bits);
+// Whether a word has two numbers.
+template <class Type>
+constexpr bool kHasHalves = sizeof(typename Type::Bits) == 2;
 
 template <class Type>
 struct Row {
@@ -25,22 +31,22 @@ struct Row {
   }
   // By how many numbers that one is behind a unit's first.
   __device__ int behind(int at) const {
-    return (int)((unsigned long long)(first + at) / sizeof(Bits) % kUnit<Type>);
+    return ((unsigned)(unsigned long long)first / sizeof(Bits) + at) % kUnit<Type>;
   }
-  // The unit that begins there, as words.
-  __device__ void read_unit(int at, unsigned* words) const {
-    union {
-      Piece<Type, kUnit<Type>> piece;
-      unsigned words[4];
-    } unit;
-    if (at >= 0 && at <= length - kUnit<Type>) {
-      unit.piece = *(const Piece<Type, kUnit<Type>>*)(first + at);
-    } else {
+  // The unit that begins there.
+  __device__ Unit read_unit(int at) const {
+    if ((unsigned)at < (unsigned)max(length - kUnit<Type> + 1, 0))
+      return *(const Unit*)(first + at);
+    Unit unit;
 #pragma unroll
-      for (int i = 0; i < kUnit<Type>; ++i) unit.piece.bits[i] = (*this)[at + i];
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (kHasHalves<Type>) {
+        unit.words[i] = (*this)[at + 2 * i] | (unsigned)(*this)[at + 2 * i + 1] << 16;
+      } else {
+        unit.words[i] = __float_as_uint((*this)[at + i]);
+      }
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = unit.words[i];
+    return unit;
   }
 };
 
@@ -50,42 +56,40 @@ class Runs {
  public:
   __device__ Runs(const Row<Type>& row, int start)
       : row_(row), behind_(row.behind(start)), next_(start - behind_) {
-    row_.read_unit(next_, words_);
+    keep(0, row_.read_unit(next_));
   }
 
   __device__ void read(float (&values)[kRun]) {
 #pragma unroll
-    for (int unit = 1; unit <= kUnits; ++unit) {
-      row_.read_unit(next_ += kUnit<Type>, words_ + 4 * unit);
-    }
+    for (int unit = 1; unit <= kUnits; ++unit) keep(unit, row_.read_unit(next_ += kUnit<Type>));
     // As many words further as lie before the run, by the digits of that number.
-    constexpr bool kHasHalves = sizeof(typename Type::Bits) == 2;
-    const int words = kHasHalves ? behind_ / 2 : behind_;
-    constexpr int kLeft = kWords + kHasHalves;
+    const int words = kHasHalves<Type> ? behind_ / 2 : behind_;
+    constexpr int kLeft = kWords + kHasHalves<Type>;
     unsigned by_two[kLeft + 1], by_one[kLeft];
 #pragma unroll
     for (int i = 0; i <= kLeft; ++i) by_two[i] = words & 2 ? words_[i + 2] : words_[i];
 #pragma unroll
     for (int i = 0; i < kLeft; ++i) by_one[i] = words & 1 ? by_two[i + 1] : by_two[i];
-    union {
-      unsigned words[kWords];
-      Piece<Type, kRun> piece;
-    } run;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      if constexpr (kHasHalves) {
-        run.words[i] = __funnelshift_r(by_one[i], by_one[i + 1], behind_ % 2 * 16);
+      if constexpr (kHasHalves<Type>) {
+        const unsigned word = __funnelshift_r(by_one[i], by_one[i + 1], behind_ % 2 * 16);
+        Type::read(word, values[2 * i], values[2 * i + 1]);
       } else {
-        run.words[i] = by_one[i];
+        values[i] = __uint_as_float(by_one[i]);
       }
     }
-    run.piece.read(values);
 #pragma unroll
     for (int i = 0; i < 4; ++i) words_[i] = words_[4 * kUnits + i];
   }
 
  private:
   static constexpr int kUnits = kRun / kUnit<Type>, kWords = 4 * kUnits;
+
+  __device__ void keep(int place, const Unit& unit) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words_[4 * place + i] = unit.words[i];
+  }
 
   Row<Type> row_;
   int behind_, next_;
@@ -161,55 +165,77 @@ class Apart {
   int dilation_, at_;
 };
 
-template <template <class> class Inputs, class Type>
-__device__ void add_taps(const DepthwiseConv1dCall& call, const Row<Type>& input, int channel,
-                         int start, float (&sums)[kRun]) {
-  const int taps = call.shape.taps;
-  const auto* weight = (const typename Type::Bits*)call.weight + (long long)channel * taps;
-  Inputs<Type> inputs(input, call.shape, start, 0);
-  for (int begin = 0; begin < taps; begin += kRun) {
-    float factors[kRun] = {};
+// The weight of one channel, kRun taps at a time.
+template <class Type>
+struct Factors {
+  const typename Type::Bits* first;
+  int taps, step;
+  float values[kRun];  // of the taps that were read last
+
+  __device__ Factors(const DepthwiseConv1dCall& call, int channel)
+      : first((const typename Type::Bits*)call.weight + (long long)channel * call.shape.taps),
+        taps(call.shape.taps),
+        step(call.is_turned ? -1 : 1) {
+    if (call.is_turned) first += taps - 1;
+    read(0);
+  }
+  __device__ void read(int begin) {
 #pragma unroll
     for (int t = 0; t < kRun; ++t) {
-      const int tap = begin + t;
-      if (tap < taps) factors[t] = Type::read(weight[call.is_turned ? taps - 1 - tap : tap]);
+      values[t] = begin + t < taps ? Type::read(first[(begin + t) * step]) : 0;
     }
-    inputs.for_each_tap(taps - begin, [&](int t, const float (&values)[kRun]) {
+  }
+};
+
+template <template <class> class Inputs, class Type>
+__device__ void add_taps(const DepthwiseConv1dShape& shape, const Row<Type>& input, int start,
+                         Factors<Type>& factors, float (&sums)[kRun]) {
+  Inputs<Type> inputs(input, shape, start, 0);
+  for (int begin = 0; begin < shape.taps; begin += kRun) {
+    if (shape.taps > kRun) factors.read(begin);
+    inputs.for_each_tap(shape.taps - begin, [&](int t, const float (&values)[kRun]) {
 #pragma unroll
-      for (int r = 0; r < kRun; ++r) sums[r] += factors[t] * values[r];
+      for (int r = 0; r < kRun; ++r) sums[r] += factors.values[t] * values[r];
     });
   }
 }
 
-// A thread has a run of a row's outputs. A row's first run begins where the unit of its first
-// output does, which may be before it.
+// `pieces` threads share a channel's row and have every so many of its runs of outputs, in one
+// sample after another. A row's first run begins where the unit of its first output does, which may
+// be before it.
 template <class Type>
 __device__ void rows_forward(const DepthwiseConv1dCall& call) {
   const auto& shape = call.shape;
-  const unsigned index = blockIdx.x * blockDim.x + threadIdx.x, runs = shape.pieces;
-  const long long row = (long long)blockIdx.y * shape.rows + index / runs;
-  if (index / runs >= (unsigned)shape.rows || row >= shape.batch * shape.channels) return;
-  const int before = Row<Type>(call.out, row, shape.out_length).behind(0);
-  const int start = (int)(index % runs) * kRun - before;
-  if (start >= shape.out_length) return;
-  const int channel = (int)(row % shape.channels);
-  const Row<Type> input(call.input, row, shape.length);
-  float sums[kRun] = {};
-  if (shape.dilation == 1) {
-    add_taps<Window>(call, input, channel, start, sums);
-  } else {
-    add_taps<Apart>(call, input, channel, start, sums);
-  }
-  float bias = 0, residual[kRun] = {};
+  const unsigned index = blockIdx.x * blockDim.x + threadIdx.x, lanes = shape.pieces;
+  const int channel = (int)(index / lanes), length = shape.out_length;
+  if (channel >= shape.channels) return;
+  Factors<Type> factors(call, channel);
+  float bias = 0;
   if (call.bias != nullptr) bias = Type::read(((const typename Type::Bits*)call.bias)[channel]);
-  if (call.residual != nullptr) {
-    Runs<Type>(Row<Type>(call.residual, row, shape.out_length), start).read(residual);
-  }
+  for (long long sample = blockIdx.y; sample < shape.batch; sample += gridDim.y) {
+    const long long row = sample * shape.channels + channel;
+    const Row<Type> input(call.input, row, shape.length);
+    int start = (int)(index % lanes) * kRun - Row<Type>(call.out, row, length).behind(0);
+    for (; start < length; start += lanes * kRun) {
+      float sums[kRun] = {};
+      if (shape.dilation == 1) {
+        add_taps<Window>(shape, input, start, factors, sums);
+      } else {
+        add_taps<Apart>(shape, input, start, factors, sums);
+      }
 #pragma unroll
-  for (int r = 0; r < kRun; ++r) sums[r] += bias + residual[r];
-  if (call.before != nullptr) write_run<Type>(call.before, row, shape.out_length, start, sums);
-  activate(call.activation, sums);
-  write_run<Type>(call.out, row, shape.out_length, start, sums);
+      for (int r = 0; r < kRun; ++r) sums[r] += bias;
+      if (call.residual != nullptr) {
+        float residual[kRun];
+        Runs<Type>(Row<Type>(call.residual, row, length), start).read(residual);
+#pragma unroll
+        for (int r = 0; r < kRun; ++r) sums[r] += residual[r];
+      }
+      if (call.before != nullptr) write_run<Type>(call.before, row, length, start, sums);
+      activate(call.activation, sums);
+      write_run<Type>(call.out, row, length, start, sums);
+    }
+  }
 }
 
 // Where the stride is not 1: `pieces` threads share a row, and each has outputs that lie as far

@@ -140,7 +140,7 @@ BY_OUR_KERNEL: dict[str, tuple[torch.dtype, tuple[int, int, int], int, dict[str,
     "a long one": (torch.half, (8, 512, 1500), 31, {"padding": "same"}, "111"),
     "a short one": (torch.float32, (8, 2048, 1024), 3, {"padding": 1}, "111"),
     "dilated": (BF16, (8, 2048, 2048), 4, {"dilation": 2}, "111"),
-    "strided": (BF16, (8, 2048, 2048), 4, {"stride": 2}, "101"),
+    "strided": (BF16, (8, 2048, 2048), 4, {"stride": 2}, "111"),
     "one channel": (BF16, (8, 1, 2048), 4, {}, "000"),
     "a reach beyond 32 bits": (BF16, (1, 2, 64), 2, {"padding": 1 << 30}, "000"),
 }

@@ -19,9 +19,9 @@ std::string_view reason_for_bare(const ConvParams& params);
 // What is computed: the convolution, or one of its gradients.
 enum class ConvStep : int64_t { kForward, kInputGradient, kWeightGradient };
 
-// What computes it: a plan of cuDNN, kernels of ours (kernels/depthwise_conv1d.h), torch's product
-// of matrices, or whatever torch runs for that convolution.
-enum class ConvKernel { kPlan, kDepthwise, kProduct, kTorch };
+// What computes it: a plan of cuDNN, kernels of ours (kernels/depthwise_conv1d.h), or torch's
+// product of matrices.
+enum class ConvKernel { kPlan, kDepthwise, kProduct };
 
 struct KernelChoice {
   ConvKernel kernel = ConvKernel::kPlan;

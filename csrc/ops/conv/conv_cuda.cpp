@@ -11,7 +11,6 @@
 
 #include <ATen/Context.h>
 #include <ATen/cuda/EmptyTensor.h>
-#include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -238,14 +237,18 @@ at::Tensor depthwise_gradient(const Conv& args, const at::Tensor& grad, bool is_
     depthwise_conv1d_weight(laid_out(args.input, args, args.op()), grad, steps, result);
     return result;
   }
-  // The input's gradient finds those of the outputs with the taps turned around.
-  steps.is_turned = true;
-  steps.padding = (args.weight.size(2) - 1) * steps.dilation - steps.padding;
   at::DimVector sizes(grad.sizes());
   sizes.back() = args.input.size(2);
-  const at::Tensor result = empty_laid_out(sizes, grad, args);
-  depthwise_conv1d(grad, args.weight.contiguous(), steps, /*bias=*/{}, /*residual=*/{},
-                   Activation::kNone, /*before=*/{}, result);
+  const at::Tensor result = empty_laid_out(sizes, grad, args), weight = args.weight.contiguous();
+  if (steps.stride != 1) {
+    depthwise_conv1d_input(grad, weight, steps, result);
+    return result;
+  }
+  // The outputs' gradients take the inputs' place, with the taps turned around.
+  steps.is_turned = true;
+  steps.padding = (args.weight.size(2) - 1) * steps.dilation - steps.padding;
+  depthwise_conv1d(grad, weight, steps, /*bias=*/{}, /*residual=*/{}, Activation::kNone,
+                   /*before=*/{}, result);
   return result;
 }
 
@@ -256,18 +259,6 @@ void multiply_gradient(const at::Tensor& grad, const at::Tensor& other, bool is_
   const at::Tensor rows = matrix(grad);
   at::Tensor out = matrix(result);
   at::mm_out(out, is_of_weight ? rows.t() : rows, matrix(other));
-}
-
-at::Tensor gradient_by_torch(const Conv& args, const at::Tensor& grad, bool is_of_weight) {
-  const OnlyKernels guard;
-  const auto& [numbers] = args.geometry;
-  const size_t dims = args.dims();
-  const c10::IntArrayRef all(numbers);
-  const auto grads = at::convolution_backward(
-      grad, args.input, args.weight, /*bias_sizes=*/std::nullopt, all.slice(0, dims),
-      all.slice(dims, dims), all.slice(3 * dims, dims), /*transposed=*/false,
-      at::DimVector(dims, 0), args.geometry.groups(), {!is_of_weight, is_of_weight, false});
-  return is_of_weight ? std::get<1>(grads) : std::get<0>(grads);
 }
 
 // The gradient of the input or that of the weight, from that of the convolution's result.
@@ -283,10 +274,6 @@ at::Tensor gradient(const Conv& args, const at::Tensor& grad, bool is_of_weight)
   const at::Tensor other = image_of(is_of_weight ? args.input : args.weight, args.op());
   if (kernel == ConvKernel::kProduct) {
     multiply_gradient(image, other, is_of_weight, result);
-    return result;
-  }
-  if (kernel == ConvKernel::kTorch) {
-    result.copy_(gradient_by_torch(args, image, is_of_weight));
     return result;
   }
   graph::CallPointers pointers;
