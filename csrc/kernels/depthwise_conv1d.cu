@@ -201,7 +201,6 @@ __device__ void of_strided_input(const DepthwiseConv1dCall& call) {
   int first = 0;
   while (first < least && (seen - first * shape.dilation) % shape.stride != 0) ++first;
   const int last = (seen - first * shape.dilation) / shape.stride;
-  const int back = (int)((long long)shape.pieces * shape.dilation / shape.stride);
   const auto* weight = (const Bits*)call.weight + (long long)channel * shape.taps;
   const long long step = kIsLengthLast ? 1 : shape.channels;
   for (long long sample = blockIdx.y; sample < shape.batch; sample += gridDim.y) {
@@ -209,7 +208,7 @@ __device__ void of_strided_input(const DepthwiseConv1dCall& call) {
                        (kIsLengthLast ? (long long)channel * shape.out_length : channel);
     float sum = 0;
     for (int tap = first < least ? first : shape.taps, at = last; tap < shape.taps;
-         tap += shape.pieces, at -= back) {
+         tap += shape.pieces, at -= shape.back) {
       if ((unsigned)at < (unsigned)shape.out_length) {
         sum += Type::read(weight[tap]) * Type::read(grad[at * step]);
       }

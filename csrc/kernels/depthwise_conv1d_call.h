@@ -22,6 +22,7 @@ struct DepthwiseConv1dShape {
   int taps, stride, dilation;
   int padding;  // zeros before the input; may be negative
   int pieces;   // of the channels, that a block has; for rows: threads to a row
+  int back;     // for gradients of inputs with a stride: outputs from one to the next that saw it
 };
 
 struct DepthwiseConv1dCall {

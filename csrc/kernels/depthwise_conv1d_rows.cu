@@ -126,7 +126,7 @@ class Window {
   __device__ void for_each_tap(int count, const Add& add) {
 #pragma unroll
     for (int r = 0; r < kRun; ++r) now_[r] = next_[r];
-    runs_.read(next_);
+    if (count > 1) runs_.read(next_);
 #pragma unroll
     for (int t = 0; t < kRun; ++t) {
       if (t >= count) break;
@@ -169,21 +169,25 @@ class Apart {
 template <class Type>
 struct Factors {
   const typename Type::Bits* first;
-  int taps, step;
+  int taps;
+  bool is_turned;
   float values[kRun];  // of the taps that were read last
 
   __device__ Factors(const DepthwiseConv1dCall& call, int channel)
       : first((const typename Type::Bits*)call.weight + (long long)channel * call.shape.taps),
         taps(call.shape.taps),
-        step(call.is_turned ? -1 : 1) {
-    if (call.is_turned) first += taps - 1;
-    read(0);
+        is_turned(call.is_turned) {
   }
   __device__ void read(int begin) {
+    const auto* at = first + (is_turned ? taps - kRun - begin : begin);
+    float found[kRun];
 #pragma unroll
     for (int t = 0; t < kRun; ++t) {
-      values[t] = begin + t < taps ? Type::read(first[(begin + t) * step]) : 0;
+      const bool is_there = begin + (is_turned ? kRun - 1 - t : t) < taps;
+      found[t] = is_there ? Type::read(at[t]) : 0;
     }
+#pragma unroll
+    for (int t = 0; t < kRun; ++t) values[t] = is_turned ? found[kRun - 1 - t] : found[t];
   }
 };
 
@@ -200,41 +204,42 @@ __device__ void add_taps(const DepthwiseConv1dShape& shape, const Row<Type>& inp
   }
 }
 
-// `pieces` threads share a channel's row and have every so many of its runs of outputs, in one
-// sample after another. A row's first run begins where the unit of its first output does, which may
-// be before it.
+// `pieces` threads share a channel's row, each has a run of its outputs: of one sample after
+// another. A row's first run begins where the unit of its first output does, which may be before
+// it.
 template <class Type>
 __device__ void rows_forward(const DepthwiseConv1dCall& call) {
   const auto& shape = call.shape;
-  const unsigned index = blockIdx.x * blockDim.x + threadIdx.x, lanes = shape.pieces;
-  const int channel = (int)(index / lanes), length = shape.out_length;
+  const unsigned index = blockIdx.x * blockDim.x + threadIdx.x;
+  const int channel = (int)(index / shape.pieces), run = (int)(index % shape.pieces);
+  const int length = shape.out_length;
   if (channel >= shape.channels) return;
   Factors<Type> factors(call, channel);
+  if (shape.taps <= kRun) factors.read(0);
   float bias = 0;
   if (call.bias != nullptr) bias = Type::read(((const typename Type::Bits*)call.bias)[channel]);
   for (long long sample = blockIdx.y; sample < shape.batch; sample += gridDim.y) {
     const long long row = sample * shape.channels + channel;
+    const int start = run * kRun - Row<Type>(call.out, row, length).behind(0);
+    if (start >= length) continue;
     const Row<Type> input(call.input, row, shape.length);
-    int start = (int)(index % lanes) * kRun - Row<Type>(call.out, row, length).behind(0);
-    for (; start < length; start += lanes * kRun) {
-      float sums[kRun] = {};
-      if (shape.dilation == 1) {
-        add_taps<Window>(shape, input, start, factors, sums);
-      } else {
-        add_taps<Apart>(shape, input, start, factors, sums);
-      }
-#pragma unroll
-      for (int r = 0; r < kRun; ++r) sums[r] += bias;
-      if (call.residual != nullptr) {
-        float residual[kRun];
-        Runs<Type>(Row<Type>(call.residual, row, length), start).read(residual);
-#pragma unroll
-        for (int r = 0; r < kRun; ++r) sums[r] += residual[r];
-      }
-      if (call.before != nullptr) write_run<Type>(call.before, row, length, start, sums);
-      activate(call.activation, sums);
-      write_run<Type>(call.out, row, length, start, sums);
+    float sums[kRun] = {};
+    if (shape.dilation == 1) {
+      add_taps<Window>(shape, input, start, factors, sums);
+    } else {
+      add_taps<Apart>(shape, input, start, factors, sums);
     }
+#pragma unroll
+    for (int r = 0; r < kRun; ++r) sums[r] += bias;
+    if (call.residual != nullptr) {
+      float residual[kRun];
+      Runs<Type>(Row<Type>(call.residual, row, length), start).read(residual);
+#pragma unroll
+      for (int r = 0; r < kRun; ++r) sums[r] += residual[r];
+    }
+    if (call.before != nullptr) write_run<Type>(call.before, row, length, start, sums);
+    activate(call.activation, sums);
+    write_run<Type>(call.out, row, length, start, sums);
   }
 }
 
