@@ -17,27 +17,6 @@ SMALL = (
     depthwise(2, 4, 9, 3, 2, multiplier=2, dtype=torch.float32),
     grouped(2, 4, (5, 6, 7), 8, (3, 2, 1), 2, dilation=2, dtype=torch.float32),
 )
-#: Where torch's kernel is faster, as docs/measured.md says. With the length last: ours reads each
-#: input for each tap, or waits for all of a block to have read theirs. With ReLU: cuDNN's fused
-#: engine is slower than its bare one and a pass, as was recorded before the bare one was taken.
-_FORWARD = ("forward", "forward, bias + relu", "forward, bias + silu")
-_OF_INPUT, _OF_WEIGHT = "gradient of the input", "gradient of the weight"
-SLOWER = {
-    "bfloat16 8x2048->2048 1024 k3 g2048 length last": (_OF_WEIGHT,),
-    "float16 8x2048->2048 1024 k7 g2048 length last": (*_FORWARD[::2], _OF_INPUT, _OF_WEIGHT),
-    "bfloat16 8x2048->2048 2048 k4 g2048 length last": (_OF_WEIGHT,),
-    "float16 8x2048->2048 2048 k4 g2048 length last": (_FORWARD[0], _OF_WEIGHT),
-    "float32 8x2048->2048 2048 k4 g2048 length last": (_OF_WEIGHT,),
-    "float16 4x1024->1024 500 k9 g1024 length last": (_FORWARD[0], _OF_INPUT, _OF_WEIGHT),
-    "bfloat16 8x66->66 28x28 k3x3 g2": _FORWARD[1:2],
-    "bfloat16 8x96->192 28x28 k3x3 g8": _FORWARD[1:2],
-    "bfloat16 8x33->65 40x40 k3x3": _FORWARD[1:2],
-    "float16 8x33->65 40x40 k3x3": _FORWARD[1:2],
-    "bfloat16 8x64->3 64x64 k3x3": _FORWARD[1:2],
-    "bfloat16 64x256->512 7x7 k7x7": _FORWARD[1:2],
-    "bfloat16 32x256->1024 14x14 k1x1": (_OF_INPUT,),
-    "float32 8x1->32 28x28 k3x3": (_OF_INPUT, _OF_WEIGHT),
-}
 
 
 def test_sixty_geometries_and_more():
@@ -70,12 +49,11 @@ def test_what_is_slower_than_noise_is_told(monkeypatch, capsys):
     assert not is_slower({"cudnn_ops": 0.008, "eager": 0.0065})
 
 
-def test_what_was_recorded_as_slower_than_torch_s_is_named():
-    """And nothing else is: neither forward, with an epilogue or without, nor either gradient."""
+def test_nothing_was_recorded_as_slower_than_torch_s():
+    """Neither forward, with an epilogue or without, nor either gradient."""
     ms: dict[str, dict[str, float]] = {}
     for row in json.loads((RESULTS / "conv.json").read_text())["rows"]:
         ms.setdefault(row["case"], {})[row["impl"]] = row["value"]
     cases = [case for case in ms if any(case.startswith(f"{g}: ") for g in GEOMETRIES)]
     assert len(cases) == 5 * len(GEOMETRIES)
-    named = {f"{geometry}: {step}" for geometry, steps in SLOWER.items() for step in steps}
-    assert {case for case in cases if is_slower(ms[case])} == named
+    assert not {case for case in cases if is_slower(ms[case])}
