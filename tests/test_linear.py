@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from dataclasses import replace
@@ -13,7 +14,15 @@ from torch.nn import functional as F
 
 import cudnn_ops
 from cudnn_ops import _C
-from cudnn_ops.plans.tables import load_tables
+from cudnn_ops.plans import linear_tuning
+from cudnn_ops.plans.tables import (
+    LINEAR_ENGINES,
+    LINEAR_STEPS,
+    TABLES,
+    EngineTable,
+    LinearTiming,
+    load_tables,
+)
 from tests.cases import linear, sdpa
 from tests.cases.linear import CASES, MLP_CASES, LinearCase, MlpCase
 from tests.conftest import DEVICES
@@ -75,6 +84,22 @@ def engine():
 def test_every_engine(case, dtype, number, engine):
     engine(number)
     linear.check(case, dtype, "cuda")
+
+
+def test_the_package_s_tables_have_every_standard_size():
+    wanted = set(itertools.product(LINEAR_STEPS, linear_tuning.STANDARD_SIZES))
+    paths = list(TABLES.glob("linear_sm*.json"))
+    assert paths
+    for path in paths:
+        shipped = EngineTable.read(path)
+        assert path.name == f"linear_sm{shipped.sm}.json"
+        assert all((shipped.gpu, shipped.driver, shipped.cudnn, shipped.torch, shipped.date))
+        timings = [LinearTiming(**entry) for entry in shipped.entries]
+        assert {(t.step, (t.rows, t.columns, t.depth)) for t in timings} == wanted
+        for timing in timings:
+            assert set(timing.engine_ms) <= set(LINEAR_ENGINES), timing
+            assert len(timing.engine_ms) > 1, timing
+            assert min(timing.engine_ms.values()) > 0, timing
 
 
 @pytest.mark.gpu
