@@ -77,6 +77,7 @@ def engine():
         MlpCase((300,), 128, 264, 128, "gelu"),
         MlpCase((300,), 128, 264, 128, "relu"),
         MlpCase((33, 5), 72, 130, 40, "gelu_tanh", bias=False),
+        MlpCase((300,), 128, 264, 128, "gelu_tanh", layout="transposed"),
         MlpCase((300,), 128, 264, 128, "silu", gated=True),
     ],
     ids=str,
@@ -110,6 +111,17 @@ def test_large_products(engine):
         for rows in (1, 63, 1000, 4097):
             case = MlpCase((rows,), 1024, 4096, 1024, "gelu_tanh")
             linear.check(case, torch.bfloat16, "cuda", seed=rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("columns", [4616, 4099])
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_large_results(activation, columns, residual):
+    """More than a GPU computes at once, in rows that blocks share, aligned and not."""
+    case = LinearCase((4097,), 64, columns, activation, residual=residual)
+    for dtype in (torch.bfloat16, torch.float32):
+        linear.check(case, dtype, "cuda")
 
 
 @pytest.mark.gpu
