@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from dataclasses import replace
@@ -13,7 +14,15 @@ from torch.nn import functional as F
 
 import cudnn_ops
 from cudnn_ops import _C
-from cudnn_ops.plans.tables import load_tables
+from cudnn_ops.plans import linear_tuning
+from cudnn_ops.plans.tables import (
+    LINEAR_ENGINES,
+    LINEAR_STEPS,
+    TABLES,
+    EngineTable,
+    LinearTiming,
+    load_tables,
+)
 from tests.cases import linear, sdpa
 from tests.cases.linear import CASES, MLP_CASES, LinearCase, MlpCase
 from tests.conftest import DEVICES
@@ -68,6 +77,7 @@ def engine():
         MlpCase((300,), 128, 264, 128, "gelu"),
         MlpCase((300,), 128, 264, 128, "relu"),
         MlpCase((33, 5), 72, 130, 40, "gelu_tanh", bias=False),
+        MlpCase((300,), 128, 264, 128, "gelu_tanh", layout="transposed"),
         MlpCase((300,), 128, 264, 128, "silu", gated=True),
     ],
     ids=str,
@@ -75,6 +85,22 @@ def engine():
 def test_every_engine(case, dtype, number, engine):
     engine(number)
     linear.check(case, dtype, "cuda")
+
+
+def test_the_package_s_tables_have_every_standard_size():
+    wanted = set(itertools.product(LINEAR_STEPS, linear_tuning.STANDARD_SIZES))
+    paths = list(TABLES.glob("linear_sm*.json"))
+    assert paths
+    for path in paths:
+        shipped = EngineTable.read(path)
+        assert path.name == f"linear_sm{shipped.sm}.json"
+        assert all((shipped.gpu, shipped.driver, shipped.cudnn, shipped.torch, shipped.date))
+        timings = [LinearTiming(**entry) for entry in shipped.entries]
+        assert {(t.step, (t.rows, t.columns, t.depth)) for t in timings} == wanted
+        for timing in timings:
+            assert set(timing.engine_ms) <= set(LINEAR_ENGINES), timing
+            assert len(timing.engine_ms) > 1, timing
+            assert min(timing.engine_ms.values()) > 0, timing
 
 
 @pytest.mark.gpu
@@ -85,6 +111,17 @@ def test_large_products(engine):
         for rows in (1, 63, 1000, 4097):
             case = MlpCase((rows,), 1024, 4096, 1024, "gelu_tanh")
             linear.check(case, torch.bfloat16, "cuda", seed=rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("columns", [4616, 4099])
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_large_results(activation, columns, residual):
+    """More than a GPU computes at once, in rows that blocks share, aligned and not."""
+    case = LinearCase((4097,), 64, columns, activation, residual=residual)
+    for dtype in (torch.bfloat16, torch.float32):
+        linear.check(case, dtype, "cuda")
 
 
 @pytest.mark.gpu

@@ -1,16 +1,25 @@
 // Activations, in float32: each gives its value and its slope.
 #pragma once
 
+// 1 / x for x from 1 on, as a division rounds it; but 0 for what is smaller than any normal number.
+// A division branches for what is not there, and around its branches nothing else is computed.
+__device__ inline float reciprocal_from_one(float x) {
+  float near;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(x));
+  const float nearer = fmaf(near, fmaf(-x, near, 1), near);
+  return x < 0x1p126f ? nearer : near;  // of infinity: 0, for which no step is left to take
+}
+
 struct Silu {
   static __device__ float2 of(float x) {
-    const float s = 1 / (1 + expf(-x));
+    const float s = reciprocal_from_one(1 + expf(-x));
     return {x * s, s * (1 + x * (1 - s))};
   }
 };
 
 struct Gelu {
   static __device__ float2 of(float x) {
-    const float below = 0.5f * (1 + erff(x * 0.70710678118654752f));
+    const float below = fmaf(0.5f, erff(x * 0.70710678118654752f), 0.5f);
     return {x * below, below + x * 0.39894228040143268f * expf(-0.5f * x * x)};
   }
 };

@@ -9,6 +9,11 @@
 #include "conv_epilogue_call.h"
 #include "number.cuh"
 
+// A thread asks memory for several pieces before it writes the first result. A compiler must not
+// move a load over a store that may be to the same address; here a thread writes where it has read,
+// or elsewhere, and no other reads there.
+constexpr int kRowsAhead = 2;
+
 // A block has some pieces of the columns, and as many rows of them at once as it has threads for;
 // then every gridDim.y-th such stretch of rows.
 template <class Type, class Activation, int kWidth>
@@ -20,28 +25,58 @@ __device__ void forward(const ConvEpilogueForwardCall& call) {
   if (at >= row_pieces) return;
   float bias[kWidth] = {};
   if (call.bias != nullptr) ((const Vector*)call.bias)[at].read(bias);
+  const bool adds_first = call.residual != nullptr && !call.adds_last;
+  const bool adds_last = call.residual != nullptr && call.adds_last;
   const long long step = (long long)gridDim.y * rows;
-#pragma unroll 4
-  for (long long row = (long long)blockIdx.y * rows + first; row < call.rows; row += step) {
-    const long long index = row * row_pieces + at;
-    float sum[kWidth];
-    ((const Vector*)call.conv)[index].read(sum);
+  long long row = (long long)blockIdx.y * rows + first;
+  for (; row < call.rows; row += kRowsAhead * step) {
+    Vector conv[kRowsAhead], residual[kRowsAhead];
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) sum[k] += bias[k];
-    float residual[kWidth] = {};
-    if (call.residual != nullptr) ((const Vector*)call.residual)[index].read(residual);
-    if (!call.adds_last) {
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k) sum[k] += residual[k];
+    for (int i = 0; i < kRowsAhead; ++i) {
+      if (row + i * step >= call.rows) break;
+      const long long index = (row + i * step) * row_pieces + at;
+      conv[i] = ((const Vector*)call.conv)[index];
+      if (call.residual != nullptr) residual[i] = ((const Vector*)call.residual)[index];
     }
-    if (call.before != nullptr) ((Vector*)call.before)[index] = Vector::of(sum);
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) sum[k] = Activation::of(sum[k]).x;
-    if (call.adds_last) {
+    for (int i = 0; i < kRowsAhead; ++i) {
+      if (row + i * step >= call.rows) break;
+      const long long index = (row + i * step) * row_pieces + at;
+      float sum[kWidth];
+      conv[i].read(sum);
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) sum[k] += residual[k];
+      for (int k = 0; k < kWidth; ++k) sum[k] += bias[k];
+      if (adds_first) residual[i].add_to(sum);
+      if (call.before != nullptr) ((Vector*)call.before)[index] = Vector::of(sum);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) sum[k] = Activation::of(sum[k]).x;
+      if (adds_last) residual[i].add_to(sum);
+      ((Vector*)call.out)[index] = Vector::of(sum);
     }
-    ((Vector*)call.out)[index] = Vector::of(sum);
+  }
+}
+
+// Of nothing but the activation, to which rows and columns are one: rows of a piece each.
+template <class Type, class Activation, int kWidth>
+__device__ void activate(const ConvEpilogueForwardCall& call) {
+  using Vector = Piece<Type, kWidth>;
+  const long long step = (long long)gridDim.x * blockDim.x;
+  const long long first = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+  Vector conv[kConvEpilogueAhead];
+#pragma unroll
+  for (int i = 0; i < kConvEpilogueAhead; ++i) {
+    const long long at = first + i * step;
+    if (at < call.rows) conv[i] = ((const Vector*)call.conv)[at];
+  }
+#pragma unroll
+  for (int i = 0; i < kConvEpilogueAhead; ++i) {
+    const long long at = first + i * step;
+    if (at >= call.rows) return;
+    float values[kWidth];
+    conv[i].read(values);
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) values[k] = Activation::of(values[k]).x;
+    ((Vector*)call.out)[at] = Vector::of(values);
   }
 }
 
@@ -53,18 +88,28 @@ __device__ void epilogue(const ConvEpilogueCall& call) {
   const unsigned piece = threadIdx.x % call.pieces, first = threadIdx.x / call.pieces;
   const unsigned at = blockIdx.x * call.pieces + piece;
   float sums[kWidth] = {};
-  if (at < row_pieces) {
-    const long long step = (long long)gridDim.y * rows;
-#pragma unroll 4
-    for (long long row = (long long)blockIdx.y * rows + first; row < call.rows; row += step) {
-      const long long index = row * row_pieces + at;
-      float grad[kWidth];
-      ((const Vector*)call.grad_out)[index].read(grad);
-      if (call.saved != nullptr) {
-        float saved[kWidth];
-        ((const Vector*)call.saved)[index].read(saved);
+  const long long step = (long long)gridDim.y * rows;
+  long long row = at < row_pieces ? (long long)blockIdx.y * rows + first : call.rows;
+  for (; row < call.rows; row += kRowsAhead * step) {
+    Vector of_out[kRowsAhead], saved[kRowsAhead];
 #pragma unroll
-        for (int k = 0; k < kWidth; ++k) grad[k] *= Activation::of(saved[k]).y;
+    for (int i = 0; i < kRowsAhead; ++i) {
+      if (row + i * step >= call.rows) break;
+      const long long index = (row + i * step) * row_pieces + at;
+      of_out[i] = ((const Vector*)call.grad_out)[index];
+      if (call.saved != nullptr) saved[i] = ((const Vector*)call.saved)[index];
+    }
+#pragma unroll
+    for (int i = 0; i < kRowsAhead; ++i) {
+      if (row + i * step >= call.rows) break;
+      const long long index = (row + i * step) * row_pieces + at;
+      float grad[kWidth];
+      of_out[i].read(grad);
+      if (call.saved != nullptr) {
+        float values[kWidth];
+        saved[i].read(values);
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) grad[k] *= Activation::of(values[k]).y;
       }
       if (call.grad != nullptr) ((Vector*)call.grad)[index] = Vector::of(grad);
 #pragma unroll
@@ -85,13 +130,18 @@ __device__ void epilogue(const ConvEpilogueCall& call) {
   }
 }
 
+// Two blocks a multiprocessor: with fewer registers than that leaves, some of these would spill.
 #define EPILOGUE(name, Type, Activation, suffix, width)                                          \
-  extern "C" __global__ void __launch_bounds__(512)                                              \
+  extern "C" __global__ void __launch_bounds__(512, 2)                                           \
       conv_epilogue_forward_##name##_##suffix##_##width(                                         \
           const __grid_constant__ ConvEpilogueForwardCall call) {                                \
-    forward<Type, Activation, width>(call);                                                      \
+    if (call.pieces == 0) {                                                                      \
+      activate<Type, Activation, width>(call);                                                   \
+    } else {                                                                                     \
+      forward<Type, Activation, width>(call);                                                    \
+    }                                                                                            \
   }                                                                                              \
-  extern "C" __global__ void __launch_bounds__(512)                                              \
+  extern "C" __global__ void __launch_bounds__(512, 2)                                           \
       conv_epilogue_##name##_##suffix##_##width(const __grid_constant__ ConvEpilogueCall call) { \
     epilogue<Type, Activation, width>(call);                                                     \
   }

@@ -15,9 +15,10 @@ namespace {
 
 constexpr int64_t kThreads = 512, kStrip = 32, kVectorBytes = 16;
 // Enough rows per thread that the block's one sum, where it adds up, costs little beside them.
-// Where it does not, each turn waits for memory again (a write may alias the next read): blocks of
-// one turn each are faster until the GPU is full.
+// Where it does not, blocks of one turn each are faster until the GPU is full.
 constexpr int64_t kTurnsToAddUp = 8;
+// Of a block that only activates: small ones fill a GPU more evenly.
+constexpr int kThreadsToActivate = 256;
 
 // One for each activation.
 class Kernels {
@@ -67,24 +68,48 @@ struct Tiling {
 
   Tiling(int64_t columns, int64_t width) {
     const int64_t row_pieces = columns / width;
-    pieces = std::min(row_pieces, kThreads);
+    strips = divide_up(row_pieces, kThreads);
+    pieces = divide_up(row_pieces, strips);
     rows_at_once = kThreads / pieces;
-    strips = (row_pieces + pieces - 1) / pieces;
     threads = static_cast<int>(pieces * rows_at_once);
   }
   // How many blocks share the rows of a strip.
   int64_t stretches(int64_t rows, int64_t resident, int64_t least_turns) const {
     const int64_t least = rows_at_once * least_turns;
-    const int64_t wanted = (rows + least - 1) / least;
-    return std::max<int64_t>(1, std::min(wanted, resident / strips));
+    return std::max<int64_t>(1, std::min(divide_up(rows, least), resident / strips));
   }
 };
+
+// Of nothing but the activation, with as many pieces of memory in flight as a GPU needs: a thread
+// has one until the GPU is full, then several.
+void activate(const at::Tensor& conv, Activation activation, const at::Tensor& out) {
+  const auto element = static_cast<int64_t>(conv.element_size());
+  const int64_t numbers = conv.numel();
+  ConvEpilogueForwardCall call{};
+  call.conv = conv.const_data_ptr();
+  call.out = out.mutable_data_ptr();
+  const bool is_wide =
+      numbers * element % kVectorBytes == 0 && is_aligned(call.conv) && is_aligned(call.out);
+  const int64_t width = is_wide ? kVectorBytes / element : 1;
+  call.rows = numbers / width;
+  call.columns = static_cast<unsigned>(width);
+  const auto& kernels = kernels_of(conv.scalar_type());
+  const auto& kernel = (is_wide ? kernels.forward_wide : kernels.forward_narrow)[activation];
+  const int64_t most = divide_up(call.rows, kThreadsToActivate);
+  const int64_t least = divide_up(call.rows, kThreadsToActivate * kConvEpilogueAhead);
+  const int64_t resident = kernel.resident_blocks(kThreadsToActivate, 0);
+  void* argument = &call;
+  kernel.launch(std::min(most, std::max(least, resident)), 1, kThreadsToActivate, &argument);
+}
 
 }  // namespace
 
 void conv_epilogue_forward(const at::Tensor& conv, const std::optional<at::Tensor>& bias,
                            const std::optional<at::Tensor>& residual, Activation activation,
                            const at::Tensor& before, const at::Tensor& out, ResidualPlace place) {
+  // The activation's input may be there already.
+  const bool has_before = !before.defined() || before.is_same(conv);
+  if (!bias && !residual && has_before) return activate(conv, activation, out);
   const int64_t columns = conv.size(1), rows = conv.numel() / columns;
   ConvEpilogueForwardCall call{};
   call.conv = conv.const_data_ptr();
@@ -142,7 +167,7 @@ void conv_epilogue_backward(const at::Tensor& grad_out, const std::optional<at::
   void* argument = &call;
   kernel.launch(tiling.strips, static_cast<int>(stretches), tiling.threads, &argument, shared);
   if (grad_bias.defined()) {
-    kernels.add_up.launch((columns + kStrip - 1) / kStrip, 1, 1024, &argument);
+    kernels.add_up.launch(divide_up(columns, kStrip), 1, 1024, &argument);
   }
 }
 

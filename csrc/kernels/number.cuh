@@ -79,6 +79,12 @@ struct alignas(sizeof(typename Type::Bits) * kWidth < 16 ? sizeof(typename Type:
       for (int k = 0; k < kWidth; ++k) values[k] = Type::read(bits[k]);
     }
   }
+  __device__ void add_to(float (&values)[kWidth]) const {
+    float own[kWidth];
+    read(own);
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) values[k] += own[k];
+  }
   static __device__ Piece of(const float (&values)[kWidth]) {
     Piece piece;
     if constexpr (kIsPaired) {

@@ -14,7 +14,8 @@ and the activation are one call::
 from cudnn_ops.nn.conv import ConvAct1d, ConvAct2d, ConvAct3d
 from cudnn_ops.nn.fuse import FusedConv, UnfusedActivation, fuse_conv_bn_act_
 from cudnn_ops.nn.gated import PackedSwiGLU, SwiGLU
-from cudnn_ops.nn.linear import MLP, FusedQKV, MergedLinear, MergedSwiGLU
+from cudnn_ops.nn.linear import FusedQKV, MergedLinear, MergedSwiGLU
+from cudnn_ops.nn.mlp import MLP, LinearAct
 from cudnn_ops.nn.norm import LayerNorm, RMSNorm, UnitRMSNorm
 from cudnn_ops.nn.replace import Replacement, replace_modules_
 
@@ -26,6 +27,7 @@ __all__ = [
     "FusedConv",
     "FusedQKV",
     "LayerNorm",
+    "LinearAct",
     "MergedLinear",
     "MergedSwiGLU",
     "PackedSwiGLU",

@@ -1,4 +1,4 @@
-"""Linear layers in one call: MLPs, and projections of one input as one product."""
+"""Projections of one input as one product."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cudnn_ops.nn.gated import GATED, PROJECTIONS
 from cudnn_ops.nn.hooks import is_plain_linear
-from cudnn_ops.ops.activation import Activation, activate, require_activation
+from cudnn_ops.ops.activation import Activation, require_activation
 from cudnn_ops.ops.linear import linear, mlp
 from cudnn_ops.ops.rotary import rotary_embedding
 
@@ -19,78 +19,11 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class MLP(nn.Module):
-    """Two linear layers around an activation, by :func:`cudnn_ops.mlp`.
-
-    Its keys are ``fc1`` and ``fc2``, those of timm's ``Mlp`` and of CLIP's. A layer that is put in
-    the place of one of the two (an adapter's, a quantized one), or that has hooks, is called as it
-    is.
-
-    Args:
-        in_features: size of the input.
-        hidden_features: size between the layers.
-        out_features: size of the output; None stands for that of the input.
-        bias: whether the layers have one.
-        activation: one of :data:`cudnn_ops.ops.activation.ACTIVATIONS`.
-        device: the parameters' device.
-        dtype: the parameters' dtype.
-
-    Raises:
-        ValueError: another activation.
-
-    Example:
-        >>> import torch
-        >>> from cudnn_ops.nn import MLP
-        >>> MLP(64, 256, activation="gelu_tanh")(torch.randn(2, 5, 64)).shape
-        torch.Size([2, 5, 64])
-    """
-
-    fc1: nn.Module
-    fc2: nn.Module
-
-    def __init__(
-        self,
-        in_features: int,
-        hidden_features: int,
-        out_features: int | None = None,
-        bias: bool = True,
-        *,
-        activation: Activation = "gelu",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        require_activation(self, activation)
-        self.activation, self.names = activation, ("fc1", "fc2")
-        out = in_features if out_features is None else out_features
-        self.fc1 = nn.Linear(in_features, hidden_features, bias, device, dtype)
-        self.fc2 = nn.Linear(hidden_features, out, bias, device, dtype)
-
-    @classmethod
-    def of(cls, module: nn.Module, activation: Activation, names: tuple[str, str]) -> Self:
-        """Makes one with the two layers of another module, the modules themselves, by name."""
-        made = cls(1, 1, activation=activation, device="meta")
-        del made.fc1, made.fc2
-        made.names = names
-        for name in names:
-            setattr(made, name, getattr(module, name))
-        return made.train(module.training)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features] to [..., out_features]."""
-        first, second = (getattr(self, name) for name in self.names)
-        if not (is_plain_linear(first) and is_plain_linear(second)):
-            return second(activate(first(x), self.activation))
-        return mlp(x, first.weight, first.bias, second.weight, second.bias, self.activation)
-
-    def extra_repr(self) -> str:
-        """The options, for ``print``."""
-        return f"activation={self.activation}"
-
-
 def _shared_facts(layer: nn.Linear) -> tuple[object, ...]:
     """What layers must have in common to be merged."""
-    return layer.in_features, layer.bias is None, layer.weight.dtype, layer.weight.device
+    weight, bias = layer.weight, layer.bias
+    is_learned = weight.requires_grad, bias is not None and bias.requires_grad
+    return layer.in_features, bias is None, weight.dtype, weight.device, is_learned
 
 
 def size_mismatch(key: str, given: Tensor, own: Tensor) -> str:
@@ -155,7 +88,8 @@ class MergedLinear(nn.Module):
         """Makes one of copies of layers with one input, by their names.
 
         Raises:
-            ValueError: layers of different inputs, dtypes or devices, or of which some have a bias.
+            ValueError: layers of different inputs, dtypes or devices, or of which some have a bias,
+                or some are frozen.
         """
         merged = cls.__new__(cls)
         MergedLinear._take(merged, layers)
@@ -166,7 +100,8 @@ class MergedLinear(nn.Module):
         if len(set(map(_shared_facts, given))) != 1:
             raise ValueError(
                 f"{type(self).__name__}: layers to be merged must have the same input, dtype and "
-                f"device, and all or none of them a bias; got {', '.join(map(str, given))}"
+                f"device, and all or none of them a bias, or be frozen; got "
+                f"{', '.join(map(str, given))}"
             )
         first = given[0]
         MergedLinear.__init__(
@@ -179,10 +114,9 @@ class MergedLinear(nn.Module):
         )
         for name, parameter in list(self.named_parameters(recurse=False)):
             parts = [getattr(one, name) for one in given]
-            is_learned = any(part.requires_grad for part in parts)
             merged = torch.cat([part.detach() for part in parts])
             assert merged.shape == parameter.shape
-            setattr(self, name, nn.Parameter(merged, requires_grad=is_learned))
+            setattr(self, name, nn.Parameter(merged, requires_grad=parts[0].requires_grad))
         self.train(first.training)
 
     def product(self, x: Tensor) -> Tensor:

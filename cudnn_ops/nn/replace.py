@@ -12,15 +12,16 @@ from torch import Tensor, nn
 
 from cudnn_ops.nn.gated import PROJECTIONS, PackedSwiGLU, SwiGLU
 from cudnn_ops.nn.hooks import has_hooks
-from cudnn_ops.nn.linear import MLP, MergedSwiGLU
+from cudnn_ops.nn.linear import MergedSwiGLU
 from cudnn_ops.nn.merge import SharedProjection, shared_projections
+from cudnn_ops.nn.mlp import MLP, LinearAct, is_linear, is_transposed
 from cudnn_ops.nn.norm import LayerNorm, RMSNorm, UnitRMSNorm
 from cudnn_ops.ops.activation import ACTIVATIONS, Activation, activate
 
 #: What is not swapped again.
 _OURS = (
     *(RMSNorm, UnitRMSNorm, LayerNorm),
-    *(SwiGLU, PackedSwiGLU, MergedSwiGLU, MLP, SharedProjection),
+    *(SwiGLU, PackedSwiGLU, MergedSwiGLU, MLP, LinearAct, SharedProjection),
 )
 
 
@@ -71,13 +72,17 @@ def replace_modules_(
     With ``merge`` linear layers are merged as well:
 
     - the first two of ``gate_proj``, ``up_proj`` and ``down_proj`` become one product;
-    - a module of two ``nn.Linear`` around an activation runs by :func:`cudnn_ops.mlp` (timm's and
-      torchvision's MLPs), if it has no dropout;
+    - a module of two linear layers around an activation runs by :func:`cudnn_ops.mlp` (timm's and
+      torchvision's MLPs, GPT-2's in transformers), if dropout is applied to its result or not at
+      all;
+    - a module of one linear layer and an activation runs by :func:`cudnn_ops.linear` (the first
+      half of BERT's MLP in transformers);
     - ``q_proj``, ``k_proj`` and ``v_proj`` of one module, which must be plain ``nn.Linear`` of one
       input, are computed together when the first of them is called (transformers).
 
-    The ``state_dict`` keeps its keys; merged parameters are new tensors, so merge before an
-    optimizer is made.
+    The ``state_dict`` keeps its keys. What is merged into one product has new tensors for
+    parameters, so merge before an optimizer is made; layers of which some are frozen, or that share
+    a parameter with another module, are not merged.
 
     Args:
         model: its submodules are replaced, not the model itself.
@@ -110,19 +115,31 @@ def replace_modules_(
 
 def _look(model: nn.Module, merge: bool) -> Iterator[Replacement | LeftAlone]:
     made: dict[nn.Module, nn.Module | str | None] = {}  # what is there twice is swapped for one
+    tied = _tied(model) if merge else set()
     for name, module in model.named_modules(remove_duplicate=False):
         is_to_be_merged = merge and type(module) is SwiGLU
         if module is model or (isinstance(module, _OURS) and not is_to_be_merged):
             continue
-        if merge and module not in made:
+        # Merged parameters are copies: what is tied to another one would not be any more.
+        merges = merge and tied.isdisjoint(map(id, module.parameters()))
+        if merges and module not in made:
             made |= _shared(module)
         if module not in made:
-            made[module] = _counterpart(module, merge)
+            made[module] = _counterpart(module, merge, merges)
         new = made[module]
         if isinstance(new, str):
             yield LeftAlone(name, module, new)
         elif new is not None:
             yield Replacement(name, module, new)
+
+
+def _tied(model: nn.Module) -> set[int]:
+    """The parameters that several modules have."""
+    owners: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    return {parameter for parameter, count in owners.items() if count > 1}
 
 
 def _shared(module: nn.Module) -> dict[nn.Module, nn.Module]:
@@ -131,9 +148,12 @@ def _shared(module: nn.Module) -> dict[nn.Module, nn.Module]:
     return {module.get_submodule(name): new for name, new in found.items()}
 
 
-def _counterpart(module: nn.Module, merge: bool) -> nn.Module | str | None:
-    """The replacement; or why there is none, if the module looks like one; else None."""
-    candidate = _candidate(module, merge)
+def _counterpart(module: nn.Module, merge: bool, merges: bool) -> nn.Module | str | None:
+    """The replacement; or why there is none, if the module looks like one; else None.
+
+    ``merge``: linear layers may be called in one; ``merges``: their parameters may be copied.
+    """
+    candidate = _candidate(module, merge, merges)
     if candidate is None:
         return None
     make, reason = candidate
@@ -147,7 +167,7 @@ def _counterpart(module: nn.Module, merge: bool) -> nn.Module | str | None:
 _Candidate = tuple[Callable[[], nn.Module | None], str | None]
 
 
-def _candidate(module: nn.Module, merge: bool) -> _Candidate | None:
+def _candidate(module: nn.Module, merge: bool, merges: bool) -> _Candidate | None:
     if type(module) in (nn.LayerNorm, nn.RMSNorm):
         return functools.partial(_like_torch, module), "it is another norm"
     parameters = dict(module.named_parameters())
@@ -162,35 +182,32 @@ def _candidate(module: nn.Module, merge: bool) -> _Candidate | None:
         names = PROJECTIONS
     if names is not None:
         reason = "it is not down(act(gate) * up) by silu, gelu or gelu_tanh"
-        return functools.partial(_like_gated_mlp, module, names, merge), reason
-    layers = _two_layers(module) if merge else None
-    if layers is not None:
-        return functools.partial(_like_mlp, module, layers), None
+        return functools.partial(_like_gated_mlp, module, names, merges), reason
+    layers = _linears(module) if merge else ()
+    if len(layers) in (1, 2):
+        return functools.partial(_like_layers, module, layers), None
     own = dict(module.named_parameters(recurse=False))
     if any(weight.dim() == 3 and "gate" in name for name, weight in own.items()):
         return lambda: None, "each of its weights is of several experts"
     return None
 
 
-def _packed_projections(module: nn.Module) -> tuple[str, str] | None:
+def _packed_projections(module: nn.Module) -> tuple[str, ...] | None:
     """The names of two projections of which the first gives two inputs of the second."""
-    return _pair(module, 2)
-
-
-def _two_layers(module: nn.Module) -> tuple[str, str] | None:
-    """The names of two linear layers of which the first gives the input of the second."""
-    return _pair(module, 1)
-
-
-def _pair(module: nn.Module, ratio: int) -> tuple[str, str] | None:
-    """The names of a module's only two layers; ``ratio``: of the first's outputs to inputs."""
-    linears = [(name, part) for name, part in module.named_children() if type(part) is nn.Linear]
-    if len(linears) != 2:
+    names = _linears(module)
+    layers = [getattr(module, name) for name in names]
+    if [type(layer) for layer in layers] != [nn.Linear, nn.Linear]:
         return None
-    (first, wide), (second, down) = linears
+    wide, down = layers
+    return names if wide.out_features == 2 * down.in_features else None
+
+
+def _linears(module: nn.Module) -> tuple[str, ...]:
+    """The names of a module's linear layers, of one type; none if it has other parameters."""
+    layers = {name: part for name, part in module.named_children() if is_linear(type(part))}
     owners = {name.rpartition(".")[0] for name, _ in module.named_parameters()}
-    fits = wide.out_features == ratio * down.in_features and owners == {first, second}
-    return (first, second) if fits else None
+    is_all = owners == set(layers) and len({type(layer) for layer in layers.values()}) == 1
+    return tuple(layers) if is_all else ()
 
 
 def _like_torch(module: nn.Module) -> LayerNorm | RMSNorm:
@@ -286,27 +303,51 @@ def _like_norm(module: nn.Module) -> RMSNorm | LayerNorm | None:
     return None
 
 
-def _like_mlp(module: nn.Module, names: tuple[str, str]) -> MLP | None:
-    width, hidden, out = 6, 64, 5
-    first, second = names
-    sizes: dict[str, tuple[int, ...]] = {
-        **{f"{first}.weight": (hidden, width), f"{first}.bias": (hidden,)},
-        **{f"{second}.weight": (out, hidden), f"{second}.bias": (out,)},
-    }
-    probe = _probe(module, sizes)
+class _AddOne(nn.Module):
+    """Takes the place of dropout where that is looked for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
+def _like_layers(module: nn.Module, names: tuple[str, ...]) -> MLP | LinearAct | None:
+    """Of one layer, or of two around an activation; behind two of them may be dropout."""
+    sizes = dict(zip(names, ((6, 64), (64, 5)), strict=False))
+    parameters: dict[str, tuple[int, ...]] = {}
+    for name, (inputs, outputs) in sizes.items():
+        is_other = is_transposed(type(getattr(module, name)))
+        parameters[f"{name}.weight"] = (inputs, outputs) if is_other else (outputs, inputs)
+        parameters[f"{name}.bias"] = (outputs,)
+    probe = _probe(module, parameters)
     if probe is None:
         return None
-    x = torch.randn(33, width, generator=torch.Generator().manual_seed(1))
+    layers = [getattr(probe, name) for name in names]
+    for layer, (_, outputs) in zip(layers, sizes.values(), strict=True):
+        if is_transposed(type(layer)):
+            layer.nf = outputs  # by which it shapes its result
+    drops = [n for n, part in probe.named_children() if type(part) is nn.Dropout and part.p > 0]
+    last = drops[0] if len(drops) == 1 and len(names) == 2 else None
+    if last is not None:
+        setattr(probe, last, _AddOne())
+    # Of three dimensions, so that what flattens them shows.
+    x = torch.randn(3, 11, 6, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        before = getattr(probe, first)(x)
+        before = layers[0](x)
         for activation in ACTIVATIONS:
-            if _computes(probe, x, getattr(probe, second)(activate(before, activation))):
-                return MLP.of(module, activation, names)
+            expected = activate(before, activation)
+            if len(names) == 1:
+                # Without an activation, it is as fast as it was.
+                if activation != "none" and _computes(probe, x, expected):
+                    return LinearAct.of(module, activation, names[0])
+                continue
+            expected = layers[1](expected) + (0 if last is None else 1)
+            if _computes(probe, x, expected):
+                return MLP.of(module, activation, (names[0], names[1]), last)
     return None
 
 
 def _like_gated_mlp(
-    module: nn.Module, names: tuple[str, ...], merge: bool
+    module: nn.Module, names: tuple[str, ...], merges: bool
 ) -> SwiGLU | PackedSwiGLU | MergedSwiGLU | None:
     width, hidden = 6, 64
     *into, out = names
@@ -324,7 +365,7 @@ def _like_gated_mlp(
         for activation in activations:
             if not _computes(probe, x, getattr(probe, out)(activate(gate, activation) * up)):
                 continue
-            if merge and names == PROJECTIONS and MergedSwiGLU.can_be_of(module):
+            if merges and names == PROJECTIONS and MergedSwiGLU.can_be_of(module):
                 return MergedSwiGLU.of_mlp(module, activation)
             kind = SwiGLU if len(into) == 2 else PackedSwiGLU
             return kind.of(module, activation, names)

@@ -31,7 +31,7 @@ class LinearCase:
     bias: bool = True
     residual: bool = False
     layout: str = "dense"
-    """Of input, residual and gradient: see :func:`lay_out`."""
+    """Of input, residual and gradient: see :func:`lay_out`. Weights can be transposed with them."""
 
     def __str__(self) -> str:
         options = "b" * self.bias + "r" * self.residual
@@ -134,8 +134,9 @@ class Draw:
         values = torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale
         return lay_out(values.to(self.dtype).to(self.device), layout)
 
-    def weight(self, outputs: int, inputs: int) -> Tensor:
-        return self(outputs, inputs, scale=max(inputs, 1) ** -0.5)
+    def weight(self, outputs: int, inputs: int, layout: str = "dense") -> Tensor:
+        layout = layout if layout == "transposed" else "dense"
+        return self(outputs, inputs, layout=layout, scale=max(inputs, 1) ** -0.5)
 
 
 def make(
@@ -149,7 +150,7 @@ def make(
         out = (*case.leading, case.outputs)
         tensors = {
             "input": x,
-            "weight": draw.weight(case.outputs, case.inputs),
+            "weight": draw.weight(case.outputs, case.inputs, case.layout),
             "bias": draw(case.outputs) if case.bias else None,
             "residual": draw(*out, layout=case.layout) if case.residual else None,
         }
@@ -157,9 +158,9 @@ def make(
         out, rows = (*case.leading, case.outputs), (1 + case.gated) * case.hidden
         tensors = {
             "x": x,
-            "w1": draw.weight(rows, case.inputs),
+            "w1": draw.weight(rows, case.inputs, case.layout),
             "b1": draw(rows) if case.bias else None,
-            "w2": draw.weight(case.outputs, case.hidden),
+            "w2": draw.weight(case.outputs, case.hidden, case.layout),
             "b2": draw(case.outputs) if case.bias else None,
         }
     leaves = {

@@ -116,7 +116,9 @@ using MlpResults = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using MlpGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 // Whether the derivative is computed from the activation's input. That of ReLU is from its output,
-// unless a residual is added to that.
+// unless a residual is added to that. cuBLASLt could write a mask of bits instead; but the output
+// is there anyway, as the next layer's input, and whether that epilogue runs is measured, where
+// what is kept has to follow from the call alone.
 inline bool needs_before(Activation activation, bool has_residual) {
   return activation != Activation::kNone && (activation != Activation::kRelu || has_residual);
 }
