@@ -170,9 +170,9 @@ def convolutions() -> Iterator[Sample]:
             for stride in (1, 2):
                 call = partial(run_row, dtype, channels, stride)
                 yield f"depthwise_conv1d_{name}_{width}, stride {stride}", call
-        for stride in (1, 2):
+        for stride, rows in ((1, "rows"), (2, "strided_rows")):
             call = partial(run_row, dtype, 35, stride, is_last=False)
-            yield f"depthwise_conv1d_rows_{name}, stride {stride}", call
+            yield f"depthwise_conv1d_{rows}_{name}, stride {stride}", call
 
 
 def appending() -> Iterator[Sample]:

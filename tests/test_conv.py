@@ -77,6 +77,22 @@ def test_the_operators_are_the_functions(dims, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("batch", [1, 2, 9])
+def test_kernels_as_large_as_the_input(batch, dims, device, poisoned):
+    """They are products of matrices on a GPU, whatever the strides; of gradients, for some sizes."""
+    size, ones = (7, 5, 3)[:dims], (1,) * dims
+    strides, nothing = (3,) * dims, (0,) * dims
+    whole = ConvCase(batch, 6, 10, size, size, strides, nothing, ones, 1, "silu", residual=True)
+    bare = replace(whole, activation="none", bias=False, residual=False)
+    padded = replace(whole, padding=ones, activation="relu")
+    grouped = replace(whole, groups=2)
+    for case in (whole, bare, padded, grouped):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            cases.check(case, cases.make(case, dtype, device, seed=31))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_an_image_without_a_batch(device):
     t = cases.make(PLAIN, torch.float32, device, seed=4)
     out = cudnn_ops.conv2d(t.input[0], t.weight, t.bias, 1, 1, activation="relu")

@@ -41,9 +41,12 @@ def test_the_sample_runs_the_kernels_that_it_is_named_for():
     backward = {f"{name}_backward" for name in named if name.startswith("gated")}
     rows = "depthwise_conv1d_"
     backward |= {name.replace(rows, f"{rows}weight_") for name in named if name.startswith(rows)}
-    add_up = {
-        f"{kernel}_add_up_{name}"
-        for kernel in ("conv_epilogue", "depthwise_conv1d")
+    others = {
+        f"{kernel}_{name}"
+        for kernel in (
+            "conv_epilogue_add_up",
+            *(f"{rows}{step}" for step in ("add_up", "input", "input_rows")),
+        )
         for name in ("half", "bfloat16", "float")
     }
-    assert sorted((named | backward | add_up | norm_kernels()) - set(ran)) == []
+    assert sorted((named | backward | others | norm_kernels()) - set(ran)) == []

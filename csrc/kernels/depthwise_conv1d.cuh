@@ -13,35 +13,32 @@ enum : int { CUDNN_OPS_ACTIVATIONS(ENUMERATOR) };
 
 using namespace depthwise;
 
-template <int kCount>
-__device__ void activate(int activation, float (&values)[kCount]) {
-  switch (activation) {
-#define CASE(name, Name) \
-  case k##Name: _Pragma("unroll") for (float& value : values) value = Name::of(value).x; break;
-    CUDNN_OPS_ACTIVATIONS(CASE)
-#undef CASE
-  }
-}
-
 // What comes after the convolution, for the `count` outputs of a run that exist.
-template <class Type, int kWidth>
-__device__ void finish_run(const DepthwiseConv1dCall& call, float (&sums)[kRun][kWidth],
-                           const float (&bias)[kWidth], long long index, int step, int count) {
+template <class Type, class Activation, int kWidth>
+__device__ void finish(const DepthwiseConv1dCall& call, float (&sums)[kRun][kWidth],
+                       const float (&bias)[kWidth], long long index, int step, int count) {
   using Vector = Piece<Type, kWidth>;
 #pragma unroll
   for (int r = 0; r < kRun; ++r, index += step) {
     if (r >= count) return;
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) sums[r][k] += bias[k];
-    if (call.residual != nullptr) {
-      float residual[kWidth];
-      ((const Vector*)call.residual)[index].read(residual);
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k) sums[r][k] += residual[k];
-    }
+    if (call.residual != nullptr) ((const Vector*)call.residual)[index].add_to(sums[r]);
     if (call.before != nullptr) ((Vector*)call.before)[index] = Vector::of(sums[r]);
-    activate(call.activation, sums[r]);
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) sums[r][k] = Activation::of(sums[r][k]).x;
     ((Vector*)call.out)[index] = Vector::of(sums[r]);
+  }
+}
+
+template <class Type, int kWidth>
+__device__ void finish_run(const DepthwiseConv1dCall& call, float (&sums)[kRun][kWidth],
+                           const float (&bias)[kWidth], long long index, int step, int count) {
+  switch (call.activation) {
+#define CASE(name, Name) \
+  case k##Name: finish<Type, Name, kWidth>(call, sums, bias, index, step, count); break;
+    CUDNN_OPS_ACTIVATIONS(CASE)
+#undef CASE
   }
 }
 

@@ -204,6 +204,15 @@ __device__ void add_taps(const DepthwiseConv1dShape& shape, const Row<Type>& inp
   }
 }
 
+__device__ void activate(int activation, float (&run)[kRun]) {
+  switch (activation) {
+#define CASE(name, Name) \
+  case k##Name: _Pragma("unroll") for (float& value : run) value = Name::of(value).x; break;
+    CUDNN_OPS_ACTIVATIONS(CASE)
+#undef CASE
+  }
+}
+
 // `pieces` threads share a channel's row, each has a run of its outputs: of one sample after
 // another. A row's first run begins where the unit of its first output does, which may be before
 // it.

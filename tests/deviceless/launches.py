@@ -226,7 +226,7 @@ def run_rows(recorder: Recorder, device: torch.device) -> None:
         (2, 3, 64, 100, 2048, 100_000), (1, 7, 1000, 1 << 20), (1, 300), (1, 4, 129), (1, 3)
     )
     for (channels, length, batch, taps, stride), dtype in itertools.product(shapes, DTYPES):
-        if channels * length * batch >= 1 << 40:
+        if channels * length >= 1 << 32:  # more than our kernels count
             continue
         weight = memory(device, dtype, channels, 1, taps)
         bias = memory(device, dtype, channels)
@@ -241,7 +241,7 @@ def run_rows(recorder: Recorder, device: torch.device) -> None:
             )
             with recorder.calling("conv1d", dtype, batch, channels, length, taps, stride, is_last):
                 _ops._conv.default(x, weight, bias, out, geometry, 2, True)
-                for mask in ((stride == 1, False, False, False), (False, True, False, False)):
+                for mask in ((True, False, False, False), (False, True, False, False)):
                     _ops._conv_backward.default(out, x, weight, None, geometry, 0, mask)
 
 

@@ -85,7 +85,7 @@ BARE = {
     "odd channels": ("conv2d", (8, 33, 9, 9), (65, 33, 3, 3), BF16, "silu", {}),
     "odd channels of relu": ("conv2d", (8, 33, 9, 9), (65, 33, 3, 3), BF16, "relu", {}),
     "three outputs of relu": ("conv2d", (8, 64, 9, 9), (3, 64, 3, 3), BF16, "relu", {}),
-    "one pixel of relu": ("conv2d", (8, 64, 7, 7), (128, 64, 7, 7), BF16, "relu", {}),
+    "one pixel of relu": ("conv2d", (8, 64, 7, 7), (128, 64, 7, 7), torch.float32, "relu", {}),
     "twelve of relu": ("conv2d", (8, 96, 9, 9), (192, 12, 3, 3), BF16, "relu", {"groups": 8}),
     "odd groups of relu": ("conv2d", (8, 66, 9, 9), (66, 33, 3, 3), BF16, "relu", {"groups": 2}),
 }
@@ -108,7 +108,7 @@ FUSED = {
     ),
     "many channels a group": ("conv2d", (8, 64, 9, 9), (64, 32, 3, 3), BF16, "silu", {"groups": 2}),
     "sixteen of relu": ("conv2d", (8, 96, 9, 9), (192, 16, 3, 3), BF16, "relu", {"groups": 6}),
-    "one pixel": ("conv2d", (8, 64, 7, 7), (128, 64, 7, 7), BF16, "silu", {}),
+    "one pixel": ("conv2d", (8, 64, 7, 7), (128, 64, 7, 7), torch.float32, "silu", {}),
     "three channels": ("conv2d", (8, 3, 9, 9), (32, 3, 3, 3), BF16, "silu", {}),
 }
 
@@ -174,6 +174,38 @@ def test_a_kernel_of_ours_runs_for_depthwise_rows_alone():
         ("conv2d", (8, 64, 30, 30), (64, 1, 4, 4), 64),
     ):
         assert len(plan_requests(op, (x, BF16), (weight, BF16), groups=groups)) == 3
+
+
+#: Whether a product of matrices runs: dtype, input, kernel, options; of the forward, then of the
+#: gradients of the input and of the weight.
+BY_PRODUCT: dict[str, tuple[torch.dtype, tuple[int, ...], tuple[int, ...], dict[str, Any], str]] = {
+    "a whole image": (BF16, (8, 64, 7, 7), (7, 7), {}, "111"),
+    "a whole row, strided": (torch.half, (9, 64, 30), (30,), {"stride": 2}, "111"),
+    "a whole volume": (BF16, (8, 16, 3, 4, 5), (3, 4, 5), {}, "111"),
+    "a column": (BF16, (8, 64, 7, 1), (7, 1), {"dilation": (1, 3)}, "111"),
+    "few samples": (BF16, (7, 64, 7, 7), (7, 7), {}, "110"),
+    "single precision": (torch.float32, (8, 64, 7, 7), (7, 7), {}, "000"),
+    "one pixel": (BF16, (8, 64, 1, 1), (1, 1), {}, "000"),
+    "padded": (BF16, (8, 64, 7, 7), (7, 7), {"padding": 1}, "000"),
+    "less than all": (BF16, (8, 64, 7, 8), (7, 7), {}, "000"),
+    "grouped": (BF16, (8, 64, 7, 7), (7, 7), {"groups": 2}, "000"),
+}
+
+
+@pytest.mark.parametrize("name", BY_PRODUCT)
+def test_where_a_product_of_matrices_runs(name):
+    dtype, x, kernel, options, by_product = BY_PRODUCT[name]
+    op = f"conv{len(kernel)}d"
+    shapes = (x, dtype), ((32, x[1] // options.get("groups", 1), *kernel), dtype)
+    epilogue = {"bias": True, "activation": "silu"}
+    forward = explain(op, *shapes, **options, **epilogue, device="h200")
+    backward = explain(f"{op}_backward", *shapes, **options, device="h200")
+    engines = forward.engine, *backward.engine.split(", ")
+    assert [engine == "torch" for engine in engines] == [digit == "1" for digit in by_product]
+    for answer in (forward, backward):
+        assert answer.supported
+        says_why = "a matrix product of torch runs: the kernel is as large" in answer.reason
+        assert says_why == ("torch" in answer.engine.split(", "))
 
 
 def test_a_convolution_without_an_epilogue_is_not_explained():

@@ -88,7 +88,7 @@ bool is_for_depthwise_kernel(const Conv& args) {
   const int64_t taps = args.weight.size(2), channels = args.input.size(1);
   const int64_t reach = args.input.size(2) + geometry.before(0) + geometry.after(0) +
                         (taps + 1) * geometry.dilation(0);
-  return taps <= kMost / channels && reach <= std::min(kMost, 2 * kMost / channels) &&
+  return taps <= kMost / channels && reach <= std::min(kMost, 4 * kMost / channels) &&
          geometry.stride(0) <= kMostStep && geometry.dilation(0) <= kMostStep;
 }
 
