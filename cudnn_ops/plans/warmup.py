@@ -14,8 +14,9 @@ import torch
 
 from cudnn_ops import _C, support
 from cudnn_ops.plans.policy import plan_policy
-from cudnn_ops.support.device import sm_major
-from cudnn_ops.support.operators import Kind, find_operator
+from cudnn_ops.support.attempts import Kind
+from cudnn_ops.support.device import sm_version
+from cudnn_ops.support.operators import find_operator
 
 Made = TypeVar("Made")
 
@@ -112,13 +113,13 @@ def plan_requests(
     steps = [operator]
     if training and not operator.is_backward:
         steps.append(find_operator(f"{op}_backward"))
-    if device is None:
-        major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 9
+    if device is not None:
+        sm = sm_version(support.prepare(device))
     else:
-        major = sm_major(support.prepare(device))
+        sm = sm_version("current") if torch.cuda.is_available() else 90
     requests = []
     for polymorphic in wanted:
-        kind = Kind(training=training, polymorphic=polymorphic, sm_major=major)
+        kind = Kind(training=training, polymorphic=polymorphic, sm=sm)
         for step in steps:
             for part in step.parts(kind, operands, options):
                 attempt = next(part)
