@@ -70,7 +70,8 @@ def test_large_products(linear_table):
         linear_table(engine)
         for rows in (1, 63, 1000, 4097):
             case = MlpCase((rows,), 1024, 4096, 1024, "gelu_tanh")
-            linear.check(case, torch.bfloat16, "cuda", seed=rows)
+            with using_plan_policy("exact"):
+                linear.check(case, torch.bfloat16, "cuda", seed=rows)
 
 
 @pytest.mark.gpu

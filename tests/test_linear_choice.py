@@ -238,6 +238,26 @@ def test_a_graph_captured_before_there_is_a_plan(linear_table):
 
 
 @pytest.mark.gpu
+def test_autotune_times_plans_and_the_rest(linear_table):
+    """Whatever wins is right, at the first call, which times, and at the next."""
+    linear_table(None)
+    cudnn_ops.cache_clear()
+    case = MlpCase((320,), 136, 272, 128, "gelu")
+    cudnn_ops.set_autotune(True)
+    try:
+        with using_plan_policy("exact"):
+            for seed in range(2):
+                linear.check(case, BF16, "cuda", seed)
+    finally:
+        cudnn_ops.set_autotune(False)
+    info = cudnn_ops.cache_info()
+    # The first layer for inference or training, and the hidden layer's gradient.
+    assert info.builds + info.loads >= 2
+    measured = {cudnn_ops.PlanRequest(tuple(words)).op for words, _ in _C.take_measurements()}
+    assert measured >= {"linear", "hidden_gradient"}
+
+
+@pytest.mark.gpu
 def test_tuning_measures_the_graph():
     timings = cudnn_ops.tune_linear([(256, 512, 128)], rounds=3)
     steps = {(timing.step, timing.activation) for timing in timings}

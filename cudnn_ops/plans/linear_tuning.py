@@ -85,6 +85,8 @@ def tune_linear(
 ) -> list[LinearTiming]:
     """Measures linear layers with random values on this GPU.
 
+    Clears the plan cache first. Every engine that cuDNN has for a size is tried.
+
     Args:
         sizes: of the products: rows, columns and depth.
         rounds: how many samples a time is the median of.
@@ -97,6 +99,7 @@ def tune_linear(
     """
     if not torch.cuda.is_available():
         raise RuntimeError("tuning needs a GPU, and torch sees none")
+    _C.cache_clear()
     try:
         return [found for size in sizes for found in _measure_size(size, rounds)]
     finally:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import cudnn_ops
 from cudnn_ops import plan_requests, warmup
 from cudnn_ops.ops.activation import needs_before
 from cudnn_ops.support import explain
@@ -87,16 +88,19 @@ def test_warmed_up_for_a_table_that_names_the_graph(linear_table):
     assert warmup(requests, device="h200", progress=False).ready == 3
 
 
-def test_the_table_s_engine_is_built(linear_table):
-    def engine() -> str:
-        return explain("linear", *LAYER, activation="gelu", device="h200").engine
+def test_a_plan_gets_the_engine_of_the_nearest_product(linear_table):
+    def engine(op: str, *tensors: Any) -> str:
+        cudnn_ops.cache_clear()
+        return explain(op, *tensors, b1=True, device="h200").engine.split(", ")[0]
 
-    linear_table("graph")
-    by_heuristics = engine()
-    assert is_plan(by_heuristics)
-    others = [f"{by_heuristics.split('_')[0]}_k{knob}" for knob in (0,)]
-    linear_table("graph", plan_engine=others[0])
-    assert is_plan(engine())
+    other = "eng7_k24=41"
+    for op in ("mlp", "mlp_backward"):
+        linear_table("graph")
+        by_heuristics = engine(op, *MLP)
+        assert is_plan(by_heuristics)
+        assert by_heuristics != other
+        linear_table("graph", plan_engine=other)
+        assert engine(op, *MLP) == other
 
 
 def test_a_plan_that_cudnn_refuses_leaves_what_runs_without(linear_table):

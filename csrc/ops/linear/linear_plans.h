@@ -1,6 +1,6 @@
 // The steps of linear layers that cuDNN's graphs run on CUDA: where they were measured to be faster
-// than those in linear_steps.h, and for sizes that are called often, because a plan serves one
-// number of rows. Where they do not, those run.
+// than those in linear_steps.h, by the table or by autotune, and for sizes that are called often,
+// because a plan serves one number of rows. Where they do not, those run.
 #pragma once
 
 #include "ops/linear/linear_steps.h"
