@@ -169,6 +169,7 @@ def _conv(
     return Question(op, ((input, dtype), (weight, dtype)), options)
 
 
+_HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _ROWS, _INPUTS, _HIDDEN = 512, 256, 1024
 _MLP = ((_ROWS, _INPUTS), (_HIDDEN, _INPUTS), (_INPUTS, _HIDDEN))
 _LINEARS: dict[str, tuple[str, tuple[tuple[int, ...], ...], dict[str, Any]]] = {
@@ -192,7 +193,7 @@ TABLES = {
     "attention": Table(FEATURES, HEAD_SIZES, _attention),
     "norms": Table(_NORMS, _ROW_SIZES, _norm),
     "convolutions": Table(_CONVS, _DTYPES, _conv),
-    "linear": Table(_LINEARS, _DTYPES, _linear),
+    "linear": Table(_LINEARS, _HALVES, _linear),
 }
 
 
