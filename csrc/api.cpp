@@ -197,16 +197,21 @@ void set_norm_choices(int64_t sm_version, int64_t cudnn_version, const Rows& cho
                             std::move(table));
 }
 
-// The columns of a choice: the step (a LinearStep), the activation, rows, columns, depth, and the
-// fastest LinearEngine.
-void set_linear_choices(int64_t sm_version, const Rows& choices) {
+// The columns of a choice: the step (a LinearStep), the activation, rows, columns, depth, the
+// fastest LinearEngine, and whether cuDNN's graph is faster; and the fastest engine of that.
+void set_linear_choices(int64_t sm_version, int64_t cudnn_version, const Rows& choices,
+                        const Strings& plan_engines) {
   std::vector<LinearChoice> table;
-  for (const auto& choice : choices) {
+  for (size_t i = 0; i < choices.size(); ++i) {
+    const auto& choice = choices[i];
     table.push_back({{static_cast<LinearStep>(choice.at(0)), activation_at(choice.at(1)),
                       choice.at(2), choice.at(3), choice.at(4)},
-                     static_cast<LinearEngine>(choice.at(5))});
+                     static_cast<LinearEngine>(choice.at(5)),
+                     choice.at(6) != 0,
+                     plan_engines.at(i)});
   }
-  set_linear_table(static_cast<int>(sm_version), std::move(table));
+  set_linear_table(static_cast<int>(sm_version), static_cast<size_t>(cudnn_version),
+                   std::move(table));
 }
 
 void set_known_bad(const Strings& ids, const Strings& plans, const Rows& versions,
@@ -288,7 +293,10 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
         set_engine_table);
   m.def("_set_norm_table(int sm_version, int cudnn_version, int[][] choices, str[] engines) -> ()",
         set_norm_choices);
-  m.def("_set_linear_table(int sm_version, int[][] choices) -> ()", set_linear_choices);
+  m.def(
+      "_set_linear_table(int sm_version, int cudnn_version, int[][] choices, str[] plan_engines) "
+      "-> ()",
+      set_linear_choices);
   m.def(
       "_set_known_bad(str[] ids, str[] plans, int[][] versions, str[][] facts, "
       "str[][] comparisons, int[][] values, str[] reasons) -> ()",

@@ -69,6 +69,13 @@ def set_norm_table(
     _operator("set_norm_table")(sm_version, cudnn_version, numbers, names)
 
 
+def set_linear_table(
+    sm_version: int, cudnn_version: int, choices: Sequence[tuple[Sequence[int], str]]
+) -> None:
+    numbers, engines = [[*map(int, row)] for row, _ in choices], [name for _, name in choices]
+    _operator("set_linear_table")(sm_version, cudnn_version, numbers, engines)
+
+
 def set_known_bad(rules: Sequence[Mapping[str, Any]]) -> None:
     _operator("set_known_bad")(
         [rule["id"] for rule in rules],

@@ -214,7 +214,8 @@ def _parser() -> argparse.ArgumentParser:
         help="measure cuDNN's engines for a call",
         description="Times every engine that cuDNN offers for a call, forward and backward, on the "
         "live GPU, and stores the fastest plans. Of norms: for rows of all sizes, and our kernels "
-        "too. Of linear layers: cuBLASLt's epilogues and our kernels, for products of all sizes.",
+        "too. Of linear layers: cuDNN's graphs, cuBLASLt's epilogues and our kernels, for products "
+        "of all sizes.",
     )
     tune.add_argument("op", choices=["sdpa", "norms", "linear"])
     command_line.add_shapes(tune, _SDPA)

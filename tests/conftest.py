@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 # Before the import: no test reads or writes the user's own store.
@@ -21,6 +22,8 @@ import pytest
 import torch
 
 import cudnn_ops
+from cudnn_ops.ops.activation import ACTIVATIONS
+from cudnn_ops.plans.tables import LINEAR_STEPS, LinearTiming
 
 atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
@@ -73,6 +76,31 @@ def engine_table(fresh_cache):
     yield set_table
     for sm in (80, 90):
         cudnn_ops._C.set_engine_table(sm, 0, [])
+    cudnn_ops.plans.tables.load_tables()
+
+
+@pytest.fixture
+def linear_table():
+    """Names the engine of all steps of linear layers; the package's tables are put back afterwards.
+
+    None: nothing was measured. Where there is no GPU it is for one of compute capability 9.0.
+    """
+    sm = 90
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        sm = 10 * major + minor
+
+    def set_table(engine: str | None, plan_engine: str = "") -> None:
+        rows = []
+        for step, activation in product(LINEAR_STEPS, ACTIVATIONS):
+            # Beside a graph, a kernel of ours runs what has no plan.
+            timing = LinearTiming(step, activation, 1, 1, 1, {"ours": 0.0}, plan_engine)
+            rows.append(timing.as_choice(engine))
+        version = cudnn_ops._C.cudnn_version()
+        cudnn_ops._C.set_linear_table(sm, version, rows if engine else [])
+
+    yield set_table
+    cudnn_ops._C.set_linear_table(sm, 0, [])
     cudnn_ops.plans.tables.load_tables()
 
 

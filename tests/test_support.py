@@ -102,7 +102,7 @@ def test_every_operator_can_be_asked_about():
     assert {op for op in cudnn_ops.__all__ if "norm" in op or op.startswith("conv")} - named == {
         "tune_norms"
     }
-    assert {"sdpa", "varlen_attention", "paged_attention"} <= named
+    assert {"sdpa", "varlen_attention", "paged_attention", "linear", "mlp"} <= named
 
 
 @pytest.mark.parametrize(("device", "is_packed"), [("h200", True), ("b300", True), ("l4", False)])

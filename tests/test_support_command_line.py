@@ -17,13 +17,15 @@ OPTIONS = {
     "conv1d": "--input 4,64,100 --weight 32,64,3 --padding 1",
     "conv2d": "--input 4,64,9,9 --weight 32,16,3,3 --groups 4 --stride 2 1 --activation relu",
     "conv3d": "--input 2,16,5,9,9 --weight 32,16,3,3,3 --residual",
+    "linear": "--input 64,128 --weight 256,128 --bias --activation gelu --residual",
+    "mlp": "--input 64,128 --w1 256,128 --w2 64,256 --bias --activation silu",
 }
 
 
 @pytest.mark.parametrize("op", OPERATORS)
 def test_explain(op, capsys):
     options = OPTIONS[op.removeprefix("add_").removesuffix("_backward")]
-    if op in ("sdpa", "varlen_attention", "layer_norm", "conv2d"):
+    if op in ("sdpa", "varlen_attention", "layer_norm", "conv2d", "linear"):
         options += " --training"
     assert main(["explain", op, "--device", "H200", *options.split()]) == 0
     assert capsys.readouterr().out.startswith(f"{op} on NVIDIA H200, cuDNN 9.")

@@ -21,17 +21,23 @@ constexpr int kCallsPerSample = 5;
 
 double median_ms(const Plan& plan, c10::ArrayRef<void*> pointers) {
   const auto workspace = c10::cuda::CUDACachingAllocator::get()->allocate(plan.workspace_bytes());
-  const auto run = [&](int calls) {
-    for (int i = 0; i < calls; ++i) {
-      plan.execute(at::native::getCudnnHandle(), pointers, workspace.get(), /*capturing=*/false);
-    }
+  return time_calls([&] {
+    plan.execute(at::native::getCudnnHandle(), pointers, workspace.get(), /*capturing=*/false);
+  });
+}
+
+}  // namespace
+
+double time_calls(c10::function_ref<void()> run) {
+  const auto repeat = [&](int calls) {
+    for (int i = 0; i < calls; ++i) run();
   };
-  run(kWarmUpCalls);
+  repeat(kWarmUpCalls);
   std::array<float, kSamples> times{};
   for (float& time : times) {
     at::cuda::CUDAEvent begin(cudaEventDefault), end(cudaEventDefault);
     begin.record();
-    run(kCallsPerSample);
+    repeat(kCallsPerSample);
     end.record();
     end.synchronize();
     time = begin.elapsed_time(end);
@@ -39,8 +45,6 @@ double median_ms(const Plan& plan, c10::ArrayRef<void*> pointers) {
   std::nth_element(times.begin(), times.begin() + kSamples / 2, times.end());
   return times[kSamples / 2] / kCallsPerSample;
 }
-
-}  // namespace
 
 std::vector<double> time_plans(const Call& call, const std::vector<PlanPtr>& plans) {
   auto* allocator = c10::cuda::CUDACachingAllocator::get();

@@ -60,7 +60,7 @@ PlanPtr get_plan(const Call& call, const PlanKey& key);
 PlanPtr plan_or_null(const Call& call, const PlanKey& key);
 
 // For calls that another kernel can run as well: the exact plan of a shape that is called often,
-// found or made; null until then, under any policy but kAuto, and where cuDNN refuses.
+// under kExact of any, found or made; null until then, under kPolymorphic, and where cuDNN refuses.
 PlanPtr often_called_plan(const Call& call, const PlanKey& key);
 
 // Runs `plan` on the current device and stream.

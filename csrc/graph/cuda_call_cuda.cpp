@@ -140,7 +140,7 @@ PlanPtr plan_or_null(const Call& call, const PlanKey& key) {
 
 PlanPtr often_called_plan(const Call& call, const PlanKey& key) {
   auto& policy = PlanPolicy::global();
-  if (policy.policy() != Policy::kAuto) return nullptr;
+  if (policy.policy() == Policy::kPolymorphic) return nullptr;
   if (auto plan = PlanCache::global().find(key)) return plan;
   const auto is_at_hand = [&] { return any_stored() && is_stored(key, live_target().gpu()); };
   if (is_capturing() || !policy.is_due(key, is_at_hand)) return nullptr;

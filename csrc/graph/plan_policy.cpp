@@ -26,7 +26,7 @@ bool PlanPolicy::is_due(const PlanKey& exact, c10::function_ref<bool()> is_at_ha
   if (refused_.count(exact) != 0) return false;
   if (calls_.size() >= kMaxEntries) calls_.clear();
   const int64_t calls = ++calls_[exact];
-  return calls > promote_after() || (calls == 1 && is_at_hand());
+  return policy() == Policy::kExact || calls > promote_after() || (calls == 1 && is_at_hand());
 }
 
 void PlanPolicy::refuse(const PlanKey& family) {

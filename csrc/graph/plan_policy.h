@@ -64,8 +64,9 @@ class PlanPolicy {
   bool takes_polymorphic(const PlanKey& exact, const PlanKey& family,
                          c10::function_ref<bool()> is_served);
 
-  // Whether a call that another kernel can run as well is to have its exact plan made; counts the
-  // call. `is_at_hand` is asked at the first call: whether that needs no build.
+  // Whether a call that another kernel can run as well is to have its exact plan made; under kExact
+  // it always is. Counts the call. `is_at_hand` is asked at the first call: whether that needs no
+  // build.
   bool is_due(const PlanKey& exact, c10::function_ref<bool()> is_at_hand);
 
   // cuDNN has no polymorphic plan for this family: from now on its plans are exact. Or, where

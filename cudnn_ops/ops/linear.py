@@ -40,9 +40,9 @@ def linear(
         \mathrm{out} = \mathrm{act}(x W^\top + b) + r
 
     Replaces ``torch.nn.functional.linear`` by name. On a GPU all that follows the product is one
-    kernel over its result, or the epilogue of cuBLASLt's product where that has one and was
-    measured to be faster. The gradient through the activation and its sum for the bias are one
-    kernel. Differentiable once.
+    kernel over its result, the epilogue of cuBLASLt's product, or one graph of cuDNN with the
+    product, whichever was measured to be the fastest. The gradient through the activation and its
+    sum for the bias are one kernel. Differentiable once.
 
     Args:
         input: [..., K] with any leading dimensions and strides: float16, bfloat16, float32 (in

@@ -1,13 +1,14 @@
-"""Measuring linear layers, by cuBLASLt's epilogues and by our kernels: ``tune linear``.
+"""Measuring linear layers, by cuBLASLt's epilogues, our kernels and cuDNN: ``tune linear``.
 
-The package's table ``tuned/linear_sm<architecture>.json`` says for some products which of the two
-is faster. A call runs by what was the fastest for the nearest of these.
+The package's table ``tuned/linear_sm<architecture>.json`` says for some products which of these is
+the fastest, and with which of cuDNN's engines. A call runs by what was the fastest for the nearest
+product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor
 from cudnn_ops import _C
 from cudnn_ops.ops.activation import ACTIVATIONS, Activation
 from cudnn_ops.plans import timing
-from cudnn_ops.plans.tables import LINEAR_ENGINES, EngineTable, LinearTiming, load_tables
+from cudnn_ops.plans.policy import using_plan_policy
+from cudnn_ops.plans.tables import EngineTable, LinearTiming, load_tables
+from cudnn_ops.plans.warmup import record_shapes
 
 _ops = torch.ops.cudnn_ops
 
@@ -36,10 +39,17 @@ STANDARD_SIZES = (
 )
 #: What is measured: the step, its activation, and the engines that it can run by.
 _STEPS: tuple[tuple[str, Activation, tuple[str, ...]], ...] = (
-    ("inference", "relu", ("ours", "epilogue")),
-    ("inference", "gelu_tanh", ("ours", "epilogue")),
-    ("training", "gelu_tanh", ("ours", "epilogue")),
-    ("hidden_gradient", "gelu_tanh", LINEAR_ENGINES),
+    ("inference", "gelu", ("ours", "graph")),
+    ("inference", "silu", ("ours", "graph")),
+    ("inference", "relu", ("ours", "epilogue", "graph")),
+    ("inference", "gelu_tanh", ("ours", "epilogue", "graph")),
+    ("training", "gelu", ("ours", "graph")),
+    ("training", "silu", ("ours", "graph")),
+    ("training", "gelu_tanh", ("ours", "epilogue", "graph")),
+    ("hidden_gradient", "gelu", ("ours", "graph")),
+    ("hidden_gradient", "silu", ("ours", "graph")),
+    ("hidden_gradient", "relu", ("ours", "graph")),
+    ("hidden_gradient", "gelu_tanh", ("ours", "epilogue", "epilogue_sum", "graph")),
     ("weight_gradient", "none", ("ours", "epilogue_sum")),
 )
 
@@ -75,6 +85,8 @@ def tune_linear(
 ) -> list[LinearTiming]:
     """Measures linear layers with random values on this GPU.
 
+    Clears the plan cache first. Every engine that cuDNN has for a size is tried.
+
     Args:
         sizes: of the products: rows, columns and depth.
         rounds: how many samples a time is the median of.
@@ -87,38 +99,61 @@ def tune_linear(
     """
     if not torch.cuda.is_available():
         raise RuntimeError("tuning needs a GPU, and torch sees none")
+    _C.cache_clear()
     try:
-        return [
-            _measure(step, activation, engines, size, rounds)
-            for size in sizes
-            for step, activation, engines in _STEPS
-        ]
+        return [found for size in sizes for found in _measure_size(size, rounds)]
     finally:
-        _C.set_linear_table(_sm(), [])
+        _C.set_linear_table(_sm(), 0, [])
         load_tables()
 
 
-def _measure(
-    step: str,
-    activation: Activation,
-    engines: tuple[str, ...],
-    size: tuple[int, int, int],
-    rounds: int,
-) -> LinearTiming:
-    call = make_call(step, activation, *size)
-    found = LinearTiming(step, activation, *size, engine_ms=dict.fromkeys(engines, 0.0))
+def _measure_size(size: tuple[int, int, int], rounds: int) -> Iterator[LinearTiming]:
+    # What engine is the best depends on the size; a graph's first activation finds it for all.
+    best: dict[str, str] = {}
+    for step, activation, engines in _STEPS:
+        found = LinearTiming(step, activation, *size, engine_ms=dict.fromkeys(engines, 0.0))
+        call = make_call(step, activation, *size)
+        if "graph" in engines:
+            if step not in best:
+                best[step] = _fastest_plan_engine(_by(found, "graph", call))
+            found = replace(found, plan_engine=best[step])
+            if not _runs_by_plan(_by(found, "graph", call)):
+                del found.engine_ms["graph"]
+        calls = {engine: _by(found, engine, call) for engine in found.engine_ms}
+        with using_plan_policy("exact"):
+            found.engine_ms.update(timing.gpu_ms(calls, rounds=rounds))
+        yield found
 
-    def by(engine: str) -> Callable[[], object]:
-        only = found.as_choice(engine)
 
-        def run() -> object:
-            _C.set_linear_table(_sm(), [only])
-            return call()
+def _by(found: LinearTiming, engine: str, call: Callable[[], object]) -> Callable[[], object]:
+    """The call by one engine, for any product."""
+    table = [found.as_choice(engine)]
 
-        return run
+    def run() -> object:
+        _C.set_linear_table(_sm(), _C.cudnn_version(), table)
+        return call()
 
-    found.engine_ms.update(timing.gpu_ms({engine: by(engine) for engine in engines}, rounds=rounds))
-    return found
+    return run
+
+
+def _fastest_plan_engine(run: Callable[[], object]) -> str:
+    """Of those that cuDNN offers for the graph of a call; empty where it offers none."""
+    before = _C.autotune()
+    _C.take_measurements()
+    _C.set_autotune(2)
+    try:
+        with using_plan_policy("exact"):
+            run()
+    finally:
+        _C.set_autotune(before)
+    measured = [times for _, times in _C.take_measurements()]
+    return min(measured[0], key=lambda item: item[1])[0] if measured else ""
+
+
+def _runs_by_plan(run: Callable[[], object]) -> bool:
+    with using_plan_policy("exact"), record_shapes() as requests:
+        run()
+    return bool(requests)
 
 
 def _sm() -> int:

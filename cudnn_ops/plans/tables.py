@@ -3,13 +3,15 @@
 ``tuned/sm<architecture>.json`` names, for some plans, an engine that is faster than the first
 choice of cuDNN's heuristics; ``tuned/norms_sm<architecture>.json`` says which norms run faster on
 our kernels than on cuDNN, ``tuned/linear_sm<architecture>.json`` which linear layers run faster by
-cuBLASLt's epilogues. Each table notes the GPU and the versions that it was measured with; those of
-cuDNN's engines are used with that version of cuDNN only. ``python -m cudnn_ops tune`` writes them.
+cuBLASLt's epilogues, and which by cuDNN. Each table notes the GPU and the versions that it was
+measured with; what is about cuDNN's engines is used with that version of cuDNN only. ``python -m
+cudnn_ops tune`` writes them.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
@@ -31,7 +33,7 @@ WORTHWHILE = 0.02
 NORM_PLANS = ("inference", "training", "backward")
 #: What a linear layer is made of, and by what: csrc/ops/linear/linear_choice.h says more.
 LINEAR_STEPS = ("inference", "training", "hidden_gradient", "weight_gradient")
-LINEAR_ENGINES = ("ours", "epilogue", "epilogue_sum")
+LINEAR_ENGINES = ("ours", "epilogue", "epilogue_sum", "graph")
 
 
 @dataclass
@@ -131,25 +133,41 @@ class LinearTiming:
     """Of the product, of [rows, depth] and [depth, columns]."""
     engine_ms: dict[str, float]
     """By the names in :data:`LINEAR_ENGINES`: a kernel of ours behind the product, cuBLASLt's
-    epilogue, and one that sums for the bias too."""
+    epilogue, one that sums for the bias too, and cuDNN's graph."""
+    plan_engine: str = ""
+    """The fastest of cuDNN's engines for the graph, where that was measured."""
 
     @property
     def fastest(self) -> str:
-        return min(self.engine_ms, key=self.engine_ms.__getitem__)
+        """A graph, which serves one number of rows, only where it is worthwhile."""
+        without_plan = self._fastest_without_plan
+        graph_ms = self.engine_ms.get("graph", math.inf)
+        is_worthwhile = graph_ms < self.engine_ms[without_plan] * (1 - WORTHWHILE)
+        return "graph" if is_worthwhile else without_plan
 
-    def as_choice(self, engine: str | None = None) -> list[int]:
-        """The columns of C++, with the fastest engine or another."""
-        return [
+    @property
+    def _fastest_without_plan(self) -> str:
+        without_plan = [engine for engine in self.engine_ms if engine != "graph"]
+        return min(without_plan, key=self.engine_ms.__getitem__)
+
+    def as_choice(self, engine: str | None = None) -> tuple[list[int], str]:
+        """The columns of C++, with the fastest engine or another, and the graph's engine."""
+        chosen = engine or self.fastest
+        without_plan = self._fastest_without_plan if chosen == "graph" else chosen
+        numbers = [
             LINEAR_STEPS.index(self.step),
             ACTIVATIONS.index(self.activation),
             *(self.rows, self.columns, self.depth),
-            LINEAR_ENGINES.index(engine or self.fastest),
+            LINEAR_ENGINES.index(without_plan),
+            chosen == "graph",
         ]
+        return numbers, self.plan_engine
 
     def __str__(self) -> str:
         size = f"{self.rows} x {self.columns} x {self.depth}"
         times = ", ".join(f"{engine} {ms:.4f} ms" for engine, ms in self.engine_ms.items())
-        return f"{self.step:<15} {self.activation:<9} {size:>22}  {times}"
+        line = f"{self.step:<15} {self.activation:<9} {size:>22}  {times}  {self.plan_engine}"
+        return line.rstrip()
 
 
 def load_tables() -> None:
@@ -164,9 +182,8 @@ def load_tables() -> None:
         _C.set_norm_table(table.sm, table.cudnn, choices)
     for path in sorted(TABLES.glob("linear_sm*.json")):
         table = EngineTable.read(path)
-        _C.set_linear_table(
-            table.sm, [LinearTiming(**entry).as_choice() for entry in table.entries]
-        )
+        timings = [LinearTiming(**entry).as_choice() for entry in table.entries]
+        _C.set_linear_table(table.sm, table.cudnn, timings)
 
 
 load_tables()

@@ -14,8 +14,9 @@ import torch
 
 from cudnn_ops import _C, support
 from cudnn_ops.plans.policy import plan_policy
-from cudnn_ops.support.device import sm_major
-from cudnn_ops.support.operators import Kind, find_operator
+from cudnn_ops.support.attempts import Kind
+from cudnn_ops.support.device import sm_version
+from cudnn_ops.support.operators import find_operator
 
 Made = TypeVar("Made")
 
@@ -68,13 +69,13 @@ def plan_requests(
 
     Args:
         op: an operator, one of :data:`cudnn_ops.support.OPERATORS`; its backward comes with it. The
-            plans of norms and convolutions are all exact, those of packed and paged attention all
-            polymorphic.
-        q: the query, or the input of a norm or a convolution, as
-            :func:`cudnn_ops.support.explain` accepts it: a tensor, ``(shape, dtype)`` or
-            ``(shape, dtype, strides)``.
-        k: the key, or the weight of a convolution; None stands for a key like the query.
-        v: the value; None stands for one like the key.
+            plans of norms, convolutions and linear layers are all exact, those of packed and paged
+            attention all polymorphic. Linear layers have plans where the table of this package says
+            that they are faster; ``graph=True`` asks for them wherever there are any.
+        q: the query, or the input of another operator, as :func:`cudnn_ops.support.explain` accepts
+            it: a tensor, ``(shape, dtype)`` or ``(shape, dtype, strides)``.
+        k: the key, or a weight; None stands for a key like the query.
+        v: the value, or the second weight of ``mlp``; None stands for a value like the key.
         training: the forward that a gradient follows, and the backward; else the forward alone.
         plans: those of exactly these shapes, the polymorphic ones that serve them and others, or
             both. None stands for what the policy in force may need: both under ``"auto"``.
@@ -112,13 +113,13 @@ def plan_requests(
     steps = [operator]
     if training and not operator.is_backward:
         steps.append(find_operator(f"{op}_backward"))
-    if device is None:
-        major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 9
+    if device is not None:
+        sm = sm_version(support.prepare(device))
     else:
-        major = sm_major(support.prepare(device))
+        sm = sm_version("current") if torch.cuda.is_available() else 90
     requests = []
     for polymorphic in wanted:
-        kind = Kind(training=training, polymorphic=polymorphic, sm_major=major)
+        kind = Kind(training=training, polymorphic=polymorphic, sm=sm)
         for step in steps:
             for part in step.parts(kind, operands, options):
                 attempt = next(part)

@@ -203,13 +203,38 @@ def _conv_arguments(dims: int) -> Arguments:
             Option(("--padding",), "padding", per_dimension),
             Option(("--dilation",), "dilation", per_dimension),
             _value("groups", "groups", int, "N"),
-            Option(("--activation",), "activation", {"choices": ACTIVATIONS}),
+            _ACTIVATION,
             _flag("bias", "bias"),
             _flag("residual", "residual"),
         ),
         dtypes=("fp16", "bf16", "fp32"),
     )
 
+
+_ACTIVATION = Option(("--activation",), "activation", {"choices": ACTIVATIONS})
+_GRAPH = _flag("graph", "graph", "cuDNN's graph, whatever else may be faster")
+_LINEAR = Arguments(
+    shapes=(
+        Shape(("-q", "--input"), "rows,inputs", (8192, 4096)),
+        Shape(("-k", "--weight"), "outputs,inputs", (16384, 4096)),
+    ),
+    options=(_ACTIVATION, _flag("bias", "bias"), _flag("residual", "residual"), _GRAPH),
+    dtypes=("fp16", "bf16", "fp32"),
+)
+_MLP = Arguments(
+    shapes=(
+        Shape(("-q", "--input"), "rows,inputs", (8192, 4096)),
+        Shape(("-k", "--w1"), "hidden,inputs", (16384, 4096)),
+        Shape(("-v", "--w2"), "outputs,hidden", (4096, 16384)),
+    ),
+    options=(
+        _ACTIVATION,
+        _flag("bias", "b1 b2"),
+        _flag("gated", "gated", "w1 has the rows of a gate, then those of what it multiplies"),
+        _GRAPH,
+    ),
+    dtypes=("fp16", "bf16", "fp32"),
+)
 
 _ARGUMENTS = {
     "sdpa": _SDPA,
@@ -220,6 +245,8 @@ _ARGUMENTS = {
     "conv1d": _conv_arguments(1),
     "conv2d": _conv_arguments(2),
     "conv3d": _conv_arguments(3),
+    "linear": _LINEAR,
+    "mlp": _MLP,
 }
 
 

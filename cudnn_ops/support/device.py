@@ -100,9 +100,10 @@ def offer_wheels() -> None:
             _C.set_cudnn_fallback_path(str(cudnn))
 
 
-def sm_major(description: str) -> int:
-    """The major compute capability of a device as :func:`prepare` calls it."""
+def sm_version(description: str) -> int:
+    """The compute capability of a device as :func:`prepare` calls it: 90 for 9.0."""
     if description == "current":
-        return torch.cuda.get_device_capability()[0]
+        major, minor = torch.cuda.get_device_capability()
+        return 10 * major + minor
     found = re.search(r'"deviceVer"\s*:\s*(\d+)', description)
-    return int(found[1]) // 100 if found else 0  # what is no description, C++ refuses
+    return int(found[1]) // 10 if found else 0  # what is no description, C++ refuses

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from cudnn_ops import _C
-from cudnn_ops.support.device import format_cudnn_version, prepare, sm_major
-from cudnn_ops.support.operators import Attempt, Kind, find_operator
+from cudnn_ops.support.attempts import Attempt, Kind
+from cudnn_ops.support.device import format_cudnn_version, prepare, sm_version
+from cudnn_ops.support.operators import find_operator
 from cudnn_ops.support.specs import TensorSpec
 
 
@@ -31,7 +32,7 @@ class Explanation:
     cuDNN's graph and why."""
     engine: str
     """cuDNN's name of the engine that it chose and of its knobs; ``"cudnn_ops"`` for a kernel of
-    ours, ``"torch"`` for one of torch's."""
+    ours, ``"cublasLt"`` for an epilogue of cuBLASLt's, ``"torch"`` for torch's own kernels."""
     workspace_bytes: int
     """Scratch memory of a call, in bytes."""
     device: str
@@ -63,17 +64,17 @@ def explain(
 
     Args:
         op: the operator, one of :data:`cudnn_ops.support.OPERATORS`: ``"sdpa"``,
-            ``"varlen_attention"``, ``"paged_attention"``, the norms and the convolutions by the
-            names of their functions, and ``"sdpa_backward"`` and so on for their derivatives (the
-            deterministic one under ``torch.use_deterministic_algorithms(True)``). The backward of a
-            convolution is supported if both gradients are.
-        q: the first tensor of a call: the query, or the input of a norm or a convolution. A tensor
-            (its data are not read), ``(shape, dtype)``, or ``(shape, dtype, strides)`` with strides
-            in elements. Also accepted under the operator's own name for it (``query``, ``input``),
-            and so are k and v.
-        k: the key, a page cache of keys, or the weight of a convolution; None stands for a key like
-            the query.
-        v: the value; None stands for one like the key.
+            ``"varlen_attention"``, ``"paged_attention"``, the norms, convolutions and linear layers
+            by the names of their functions, and ``"sdpa_backward"`` and so on for their derivatives
+            (the deterministic one under ``torch.use_deterministic_algorithms(True)``). The backward
+            of a convolution is supported if both gradients are.
+        q: the first tensor of a call: the query, or the input of any other operator. A tensor (its
+            data are not read), ``(shape, dtype)``, or ``(shape, dtype, strides)`` with strides in
+            elements. Also accepted under the operator's own name for it (``query``, ``input``), and
+            so are k and v.
+        k: the key, a page cache of keys, the weight of a convolution or a linear layer, or ``w1``;
+            None stands for a key like the query.
+        v: the value, or ``w2``; None stands for a value like the key.
         with_lse: whether the forward also stores the log-sum-exp, as it does in training.
         polymorphic: asks about the plan that serves other batch sizes and lengths too
             (:func:`cudnn_ops.set_plan_policy`), not about the one for these sizes alone. Packed and
@@ -84,19 +85,22 @@ def explain(
             depends on (``scale``, ``enable_gqa``, ``rng_state``, ``eps``, ``out``). What a tensor
             holds does not matter: it may be ``(shape, dtype)``, and True where there is but one
             shape (``alibi_slopes``, ``sinks``, ``seq_lens_q``, ``seq_lens_kv``, ``seqused_q``,
-            ``seqused_k``, a norm's ``weight`` and ``bias``, a convolution's ``bias`` and
-            ``residual``). A norm's ``weight`` and ``bias`` may be a dtype, ``page_table`` a shape,
-            ``cu_seqlens_q`` of packed attention the number of sequences. Attention also accepts
-            ``grad_mask=True``, for the gradient of the mask too; a norm ``with_stats=True`` and a
-            convolution ``with_before=True``, for the forward that a backward follows.
+            ``seqused_k``, a norm's ``weight`` and ``bias``, other biases and ``residual``). A
+            norm's ``weight`` and ``bias`` may be a dtype, ``page_table`` a shape, ``cu_seqlens_q``
+            of packed attention the number of sequences. Attention also accepts ``grad_mask=True``,
+            for the gradient of the mask too. For the forward that a backward follows, a norm
+            accepts ``with_stats=True``, a convolution and ``linear`` ``with_before=True``, ``mlp``
+            ``with_saved=True``. Linear layers accept ``graph=True``, for cuDNN's graph where there
+            is one, whether or not something else is faster.
             ``normalized_shape`` is the last dimension by default.
 
     Returns:
         The answer. Of a convolution ``reason`` says where the whole epilogue is not in cuDNN's
         graph, and why: cuDNN does not support it, or is faster without. ``engine`` is
-        ``"cudnn_ops"`` where a kernel of this package runs, ``"torch"`` where one of torch's does,
-        and ``reason`` says why. A refusal's reason is one sentence; with ``CUDNN_OPS_FULL_REASONS``
-        in the environment it is all that cuDNN says, engine by engine.
+        ``"cudnn_ops"`` where a kernel of this package runs, ``"torch"`` where one of torch's does
+        (of linear layers also ``"cublasLt"``), and ``reason`` says why; linear layers have one for
+        each of their parts. A refusal's reason is one sentence; with ``CUDNN_OPS_FULL_REASONS`` in
+        the environment it is all that cuDNN says, engine by engine.
 
     Raises:
         ValueError: an unknown op or device; shapes that do not fit each other.
@@ -114,7 +118,7 @@ def explain(
     operator = find_operator(op)
     operands = operator.take_operands((q, k, v), options)
     description = prepare(device)
-    kind = Kind(training=with_lse, polymorphic=polymorphic, sm_major=sm_major(description))
+    kind = Kind(training=with_lse, polymorphic=polymorphic, sm=sm_version(description))
     answers = [
         first_supported(attempts, description)
         for attempts in operator.parts(kind, operands, options)
@@ -139,8 +143,9 @@ def first_supported(attempts: Iterable[Attempt], description: str) -> tuple[bool
     """Builds plans until one is supported: whether, why (not), the engine, workspace bytes."""
     refusal = reason = ""
     for attempt in attempts:
-        if attempt.engine:
-            return True, attempt.why_engine, attempt.engine, 0
+        if attempt.without_plan:
+            reasons = filter(None, (attempt.without_plan, refusal))
+            return True, "; ".join(reasons), attempt.engine, 0
         if attempt.refusal:
             return False, attempt.refusal, "", 0
         refusal = refusal or attempt.not_more
@@ -167,4 +172,4 @@ def plan_key(
     kind = Kind(training=with_lse, polymorphic=polymorphic)
     parts = find_operator(op).parts(kind, (q, k, v), options)
     attempt = next(parts[0])
-    return attempt.words, attempt.refusal or attempt.why_engine
+    return attempt.words, attempt.refusal or attempt.without_plan

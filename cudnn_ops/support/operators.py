@@ -13,17 +13,20 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cudnn_ops.ops.activation import ACTIVATIONS, needs_before
 from cudnn_ops.ops.conv import as_list, conv1d, conv2d, conv3d
+from cudnn_ops.ops.linear import linear, mlp
 from cudnn_ops.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from cudnn_ops.ops.paged import KVLayout, is_head_major, paged_attention
 from cudnn_ops.ops.sdpa import scaled_dot_product_attention
 from cudnn_ops.ops.varlen import varlen_attention
+from cudnn_ops.support.attempts import Attempt, Kind, Parts
+from cudnn_ops.support.linear import linear_parts, mlp_parts
 from cudnn_ops.support.specs import (
     TensorSpec,
     meta_tensor,
@@ -32,38 +35,6 @@ from cudnn_ops.support.specs import (
 )
 
 _ops = torch.ops.cudnn_ops
-
-
-class Kind(NamedTuple):
-    """Which of the plans of a call is meant."""
-
-    backward: bool = False
-    training: bool = False
-    """Of a forward: whether it stores what its backward needs."""
-    polymorphic: bool = False
-    sm_major: int = 9
-    """The GPU's compute capability, major; packed attention keeps its log-sum-exp by it."""
-
-
-class Attempt(NamedTuple):
-    """One way to run a part of a call: by a plan of cuDNN, by something else, or not at all."""
-
-    words: Sequence[int] = ()
-    """The plan's key."""
-    engine: str = ""
-    """What runs instead of a plan: ``"cudnn_ops"``, a kernel of ours, or ``"torch"``."""
-    why_engine: str = ""
-    refusal: str = ""
-    """Why there is no plan."""
-    fused: str = ""
-    """What the graph computes, where it may be less than the whole call."""
-    not_more: str = ""
-    """Why more is not tried."""
-
-
-#: For each part of a call (a convolution's backward has two) the attempts in order: the first that
-#: is supported runs.
-Parts = list[Iterator[Attempt]]
 
 
 @dataclass(frozen=True)
@@ -209,7 +180,7 @@ def _packed(
         **options,
         with_lse=kind.training,
         backward=kind.backward,
-        sm_major=kind.sm_major,
+        sm_major=kind.sm // 10,
     )
     return _one(words)
 
@@ -314,7 +285,7 @@ def _conv_gradient(
     # The step is csrc's ConvStep: 0 is the forward, 1 the input's gradient, 2 the weight's.
     engine, why = _ops._conv_other_engine(x, w, geometry, 1 + is_of_weight)
     if engine:
-        yield Attempt(engine=engine, why_engine=why)
+        yield Attempt(without_plan=why, engine=engine)
     else:
         yield Attempt(_ops._conv_backward_plan_key(x, w, geometry, is_of_weight))
 
@@ -324,7 +295,7 @@ def _conv_forward(call: tuple[Any, ...], with_before: bool) -> Iterator[Attempt]
     x, w, _, _, geometry, _ = call
     engine, why = _ops._conv_other_engine(x, w, geometry, 0)
     if engine:
-        yield Attempt(engine=engine, why_engine=why)
+        yield Attempt(without_plan=why, engine=engine)
         return
     bare = len(_FUSIONS) - 1
     for fusion in range(len(_FUSIONS)):
@@ -384,6 +355,24 @@ def _families() -> Iterator[Operator]:
             required=2,
             training="with_before",
         )
+    yield Operator(
+        "linear",
+        linear,
+        ("input", "weight"),
+        linear_parts,
+        required=2,
+        questions=("graph",),
+        training="with_before",
+    )
+    yield Operator(
+        "mlp",
+        mlp,
+        ("x", "w1", "w2"),
+        mlp_parts,
+        required=3,
+        questions=("graph",),
+        training="with_saved",
+    )
 
 
 def _table() -> Iterator[Operator]:

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cudnn_ops.support.device import prepare, sm_major
+from cudnn_ops.ops.activation import ACTIVATIONS
+from cudnn_ops.support.attempts import Kind
+from cudnn_ops.support.device import prepare, sm_version
 from cudnn_ops.support.explanation import first_supported
-from cudnn_ops.support.operators import Kind, find_operator
+from cudnn_ops.support.operators import find_operator
 from cudnn_ops.support.specs import TensorSpec
 
 DIRECTIONS = ("forward", "backward")
@@ -48,8 +50,8 @@ class Answer:
     """``"forward"`` or ``"backward"``."""
     supported: bool
     reason: str
-    """cuDNN's own where it is not supported, or the known-bad table's. Of a convolution that is
-    supported: what runs outside of cuDNN's graph, and why."""
+    """cuDNN's own where it is not supported, or the known-bad table's. Of a convolution or a linear
+    layer that is supported: what runs outside of cuDNN's graph, and why."""
 
 
 _LENGTH, _LENGTH_KV = 192, 320
@@ -157,7 +159,7 @@ _CONVS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], dict[str, Any]]] 
     "conv2d, 3 channels": ("conv2d", (8, 3, 28, 28), (64, 3, 7, 7), {"stride": 2}),
     "conv3d": ("conv3d", (2, 64, 8, 28, 28), (128, 64, 3, 3, 3), {"padding": 1}),
 }
-_CONV_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def _conv(
@@ -167,10 +169,31 @@ def _conv(
     return Question(op, ((input, dtype), (weight, dtype)), options)
 
 
+_HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+_ROWS, _INPUTS, _HIDDEN = 512, 256, 1024
+_MLP = ((_ROWS, _INPUTS), (_HIDDEN, _INPUTS), (_INPUTS, _HIDDEN))
+_LINEARS: dict[str, tuple[str, tuple[tuple[int, ...], ...], dict[str, Any]]] = {
+    "linear": ("linear", _MLP[:2], {}),
+    "linear, bias": ("linear", _MLP[:2], {"bias": True}),
+    "linear, bias, residual": ("linear", _MLP[:2], {"bias": True, "residual": True}),
+} | {
+    f"mlp, {activation}": ("mlp", _MLP, {"b1": True, "b2": True, "activation": activation})
+    for activation in ACTIVATIONS[1:]
+}
+
+
+def _linear(
+    row: tuple[str, tuple[tuple[int, ...], ...], dict[str, Any]], dtype: torch.dtype
+) -> Question:
+    op, shapes, options = row
+    return Question(op, tuple((shape, dtype) for shape in shapes), options | {"graph": True})
+
+
 TABLES = {
     "attention": Table(FEATURES, HEAD_SIZES, _attention),
     "norms": Table(_NORMS, _ROW_SIZES, _norm),
-    "convolutions": Table(_CONVS, _CONV_DTYPES, _conv),
+    "convolutions": Table(_CONVS, _DTYPES, _conv),
+    "linear": Table(_LINEARS, _HALVES, _linear),
 }
 
 
@@ -184,7 +207,7 @@ def _answer(table: Table, description: str, row: str, column: str, direction: st
         return Answer(row, column, direction, False, "it is for inference")
     else:
         operator = find_operator(f"{op}_backward")
-    kind = Kind(training=operator.has_backward, sm_major=sm_major(description))
+    kind = Kind(training=operator.has_backward, sm=sm_version(description))
     answers = [
         first_supported(attempts, description)
         for attempts in operator.parts(kind, operands, options)

@@ -69,6 +69,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         ("attention", ("full", "packed"), ("64", "512")),
         ("norms", ("layer_norm",), ("100",)),
         ("convolutions", ("conv2d", "conv2d, depthwise"), ("bfloat16",)),
+        ("linear", ("linear, bias", "mlp, silu", "mlp, relu6"), ("bfloat16",)),
     ):
         table = tables[name]
         part = support_table.Table(
@@ -99,6 +100,12 @@ def test_the_command_prints_it(capsys):
         "conv2d             yes",
         "conv2d, depthwise  yes",
     ]
+    assert main(["support", "linear", "--device", "h200"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "linear, bias  yes",
+        "mlp, silu     yes",
+        "mlp, relu6    no",
+    ]
     assert main(["support", "--device", "nothing"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -112,8 +119,8 @@ def test_every_cell_of_every_table_is_a_question():
                 op, operands, options = table.ask(row, column)
                 operator = support_table.find_operator(op)
                 options = {k: v for k, v in options.items() if k != "grad_mask"}
-                (attempts,) = operator.parts(support_table.Kind(), operands, dict(options))
-                assert next(attempts).words
+                for attempts in operator.parts(support_table.Kind(), operands, dict(options)):
+                    assert next(attempts).words
 
 
 @pytest.mark.usefixtures("small")

@@ -2,9 +2,9 @@
 
 #include "ops/conv/conv_params.h"
 
-#include "graph/error.h"
 #include "graph/frontend.h"
 #include "graph/plan_kind.h"
+#include "ops/activation_graph.h"
 
 #include <c10/util/accumulate.h>
 
@@ -16,25 +16,6 @@ using Tensor = std::shared_ptr<fe::graph::Tensor_attributes>;
 
 // A plan expects the addresses in ascending uid order: conv_cuda.cpp gives them in this order.
 enum Uid : int64_t { kInput = 1, kWeight, kBias, kResidual, kGrad, kBefore, kOut };
-
-fe::graph::Pointwise_attributes pointwise_of(Activation activation) {
-  const auto of_mode = [](fe::PointwiseMode_t mode) {
-    return fe::graph::Pointwise_attributes().set_name("activation").set_mode(mode);
-  };
-  switch (activation) {
-    case Activation::kNone: return of_mode(fe::PointwiseMode_t::IDENTITY);
-    case Activation::kRelu: return of_mode(fe::PointwiseMode_t::RELU_FWD);
-    case Activation::kSilu: return of_mode(fe::PointwiseMode_t::SWISH_FWD);
-    case Activation::kGelu: return of_mode(fe::PointwiseMode_t::GELU_FWD);
-    case Activation::kGeluTanh: return of_mode(fe::PointwiseMode_t::GELU_APPROX_TANH_FWD);
-    case Activation::kLeakyRelu:
-      return of_mode(fe::PointwiseMode_t::RELU_FWD).set_relu_lower_clip_slope(0.01f);
-    // With an upper clip cuDNN 9.19 builds plans that do not execute (measured on an H200).
-    case Activation::kRelu6:
-    case Activation::kHardSwish: break;
-  }
-  throw graph::NotSupported("cuDNN's graphs have no such activation");
-}
 
 template <class Attributes>
 Attributes attributes_of(const ConvSteps& steps, const char* name) {
@@ -85,7 +66,7 @@ std::shared_ptr<graph::FrontendGraph> make_ordered(const ConvParams& params,
   if (residual_first) add_bias();
   if (params.before.rank > 0) graph::output(out, kBefore, params.before);
   if (params.activation != Activation::kNone) {
-    out = graph->pointwise(out, pointwise_of(params.activation));
+    out = graph->pointwise(out, activation_node(params.activation));
   }
   graph::output(out, kOut, params.out);
   return graph;

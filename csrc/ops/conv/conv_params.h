@@ -1,8 +1,9 @@
 // What a plan of a convolution bakes in: its key.
 #pragma once
 
+#include "graph/fields.h"
 #include "graph/tensor_desc.h"
-#include "kernels/conv_epilogue.h"
+#include "kernels/activation.h"
 
 namespace cudnn_ops {
 

@@ -1,6 +1,6 @@
 // Linear layers with their epilogue on CUDA.
 
-#include "ops/linear/linear_steps.h"
+#include "ops/linear/linear_plans.h"
 #include "ops/only_kernels.h"
 #include "ops/or_none_cuda.h"
 
@@ -14,6 +14,10 @@
 
 namespace cudnn_ops {
 namespace {
+
+constexpr const char* kLinear = "cudnn_ops.linear";
+constexpr const char* kMlp = "cudnn_ops.mlp";
+constexpr const char* kMlpBackward = "cudnn_ops.mlp backward";
 
 at::Tensor empty(c10::IntArrayRef sizes, const at::Tensor& like) {
   return at::detail::empty_cuda(sizes, like.scalar_type(), like.device(), std::nullopt);
@@ -41,20 +45,32 @@ void fill_with_zeros(std::initializer_list<at::Tensor> tensors) {
   }
 }
 
+// By whatever was measured to be the fastest.
+void layer(const char* op, const LinearStepCall& call) {
+  if (!run_layer_by_plan(op, call)) run_layer(call);
+}
+at::Tensor hidden_gradient(const at::Tensor& grad_out, const at::Tensor& weight,
+                           const OptionalTensor& saved, Activation activation,
+                           const at::Tensor& grad_bias) {
+  const at::Tensor grad =
+      into_hidden_by_plan(kMlpBackward, grad_out, weight, saved, activation, grad_bias);
+  return grad.defined() ? grad : into_hidden(grad_out, weight, saved, activation, grad_bias);
+}
+
 LinearResults linear_cuda(const LinearForward& forward) {
   const auto& [args, with_before] = forward;
   const auto& [input, weight, bias, residual, activation] = args;
   check_linear(args);
   const c10::cuda::CUDAGuard device_guard(input.device());
-  graph::require_sm80("cudnn_ops.linear", input.get_device());
+  graph::require_sm80(kLinear, input.get_device());
   const OnlyKernels guard;
   const Activation kind = args.kind();
   const at::Tensor out = empty_rows(input, weight.size(0));
   at::Tensor before;
   if (with_before && needs_before(kind, residual.has_value())) before = empty(out.sizes(), input);
   if (out.numel() > 0) {
-    run_layer({as_matrix(input), weight, bias, as_matrix(residual), kind, as_matrix(out),
-               as_matrix(before)});
+    layer(kLinear, {as_matrix(input), weight, bias, as_matrix(residual), kind, as_matrix(out),
+                    as_matrix(before)});
   }
   return {out, or_none(before, input, input.scalar_type())};
 }
@@ -131,7 +147,7 @@ MlpResults mlp_cuda(const MlpForward& forward) {
   const auto& [input, weight1, bias1, weight2, bias2, activation, gated] = args;
   check_mlp(args);
   const c10::cuda::CUDAGuard device_guard(input.device());
-  graph::require_sm80("cudnn_ops.mlp", input.get_device());
+  graph::require_sm80(kMlp, input.get_device());
   const OnlyKernels guard;
   const Activation kind = args.kind();
   const at::Tensor out = empty_rows(input, weight2.size(0));
@@ -142,15 +158,15 @@ MlpResults mlp_cuda(const MlpForward& forward) {
     const at::Tensor x = as_matrix(input), first = as_matrix(before);
     const at::Tensor second = as_matrix(hidden);
     if (gated) {
-      run_layer({x, weight1, bias1, /*residual=*/{}, Activation::kNone, first, at::Tensor()});
+      layer(kMlp, {x, weight1, bias1, /*residual=*/{}, Activation::kNone, first, at::Tensor()});
       gate(first, kind, second);
     } else {
-      run_layer({x, weight1, bias1, /*residual=*/{}, kind, second, first});
+      layer(kMlp, {x, weight1, bias1, /*residual=*/{}, kind, second, first});
     }
   }
   if (out.numel() > 0) {
-    run_layer({as_matrix(hidden), weight2, bias2, /*residual=*/{}, Activation::kNone,
-               as_matrix(out), at::Tensor()});
+    layer(kMlp, {as_matrix(hidden), weight2, bias2, /*residual=*/{}, Activation::kNone,
+                 as_matrix(out), at::Tensor()});
   }
   const auto kept = [&](const at::Tensor& tensor) {
     return or_none(with_saved ? tensor : at::Tensor(), input, input.scalar_type());
@@ -163,7 +179,7 @@ MlpGradients mlp_backward_cuda(const MlpMaskedBackward& masked) {
   const auto& [input, weight1, weight2, hidden, before, activation, gated] = backward.forward;
   check_mlp_backward(backward);
   const c10::cuda::CUDAGuard device_guard(input.device());
-  graph::require_sm80("cudnn_ops.mlp backward", input.get_device());
+  graph::require_sm80(kMlpBackward, input.get_device());
   const OnlyKernels guard;
   const Activation kind = activation_at(activation);
   at::Tensor of_input, of_weight1, of_bias1, of_weight2, of_bias2;
@@ -186,7 +202,7 @@ MlpGradients mlp_backward_cuda(const MlpMaskedBackward& masked) {
         weight_gradient(grad, as_matrix(input), of_weight1, of_bias1);
       } else {
         const auto& saved = before ? *before : hidden;
-        grad = into_hidden(grad_out, weight2, as_matrix(saved), kind, of_bias1);
+        grad = hidden_gradient(grad_out, weight2, as_matrix(saved), kind, of_bias1);
         weight_gradient(grad, as_matrix(input), of_weight1, at::Tensor());
       }
       if (of_input.defined() && of_input.numel() > 0) {

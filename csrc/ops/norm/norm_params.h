@@ -1,6 +1,7 @@
 // What a plan of a norm bakes in.
 #pragma once
 
+#include "graph/fields.h"
 #include "graph/tensor_desc.h"
 
 namespace cudnn_ops {

@@ -1,0 +1,219 @@
+"""What runs linear layers: cuDNN's graph where it was measured to be faster, else what does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cudnn_ops.ops.activation import ACTIVATIONS, Activation, needs_before
+from cudnn_ops.support.attempts import Attempt, Kind, Parts
+from cudnn_ops.support.device import offer_wheels
+from cudnn_ops.support.specs import TensorSpec, optional_tensor
+
+_ops = torch.ops.cudnn_ops
+
+#: csrc's LinearStep.
+_INFERENCE, _TRAINING, _HIDDEN_GRADIENT, _WEIGHT_GRADIENT = range(4)
+#: Of its LinearEngine: a kernel of ours behind the product, and cuBLASLt with the sum for the bias.
+_OURS, _EPILOGUE_SUM = 0, 2
+_HALVES = (torch.float16, torch.bfloat16)
+#: What cuBLASLt requires the columns of an epilogue's matrix to be a multiple of.
+_MATRIX_COLUMNS = 8
+
+
+class _Layer(NamedTuple):
+    """One layer of a call; what is not there is None."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    activation: Activation
+    keeps_before: bool
+    """Whether what the activation is of is a result too."""
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.x.shape[:-1])
+
+    def words(self) -> tuple[list[int], str]:
+        """The key of its plan; or none, and why."""
+        number = ACTIVATIONS.index(self.activation)
+        arguments = self.x, self.weight, self.bias, self.residual, number, self.keeps_before
+        words, reason = _ops._linear_plan_key(*arguments)
+        return words, reason
+
+
+def _engine(
+    kind: Kind, step: int, activation: Activation, rows: int, columns: int, depth: int
+) -> tuple[int, bool]:
+    """What was the fastest without a plan (a LinearEngine), and whether cuDNN's graph is faster."""
+    offer_wheels()  # a table is of one version of cuDNN
+    number = ACTIVATIONS.index(activation)
+    engine, is_graph_faster = _ops._linear_engine(kind.sm, step, number, rows, columns, depth)
+    return engine, is_graph_faster
+
+
+def linear_parts(
+    kind: Kind,
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: TensorSpec | bool | None = None,
+    residual: TensorSpec | bool | None = None,
+    activation: Activation = "none",
+    graph: bool = False,
+) -> Parts:
+    """The attempts of a layer, or of its gradients."""
+    number = _number_of(activation)
+    _ops._linear_check(x, weight, None, None, number)
+    columns = weight.shape[0]
+    added = optional_tensor(bias, "bias", (columns,), x.dtype)
+    total = optional_tensor(residual, "residual", (*x.shape[:-1], columns), x.dtype)
+    _ops._linear_check(x, weight, added, total, number)
+    if kind.backward:
+        return _gradients(kind, x, weight, added is not None, activation)
+    by_before = needs_before(activation) or (activation == "relu" and total is not None)
+    layer = _Layer(x, weight, added, total, activation, kind.training and by_before)
+    return [_forward(kind, layer, graph)]
+
+
+def mlp_parts(
+    kind: Kind,
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    *,
+    b1: TensorSpec | bool | None = None,
+    b2: TensorSpec | bool | None = None,
+    activation: Activation = "gelu",
+    gated: bool = False,
+    graph: bool = False,
+) -> Parts:
+    """The attempts of both layers, or of their gradients."""
+    number = _number_of(activation)
+    _ops._mlp_check(x, w1, None, w2, None, number, gated)
+    first = optional_tensor(b1, "b1", w1.shape[:1], x.dtype)
+    second = optional_tensor(b2, "b2", w2.shape[:1], x.dtype)
+    _ops._mlp_check(x, w1, first, w2, second, number, gated)
+    hidden = x.new_empty((*x.shape[:-1], w2.shape[1]))
+    inner: Activation = "none" if gated else activation
+    if kind.backward:
+        grad = x.new_empty((*x.shape[:-1], w2.shape[0]))
+        through = _hidden_gradient(kind, grad, w2, first is not None, inner, graph)
+        products = _products(kind, x, w1, with_bias=gated and first is not None)
+        return [through] if graph else [through, products]
+    keeps = kind.training and needs_before(inner)
+    parts = [_forward(kind, _Layer(x, w1, first, None, inner, keeps), graph)]
+    if gated and not graph:
+        why = "a kernel of cudnn_ops multiplies the activated gate with the other half"
+        parts.append(iter([Attempt(without_plan=why)]))
+    return [*parts, _forward(kind, _Layer(hidden, w2, second, None, "none", False), graph)]
+
+
+def _number_of(activation: str) -> int:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    return ACTIVATIONS.index(activation)
+
+
+def _forward(kind: Kind, layer: _Layer, graph: bool) -> Iterator[Attempt]:
+    words, reason = layer.words()
+    if graph:
+        yield Attempt(words, refusal=reason)
+        return
+    step = _TRAINING if layer.keeps_before else _INFERENCE
+    columns, depth = layer.weight.shape
+    engine, is_graph_faster = _engine(kind, step, layer.activation, layer.rows, columns, depth)
+    if words and is_graph_faster:
+        yield Attempt(words)
+    yield _without_plan(layer, engine)
+
+
+def _without_plan(layer: _Layer, engine: int) -> Attempt:
+    """As csrc's run_layer decides."""
+    dtype, name = layer.x.dtype, layer.activation
+    if dtype == torch.float64:
+        return Attempt(without_plan="float64 runs by torch's operators", engine="torch")
+    is_bare = name == "none" and layer.residual is None
+    if is_bare and (layer.bias is None or engine == _OURS):
+        why = "torch's product, with the bias in it, is all that there is to compute"
+        return Attempt(without_plan=why, engine="torch")
+    has_epilogue = (
+        dtype in _HALVES
+        and name in ("none", "relu", "gelu_tanh")
+        and (name == "none" or layer.residual is None)
+        and (name == "gelu_tanh" or not layer.keeps_before)
+    )
+    has_matrix = layer.residual is not None or layer.keeps_before
+    if has_matrix and layer.weight.shape[0] % _MATRIX_COLUMNS:
+        has_epilogue = False
+    behind = "torch's product and a kernel of cudnn_ops behind it run"
+    if not has_epilogue:
+        return Attempt(without_plan=f"{behind}: cuBLASLt has no such epilogue")
+    if engine == _OURS:
+        return Attempt(without_plan=f"{behind}: none was measured to be faster for such a product")
+    return _by_cublaslt()
+
+
+def _by_cublaslt() -> Attempt:
+    why = "cuBLASLt's epilogue was measured to be the fastest for such a product"
+    return Attempt(without_plan=why, engine="cublasLt")
+
+
+def _hidden_gradient(
+    kind: Kind, grad: Tensor, w2: Tensor, with_sum: bool, activation: Activation, graph: bool
+) -> Iterator[Attempt]:
+    """Of an MLP's hidden layer, through the activation, with the sum for the bias."""
+    if activation == "none":
+        yield Attempt(without_plan="gradients are torch's products", engine="torch")
+        return
+    number = ACTIVATIONS.index(activation)
+    words, reason = _ops._hidden_gradient_plan_key(grad, w2, number, with_sum)
+    if graph:
+        yield Attempt(words, refusal=reason)
+        return
+    rows, depth = math.prod(grad.shape[:-1]), grad.shape[-1]
+    size = rows, w2.shape[1], depth
+    engine, is_graph_faster = _engine(kind, _HIDDEN_GRADIENT, activation, *size)
+    if words and is_graph_faster:
+        yield Attempt(words)
+    has_epilogue = (
+        grad.dtype in _HALVES
+        and activation == "gelu_tanh"
+        and engine != _OURS
+        and w2.shape[1] % _MATRIX_COLUMNS == 0
+    )
+    if has_epilogue:
+        yield _by_cublaslt()
+    elif grad.dtype == torch.float64:
+        yield Attempt(without_plan="float64 runs by torch's operators", engine="torch")
+    else:
+        yield Attempt(without_plan="a kernel of cudnn_ops runs behind torch's product")
+
+
+def _gradients(
+    kind: Kind, x: Tensor, weight: Tensor, with_bias: bool, activation: Activation
+) -> Parts:
+    """Of a layer's bias, input and weight: no graph is made of them."""
+    parts = []
+    if activation != "none":
+        why = "a kernel of cudnn_ops computes the gradient through the activation"
+        parts.append(iter([Attempt(without_plan=why)]))
+        with_bias = False
+    return [*parts, _products(kind, x, weight, with_bias)]
+
+
+def _products(kind: Kind, x: Tensor, weight: Tensor, with_bias: bool) -> Iterator[Attempt]:
+    """The gradients of inputs and weights."""
+    rows, columns, depth = *weight.shape, math.prod(x.shape[:-1])
+    attempt = Attempt(without_plan="gradients are torch's products", engine="torch")
+    if with_bias and x.dtype in _HALVES:
+        engine, _ = _engine(kind, _WEIGHT_GRADIENT, "none", rows, columns, depth)
+        if engine == _EPILOGUE_SUM:
+            attempt = _by_cublaslt()
+    yield attempt

@@ -1,0 +1,111 @@
+"""Real cuDNN plans of linear layers for GPUs that are not there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import cudnn_ops
+from cudnn_ops import plan_requests, warmup
+from cudnn_ops.ops.activation import needs_before
+from cudnn_ops.support import explain
+
+BF16, HALF = torch.bfloat16, torch.float16
+ROWS, INPUTS, HIDDEN = 256, 128, 264
+LAYER = (((ROWS, INPUTS), BF16), ((HIDDEN, INPUTS), BF16))
+MLP = (*LAYER, ((INPUTS, HIDDEN), BF16))
+ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
+
+pytestmark = pytest.mark.usefixtures("fresh_cache")
+
+
+def is_plan(engine: str) -> bool:
+    return engine.startswith("eng")
+
+
+@pytest.mark.parametrize("device", ["a100", "h200"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_layer_is_one_graph(activation, device):
+    """With all that may be beside the product, the activation's input as a result included."""
+    options: dict[str, Any] = {"bias": True, "activation": activation, "graph": True}
+    for more in (
+        {"with_before": needs_before(activation)},
+        {"residual": True, "with_before": activation == "relu"},
+    ):
+        answer = explain("linear", *LAYER, device=device, **options, **more)
+        assert answer.supported, answer.reason
+        assert is_plan(answer.engine)
+        assert not answer.reason
+
+
+@pytest.mark.parametrize("device", ["a100", "h200"])
+@pytest.mark.parametrize("activation", ACTIVATIONS[1:])
+def test_the_gradient_of_a_hidden_layer_is_one_graph(activation, device):
+    """With its sum for the bias, and without."""
+    for bias in (True, False):
+        answer = explain(
+            "mlp_backward", *MLP, b1=bias, activation=activation, graph=True, device=device
+        )
+        assert answer.supported, answer.reason
+        assert is_plan(answer.engine)
+
+
+def test_both_layers_of_an_mlp_are_graphs():
+    answer = explain("mlp", *MLP, b1=True, b2=True, graph=True, with_saved=True, device="h200")
+    assert answer.supported
+    assert all(is_plan(engine) for engine in answer.engine.split(", "))
+
+
+def test_layouts_and_sizes():
+    """Rows apart, one row, several leading dimensions, float16."""
+    weight = ((HIDDEN, INPUTS), HALF)
+    for x in (
+        ((ROWS, INPUTS), HALF, (3 * INPUTS, 1)),
+        ((1, INPUTS), HALF),
+        ((INPUTS,), HALF),
+        ((2, 3, 5, INPUTS), HALF),
+    ):
+        answer = explain("linear", x, weight, activation="gelu", graph=True, device="h200")
+        assert answer.supported, answer.reason
+
+
+@pytest.mark.parametrize("activation", ["relu6", "hardswish"])
+def test_what_has_no_graph_is_refused_in_words(activation):
+    answer = explain("linear", *LAYER, activation=activation, graph=True, device="h200")
+    assert not answer.supported
+    assert "graphs have no such activation" in answer.reason
+
+
+def test_warmed_up_for_a_table_that_names_the_graph(linear_table):
+    linear_table("graph")
+    requests = plan_requests("mlp", *MLP, b1=True, activation="gelu")
+    assert [request.op for request in requests] == ["linear", "linear", "hidden_gradient"]
+    report = warmup(requests, device="h200", progress=False)
+    assert (report.built, report.refused) == (3, {})
+    # The very plans that explain finds.
+    assert warmup(requests, device="h200", progress=False).ready == 3
+
+
+def test_a_plan_gets_the_engine_of_the_nearest_product(linear_table):
+    def engine(op: str, *tensors: Any) -> str:
+        cudnn_ops.cache_clear()
+        return explain(op, *tensors, b1=True, device="h200").engine.split(", ")[0]
+
+    other = "eng7_k24=41"
+    for op in ("mlp", "mlp_backward"):
+        linear_table("graph")
+        by_heuristics = engine(op, *MLP)
+        assert is_plan(by_heuristics)
+        assert by_heuristics != other
+        linear_table("graph", plan_engine=other)
+        assert engine(op, *MLP) == other
+
+
+def test_a_plan_that_cudnn_refuses_leaves_what_runs_without(linear_table):
+    linear_table("graph")
+    answer = explain("linear", *LAYER, bias=True, activation="hardswish", device="h200")
+    assert answer.supported
+    assert answer.engine == "cudnn_ops"
+    assert "graphs have no such activation" in answer.reason
