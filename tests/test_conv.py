@@ -80,7 +80,7 @@ def test_the_operators_are_the_functions(dims, device):
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize("batch", [1, 2, 9])
 def test_kernels_as_large_as_the_input(batch, dims, device, poisoned):
-    """They are products of matrices on a GPU, whatever the strides; of gradients, for some sizes."""
+    """They are products of matrices on a GPU, whatever the strides, and most gradients too."""
     size, ones = (7, 5, 3)[:dims], (1,) * dims
     strides, nothing = (3,) * dims, (0,) * dims
     whole = ConvCase(batch, 6, 10, size, size, strides, nothing, ones, 1, "silu", residual=True)
