@@ -15,6 +15,9 @@ from cudnn_ops.ops.arguments import refuse_wrong_types
 from cudnn_ops.ops.kernels import register
 
 _ops = torch.ops.cudnn_ops
+#: To look up an overload takes a tenth of a microsecond.
+_swiglu_op = _ops.swiglu.default
+_geglu_op = _ops.geglu.default
 
 #: In the order in which C++ counts them.
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
@@ -45,9 +48,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         torch.Size([4, 128])
     """
     try:
-        return _ops.swiglu.default(gate, up)
+        return _swiglu_op(gate, up)
     except RuntimeError:
-        refuse_wrong_types(_ops.swiglu.default, locals())
+        refuse_wrong_types(_swiglu_op, locals())
         raise
 
 
@@ -76,9 +79,9 @@ def geglu(gate: Tensor, up: Tensor, *, approximate: Literal["none", "tanh"] = "n
         True
     """
     try:
-        return _ops.geglu.default(gate, up, approximate=approximate)
+        return _geglu_op(gate, up, approximate=approximate)
     except RuntimeError:
-        refuse_wrong_types(_ops.geglu.default, locals())
+        refuse_wrong_types(_geglu_op, locals())
         raise
 
 

@@ -18,6 +18,10 @@ from cudnn_ops.ops.sdpa import lse_dtype
 from cudnn_ops.ops.varlen import places
 
 _ops = torch.ops.cudnn_ops
+#: To look up an overload takes a tenth of a microsecond.
+_paged_attention_op = _ops.paged_attention.default
+_paged_attention_with_lse_op = _ops.paged_attention_with_lse.default
+_paged_kv_append_op = _ops.paged_kv_append_.default
 
 #: The order of a page: tokens before heads, [pages, page_size, heads_kv, head size], or heads
 #: before tokens, [pages, heads_kv, page_size, head size].
@@ -126,7 +130,7 @@ def paged_attention(
     tensors = (query, key_cache, value_cache, page_table, seq_lens_kv)
     try:
         if out is None:
-            return _ops.paged_attention.default(*tensors, **options)
+            return _paged_attention_op(*tensors, **options)
         _ops._paged_attention_out.default(*tensors, **options, out=out)
     except RuntimeError:  # the schema's
         refuse_lists("paged_attention", locals())
@@ -175,7 +179,7 @@ def paged_attention_with_lse(
     """
     refuse_one_number("paged_attention_with_lse", options.get("window_size"))
     try:
-        return _ops.paged_attention_with_lse.default(
+        return _paged_attention_with_lse_op(
             query,
             key_cache,
             value_cache,
@@ -223,9 +227,7 @@ def paged_kv_append_(
         >>> bool((keys[3, :2] == 1).all())
         True
     """
-    _ops.paged_kv_append_.default(
-        key_cache, value_cache, key, value, slot_mapping, is_head_major(kv_layout)
-    )
+    _paged_kv_append_op(key_cache, value_cache, key, value, slot_mapping, is_head_major(kv_layout))
 
 
 def _empty(query: Tensor, value_cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -294,7 +296,7 @@ def paged_in_torch(call: SimpleNamespace) -> tuple[Tensor, Tensor]:
 
 def _with_lse_cpu(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     _ops._paged_check.default(*args, **kwargs)
-    call = bind(_ops.paged_attention_with_lse.default, args, kwargs)
+    call = bind(_paged_attention_with_lse_op, args, kwargs)
     out, lse = _empty(call.query, call.value_cache)
     if out.numel() == 0:
         return out, lse

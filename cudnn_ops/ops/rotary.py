@@ -13,6 +13,8 @@ from cudnn_ops.ops.arguments import refuse_wrong_types
 from cudnn_ops.ops.kernels import register
 
 _ops = torch.ops.cudnn_ops
+#: To look up an overload takes a tenth of a microsecond.
+_rotary_embedding_op = _ops.rotary_embedding.default
 
 
 def rotary_embedding(input: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -46,9 +48,9 @@ def rotary_embedding(input: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         torch.Size([1, 8, 10, 64])
     """
     try:
-        return _ops.rotary_embedding.default(input, cos, sin)
+        return _rotary_embedding_op(input, cos, sin)
     except RuntimeError:
-        refuse_wrong_types(_ops.rotary_embedding.default, locals())
+        refuse_wrong_types(_rotary_embedding_op, locals())
         raise
 
 

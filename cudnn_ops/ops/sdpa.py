@@ -15,6 +15,8 @@ from torch import Tensor
 from cudnn_ops.ops.arguments import bind, refuse_lists, refuse_one_number
 
 _ops = torch.ops.cudnn_ops
+#: To look up an overload takes a tenth of a microsecond.
+_sdpa_op = _ops.sdpa.default
 
 #: What attends, with the arguments of ``sdpa_with_lse``, where each rank has a part of the
 #: sequence: inside torch's context_parallel.
@@ -126,12 +128,12 @@ def scaled_dot_product_attention(
         and _split_attention is None
         and alibi_slopes is sinks is seq_lens_q is seq_lens_kv is deterministic is rng_state is None
     ):  # each keyword argument costs host time
-        return _ops.sdpa.default(
+        return _sdpa_op(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     refuse_one_number("scaled_dot_product_attention", window_size)
     split = _split_attention
-    attend = _ops.sdpa.default if split is None else lambda *args, **kw: split(*args, **kw)[0]
+    attend = _sdpa_op if split is None else lambda *args, **kw: split(*args, **kw)[0]
     try:
         return attend(
             query,
