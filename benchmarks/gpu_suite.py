@@ -58,6 +58,11 @@ def main() -> int:
     parser.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="tests at once (default: 1)"
     )
+    parser.add_argument(
+        "--add",
+        action="store_true",
+        help="to what gpu_tests.json has of the same commit: for tests that run in parts",
+    )
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("it needs a CUDA GPU, and torch finds none")
@@ -74,7 +79,7 @@ def main() -> int:
     summary = [["", "seconds", "outcome"]]
     if args.only != "benchmarks":
         outcome, seconds = run_tests(shlex.split(args.pytest_args), args.jobs)
-        write_outcome(out / "gpu_tests.json", outcome, seconds)
+        write_outcome(out / "gpu_tests.json", outcome, seconds, args.add)
         good &= outcome.good
         summary.append(["tests", f"{seconds:.0f}", str(outcome)])
     if args.only != "tests":
@@ -143,10 +148,15 @@ def parse_junit(report: Path) -> Outcome:
     return outcome
 
 
-def write_outcome(path: Path, outcome: Outcome, seconds: float) -> None:
+def write_outcome(path: Path, outcome: Outcome, seconds: float, add: bool = False) -> None:
     env = environment()
     where = {key: env[key] for key in ("commit", "gpu", "torch", "cudnn")}
-    found = asdict(outcome) | where | {"seconds": round(seconds, 1)}
+    counts = asdict(outcome) | {"seconds": seconds}
+    if add and path.exists():
+        before = json.loads(path.read_text())
+        if {key: before[key] for key in where} == where:
+            counts = {key: before[key] + count for key, count in counts.items()}
+    found = counts | where | {"seconds": round(counts["seconds"], 1)}
     path.write_text(json.dumps(found, indent=1) + "\n")
 
 

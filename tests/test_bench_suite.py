@@ -124,6 +124,24 @@ def test_suite_runs_what_is_asked_and_fails_with_any_of_it(
         assert json.loads(written[0].read_text()) == vars(outcome) | where | {"seconds": 1.2}
 
 
+def test_parts_of_one_commit_are_added_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "gpu_tests.json"
+    for commit, add, passed, failures in (
+        ("a", True, 2, []),
+        ("a", True, 4, ["a::b"]),
+        ("b", True, 2, []),
+        ("b", False, 2, []),
+    ):
+        monkeypatch.setattr(
+            gpu_suite, "environment", lambda commit=commit: ENV | {"commit": commit}
+        )
+        outcome = BAD if passed == 4 else GOOD
+        gpu_suite.write_outcome(path, outcome, 1.5, add)
+        found = json.loads(path.read_text())
+        assert (found["commit"], found["passed"], found["failures"]) == (commit, passed, failures)
+        assert found["seconds"] == 1.5 * passed / 2
+
+
 @pytest.fixture
 def readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A README with one stale table, and the results for it."""
