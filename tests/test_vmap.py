@@ -102,14 +102,16 @@ def _loss(results: Tensor | Sequence[Tensor]) -> Tensor:
 
 def _check_results(problem: Problem, samples: Samples, found: Sequence[Tensor]) -> None:
     """All samples together: one has too few numbers to tell how far rounding may take another."""
-    exact, rough, actual = [], [], []
-    for index, tensors in samples:
-        exact.append(_parts(problem.reference(**_in(tensors, torch.float64))))
-        rough.append(_parts(problem.reference(**_in(tensors, samples.dtype))))
-        actual.append([part[index] for part in found])
-    results = (zip(*parts, strict=True) for parts in (actual, exact, rough))
-    for i, parts in enumerate(zip(*results, strict=True)):
-        sdpa.check(*map(torch.stack, parts), f"{problem}: result {i} of {samples.levels}")
+    exact = [_parts(problem.reference(**_in(t, torch.float64))) for _, t in samples]
+    rough = [_parts(problem.reference(**_in(t, samples.dtype))) for _, t in samples]
+    assert {len(found)} == {len(parts) for parts in exact}
+    for i, part in enumerate(found):
+        sdpa.check(
+            torch.stack([part[index] for index, _ in samples]),
+            torch.stack([parts[i] for parts in exact]),
+            torch.stack([parts[i] for parts in rough]),
+            f"{problem}: result {i} of {samples.levels}",
+        )
 
 
 def _gradients(problem: Problem, tensors: Tensors, dtype: torch.dtype) -> Tensors:
@@ -134,9 +136,12 @@ def _check_gradients(problem: Problem, samples: Samples, found: Tensors) -> None
     rough = [_gradients(problem, tensors, samples.dtype) for _, tensors in samples]
     for name, grads in found.items():
         assert grads.dtype == samples.given[name].dtype
-        actual = torch.stack([grads[index] for index, _ in samples])
-        wanted = (torch.stack([each[name] for each in all_]) for all_ in (exact, rough))
-        sdpa.check(actual, *wanted, f"{problem}: gradient of {name} of {samples.levels}")
+        sdpa.check(
+            torch.stack([grads[index] for index, _ in samples]),
+            torch.stack([each[name] for each in exact]),
+            torch.stack([each[name] for each in rough]),
+            f"{problem}: gradient of {name} of {samples.levels}",
+        )
 
 
 @pytest.mark.parametrize(("device", "dtype"), _ON)
