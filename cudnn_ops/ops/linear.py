@@ -141,13 +141,17 @@ def _linear_fake(*args: Any) -> tuple[Tensor, Tensor]:
     return out, out.new_empty(out.shape if keeps_before(call) else 0)
 
 
-def keeps_before(call: SimpleNamespace) -> bool:
-    """Whether ``_linear`` gives what the activation is of.
+def is_by_before(activation: Activation, has_residual: bool) -> bool:
+    """Whether a layer's derivative is computed from what its activation is of.
 
     Of a ReLU the result says enough, unless something is added to it.
     """
-    name = ACTIVATIONS[call.activation]
-    by_before = needs_before(name) or (name == "relu" and call.residual is not None)
+    return needs_before(activation) or (activation == "relu" and has_residual)
+
+
+def keeps_before(call: SimpleNamespace) -> bool:
+    """Whether ``_linear`` gives what the activation is of."""
+    by_before = is_by_before(ACTIVATIONS[call.activation], call.residual is not None)
     return call.with_before and by_before
 
 

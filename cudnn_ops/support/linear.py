@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cudnn_ops.ops.activation import ACTIVATIONS, Activation, needs_before
+from cudnn_ops.ops.linear import is_by_before
 from cudnn_ops.support.attempts import Attempt, Kind, Parts
 from cudnn_ops.support.device import offer_wheels
 from cudnn_ops.support.specs import TensorSpec, optional_tensor
@@ -77,8 +78,8 @@ def linear_parts(
     _ops._linear_check(x, weight, added, total, number)
     if kind.backward:
         return _gradients(kind, x, weight, added is not None, activation)
-    by_before = needs_before(activation) or (activation == "relu" and total is not None)
-    layer = _Layer(x, weight, added, total, activation, kind.training and by_before)
+    keeps = kind.training and is_by_before(activation, total is not None)
+    layer = _Layer(x, weight, added, total, activation, keeps)
     return [_forward(kind, layer, graph)]
 
 

@@ -30,6 +30,10 @@ at::Tensor empty(c10::IntArrayRef sizes, const at::Tensor& like) {
                                 graph::channels_last(like));
 }
 
+at::Tensor empty(const graph::TensorDesc& desc, const at::Tensor& like) {
+  return empty({desc.sizes.data(), static_cast<size_t>(desc.rank)}, like);
+}
+
 at::Tensor empty_laid_out(c10::IntArrayRef sizes, const at::Tensor& like, const Conv& args) {
   if (!is_length_last(args)) return empty(sizes, like);
   return at::detail::empty_cuda(sizes, like.scalar_type(), like.device(), std::nullopt);
@@ -134,9 +138,9 @@ Convolved convolve(const Conv& args, const Images& images, bool with_before) {
       params = conv_params(args, fusion, with_before);
     }
     if (fusion != ConvFusion::kAll) key = graph::PlanKey::of(params, device);
-    const c10::IntArrayRef sizes(params.out.sizes.data(), static_cast<size_t>(params.out.rank));
-    const at::Tensor out = empty(sizes, images.input);
-    const at::Tensor before = params.before.rank > 0 ? empty(sizes, images.input) : at::Tensor();
+    const at::Tensor out = empty(params.out, images.input);
+    const at::Tensor before =
+        params.before.rank > 0 ? empty(params.before, images.input) : at::Tensor();
     graph::CallPointers pointers;
     pointers.read(images.input);
     pointers.read(images.weight);
@@ -164,9 +168,7 @@ at::Tensor matrix(const at::Tensor& image) {
 // The convolution alone, as a product: sums are in float32, however that is divided.
 Convolved multiply(const Conv& args, const Images& images) {
   const OnlyKernels guard;
-  const auto params = conv_params(args, ConvFusion::kNone, false);
-  const at::Tensor out =
-      empty({params.out.sizes.data(), static_cast<size_t>(params.out.rank)}, images.input);
+  const at::Tensor out = empty(conv_params(args, ConvFusion::kNone, false).out, images.input);
   matrix(out).copy_(at::mm(matrix(images.input), matrix(images.weight).t(), at::kFloat));
   return {out, at::Tensor(), ConvFusion::kNone};
 }
@@ -213,9 +215,8 @@ ConvResults conv_cuda(const ConvForward& forward) {
   const ConvKernel kernel = choose_kernel(args, ConvStep::kForward).kernel;
   if (input.numel() == 0) {
     const auto params = conv_params(args, ConvFusion::kNone, false);
-    const c10::IntArrayRef sizes(params.out.sizes.data(), static_cast<size_t>(params.out.rank));
-    convolved.out = empty(sizes, input);
-    if (with_before) convolved.before = empty(sizes, input);
+    convolved.out = empty(params.out, input);
+    if (with_before) convolved.before = empty(params.out, input);
   } else if (kernel == ConvKernel::kDepthwise) {
     convolved = convolve_depthwise(args, with_before);
   } else {
@@ -269,7 +270,7 @@ at::Tensor gradient(const Conv& args, const at::Tensor& grad, bool is_of_weight)
   const at::Tensor image = image_of(grad);
   const auto params = conv_backward_params(args, is_of_weight);
   const auto& desc = is_of_weight ? params.weight : params.input;
-  const at::Tensor result = empty({desc.sizes.data(), static_cast<size_t>(desc.rank)}, image);
+  const at::Tensor result = empty(desc, image);
   if (image.numel() == 0) return result.zero_();
   const at::Tensor other = image_of(is_of_weight ? args.input : args.weight, args.op());
   if (kernel == ConvKernel::kProduct) {

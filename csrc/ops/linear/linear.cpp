@@ -6,6 +6,7 @@
 #include "ops/autocast.h"
 #include "ops/backward_check.h"
 
+#include <c10/util/accumulate.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
@@ -83,6 +84,16 @@ at::SymDimVector with_columns(const at::Tensor& input, const c10::SymInt& column
   at::SymDimVector sizes(given.begin(), given.end());
   sizes.back() = columns;
   return sizes;
+}
+
+at::Tensor as_matrix(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.dim() == 2) return tensor;
+  const auto leading = tensor.sizes().slice(0, static_cast<size_t>(tensor.dim()) - 1);
+  return tensor.reshape({c10::multiply_integers(leading), tensor.size(-1)});
+}
+
+OptionalTensor as_matrix(const OptionalTensor& tensor) {
+  return tensor ? OptionalTensor(as_matrix(*tensor)) : tensor;
 }
 
 void check_linear(const Linear& args) {

@@ -115,6 +115,11 @@ using MlpResults = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 // Of input, weight1, bias1, weight2 and bias2; [0] where nobody asks for it.
 using MlpGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
+// The tensor as [rows, columns], copied only if it cannot be seen as that; what is not there stays
+// so.
+at::Tensor as_matrix(const at::Tensor& tensor);
+OptionalTensor as_matrix(const OptionalTensor& tensor);
+
 // Whether the derivative is computed from the activation's input. That of ReLU is from its output,
 // unless a residual is added to that. cuBLASLt could write a mask of bits instead; but the output
 // is there anyway, as the next layer's input, and whether that epilogue runs is measured, where

@@ -13,10 +13,6 @@ namespace {
 // A plan's key; or none, and why.
 using KeyOrReason = std::tuple<std::vector<int64_t>, std::string>;
 
-at::Tensor as_matrix(const at::Tensor& tensor) {
-  return tensor.dim() == 1 ? tensor.unsqueeze(0) : tensor.flatten(0, -2);
-}
-
 template <class Params>
 std::vector<int64_t> words_of(const Params& params) {
   return graph::PlanKey::of(params, 0).words().vec();
@@ -26,7 +22,7 @@ KeyOrReason plan_key(const LinearForward& forward) {
   check_linear(forward.linear);
   Linear args = forward.linear;
   args.input = as_matrix(args.input);
-  if (args.residual) args.residual = as_matrix(*args.residual);
+  args.residual = as_matrix(args.residual);
   const auto reason = reason_for_no_plan(args);
   if (!reason.empty()) return {std::vector<int64_t>(), std::string(reason)};
   const bool with_before =

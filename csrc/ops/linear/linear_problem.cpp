@@ -28,16 +28,16 @@ std::string_view reason_of(const at::Tensor& left, const at::Tensor& right, int6
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   const auto dtype = left.scalar_type();
   if (dtype != at::kHalf && dtype != at::kBFloat16) {
-    return "graphs of linear layers are made for float16 and bfloat16";
+    return "cuDNN's graphs of linear layers support float16 and bfloat16";
   }
   if (left.numel() == 0 || right.numel() == 0) return "nothing needs no plan";
   const auto bytes = columns * static_cast<int64_t>(left.element_size());
   if (!graph::is_addressable(left) || !graph::is_addressable(right) ||
       bytes % TensorDesc::kAlignment != 0) {
-    return "cuDNN's graph needs rows that start at multiples of 16 bytes";
+    return "cuDNN's graph requires rows that start at multiples of 16 bytes";
   }
   if (left.numel() > kMost || right.numel() > kMost || left.size(0) > kMost / columns) {
-    return "a matrix has more elements than cuDNN's graphs are trusted with, 2^31";
+    return "a matrix has 2^31 elements or more, for which no graph is made";
   }
   return {};
 }

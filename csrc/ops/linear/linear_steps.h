@@ -6,11 +6,6 @@
 
 namespace cudnn_ops {
 
-// The tensor as [rows, columns], copied only if it cannot be seen as that; what is not there stays
-// so.
-at::Tensor as_matrix(const at::Tensor& tensor);
-OptionalTensor as_matrix(const OptionalTensor& tensor);
-
 // act(input @ weight.T + bias) + residual, into `out`; and what the activation is of into `before`
 // if that is defined.
 struct LinearStepCall {

@@ -9,7 +9,6 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
-#include <c10/util/accumulate.h>
 
 namespace cudnn_ops {
 namespace {
@@ -59,16 +58,6 @@ bool run_layer_by_epilogue(const LinearStepCall& call, const at::Tensor& weight,
 }
 
 }  // namespace
-
-at::Tensor as_matrix(const at::Tensor& tensor) {
-  if (!tensor.defined() || tensor.dim() == 2) return tensor;
-  const auto leading = tensor.sizes().slice(0, static_cast<size_t>(tensor.dim()) - 1);
-  return tensor.reshape({c10::multiply_integers(leading), tensor.size(-1)});
-}
-
-OptionalTensor as_matrix(const OptionalTensor& tensor) {
-  return tensor ? OptionalTensor(as_matrix(*tensor)) : tensor;
-}
 
 void run_layer(const LinearStepCall& call) {
   const at::Tensor weight = call.weight.t();
