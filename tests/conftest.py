@@ -23,7 +23,8 @@ import torch
 
 import cudnn_ops
 from cudnn_ops.ops.activation import ACTIVATIONS
-from cudnn_ops.plans.tables import LINEAR_STEPS, LinearTiming
+from cudnn_ops.ops.linear import LINEAR_STEPS
+from cudnn_ops.plans.tables import LinearTiming
 
 atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
@@ -90,11 +91,15 @@ def linear_table():
         major, minor = torch.cuda.get_device_capability()
         sm = 10 * major + minor
 
+    # A graph runs only near a size that was measured: these are near every size.
+    sizes = [round(3.5**power) for power in range(9)]
+
     def set_table(engine: str | None, plan_engine: str = "") -> None:
         rows = []
-        for step, activation in product(LINEAR_STEPS, ACTIVATIONS):
+        near = sizes if engine == "graph" else sizes[:1]
+        for step, activation, m, n, k in product(LINEAR_STEPS, ACTIVATIONS, near, near, near):
             # Beside a graph, a kernel of ours runs what has no plan.
-            timing = LinearTiming(step, activation, 1, 1, 1, {"ours": 0.0}, plan_engine)
+            timing = LinearTiming(step, activation, m, n, k, {"ours": 0.0}, plan_engine)
             rows.append(timing.as_choice(engine))
         version = cudnn_ops._C.cudnn_version()
         cudnn_ops._C.set_linear_table(sm, version, rows if engine else [])

@@ -13,15 +13,10 @@ import torch
 from torch.nn import functional as F
 
 import cudnn_ops
+from cudnn_ops.ops.linear import LINEAR_ENGINES, LINEAR_STEPS
 from cudnn_ops.plans import linear_tuning
 from cudnn_ops.plans.policy import using_plan_policy
-from cudnn_ops.plans.tables import (
-    LINEAR_ENGINES,
-    LINEAR_STEPS,
-    TABLES,
-    EngineTable,
-    LinearTiming,
-)
+from cudnn_ops.plans.tables import TABLES, EngineTable, LinearTiming
 from tests.cases import linear, sdpa
 from tests.cases.linear import CASES, MLP_CASES, LinearCase, MlpCase
 from tests.conftest import DEVICES

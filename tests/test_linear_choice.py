@@ -12,8 +12,8 @@ import torch
 import cudnn_ops
 from cudnn_ops import LinearTiming, plan_requests
 from cudnn_ops.ops.activation import ACTIVATIONS
+from cudnn_ops.ops.linear import LINEAR_ENGINES, LINEAR_STEPS
 from cudnn_ops.plans.policy import using_plan_policy
-from cudnn_ops.plans.tables import LINEAR_ENGINES, LINEAR_STEPS
 from cudnn_ops.support import explain
 from tests.cases import linear
 from tests.cases.linear import LinearCase, MlpCase
@@ -51,6 +51,21 @@ class TestTable:
         assert choose("training", "gelu", 9000, 20000, 5000) == ("ours", False)
         assert choose("inference", "silu", 9000, 20000, 5000) == ("ours", False)
         assert choose("inference", "gelu", 9000, 20000, 5000, sm=80) == ("ours", False)
+
+    def test_a_graph_is_for_sizes_like_the_measured_one(self):
+        times = {"ours": 1.0, "epilogue": 0.9, "graph": 0.5}
+        timing = LinearTiming("inference", "relu", 1024, 4096, 1024, times)
+        _C.set_linear_table(90, _C.cudnn_version(), [timing.as_choice()])
+        for size, is_near in {
+            (1024, 4096, 1024): True,
+            (8192, 4096, 1024): True,
+            (8193, 4096, 1024): False,
+            (2048, 2048, 2048): True,
+            (2048, 2048, 4096): False,
+            (8, 64, 64): False,
+            (1, 4096, 1024): False,
+        }.items():
+            assert choose("inference", "relu", *size) == ("epilogue", is_near), size
 
     def test_another_cudnn_has_other_graphs(self):
         timing = LinearTiming("inference", "relu", 64, 64, 64, {"epilogue": 1.0, "graph": 0.5})

@@ -23,6 +23,10 @@ from cudnn_ops.ops.activation import (
 from cudnn_ops.ops.arguments import bind, refuse_wrong_types
 from cudnn_ops.ops.kernels import register
 
+#: What a linear layer is made of, and by what: csrc/ops/linear/linear_choice.h says more.
+LINEAR_STEPS = ("inference", "training", "hidden_gradient", "weight_gradient")
+LINEAR_ENGINES = ("ours", "epilogue", "epilogue_sum", "graph")
+
 _ops = torch.ops.cudnn_ops
 #: To look up an overload takes a tenth of a microsecond.
 _linear_op = _ops.linear.default

@@ -22,6 +22,7 @@ import torch
 
 from cudnn_ops import _C
 from cudnn_ops.ops.activation import ACTIVATIONS, Activation
+from cudnn_ops.ops.linear import LINEAR_ENGINES, LINEAR_STEPS
 
 if TYPE_CHECKING:
     from cudnn_ops.plans.tune import TunedPlan
@@ -31,9 +32,6 @@ TABLES = Path(__file__).parent / "tuned"
 WORTHWHILE = 0.02
 #: A norm's forward alone, one that a gradient follows, and the gradient.
 NORM_PLANS = ("inference", "training", "backward")
-#: What a linear layer is made of, and by what: csrc/ops/linear/linear_choice.h says more.
-LINEAR_STEPS = ("inference", "training", "hidden_gradient", "weight_gradient")
-LINEAR_ENGINES = ("ours", "epilogue", "epilogue_sum", "graph")
 
 
 @dataclass
@@ -124,16 +122,16 @@ class LinearTiming:
     """GPU time of one step of a linear layer by each of its engines, in milliseconds."""
 
     step: str
-    """One of :data:`LINEAR_STEPS`: a layer for inference, one that a gradient follows, the gradient
-    of a hidden layer with its bias's, that of a weight with its bias's."""
+    """One of :data:`cudnn_ops.ops.linear.LINEAR_STEPS`: a layer for inference, one that a gradient
+    follows, the gradient of a hidden layer with its bias's, that of a weight with its bias's."""
     activation: Activation
     rows: int
     columns: int
     depth: int
     """Of the product, of [rows, depth] and [depth, columns]."""
     engine_ms: dict[str, float]
-    """By the names in :data:`LINEAR_ENGINES`: a kernel of ours behind the product, cuBLASLt's
-    epilogue, one that sums for the bias too, and cuDNN's graph."""
+    """By the names in :data:`cudnn_ops.ops.linear.LINEAR_ENGINES`: a kernel of ours behind the
+    product, cuBLASLt's epilogue, one that sums for the bias too, and cuDNN's graph."""
     plan_engine: str = ""
     """The fastest of cuDNN's engines for the graph, where that was measured."""
 

@@ -10,17 +10,13 @@ import torch
 from torch import Tensor
 
 from cudnn_ops.ops.activation import ACTIVATIONS, Activation, needs_before
-from cudnn_ops.ops.linear import is_by_before
+from cudnn_ops.ops.linear import LINEAR_ENGINES, LINEAR_STEPS, is_by_before
 from cudnn_ops.support.attempts import Attempt, Kind, Parts
 from cudnn_ops.support.device import offer_wheels
 from cudnn_ops.support.specs import TensorSpec, optional_tensor
 
 _ops = torch.ops.cudnn_ops
 
-#: csrc's LinearStep.
-_INFERENCE, _TRAINING, _HIDDEN_GRADIENT, _WEIGHT_GRADIENT = range(4)
-#: Of its LinearEngine: a kernel of ours behind the product, and cuBLASLt with the sum for the bias.
-_OURS, _EPILOGUE_SUM = 0, 2
 _HALVES = (torch.float16, torch.bfloat16)
 #: What cuBLASLt requires the columns of an epilogue's matrix to be a multiple of.
 _MATRIX_COLUMNS = 8
@@ -50,13 +46,13 @@ class _Layer(NamedTuple):
 
 
 def _engine(
-    kind: Kind, step: int, activation: Activation, rows: int, columns: int, depth: int
-) -> tuple[int, bool]:
-    """What was the fastest without a plan (a LinearEngine), and whether cuDNN's graph is faster."""
+    kind: Kind, step: str, activation: Activation, rows: int, columns: int, depth: int
+) -> tuple[str, bool]:
+    """What was the fastest without a plan, and whether cuDNN's graph is faster."""
     offer_wheels()  # a table is of one version of cuDNN
-    number = ACTIVATIONS.index(activation)
-    engine, is_graph_faster = _ops._linear_engine(kind.sm, step, number, rows, columns, depth)
-    return engine, is_graph_faster
+    place = LINEAR_STEPS.index(step), ACTIVATIONS.index(activation)
+    engine, is_graph_faster = _ops._linear_engine(kind.sm, *place, rows, columns, depth)
+    return LINEAR_ENGINES[engine], is_graph_faster
 
 
 def linear_parts(
@@ -127,7 +123,7 @@ def _forward(kind: Kind, layer: _Layer, graph: bool) -> Iterator[Attempt]:
     if graph:
         yield Attempt(words, refusal=reason)
         return
-    step = _TRAINING if layer.keeps_before else _INFERENCE
+    step = "training" if layer.keeps_before else "inference"
     columns, depth = layer.weight.shape
     engine, is_graph_faster = _engine(kind, step, layer.activation, layer.rows, columns, depth)
     if words and is_graph_faster:
@@ -135,13 +131,13 @@ def _forward(kind: Kind, layer: _Layer, graph: bool) -> Iterator[Attempt]:
     yield _without_plan(layer, engine)
 
 
-def _without_plan(layer: _Layer, engine: int) -> Attempt:
+def _without_plan(layer: _Layer, engine: str) -> Attempt:
     """As csrc's run_layer decides."""
     dtype, name = layer.x.dtype, layer.activation
     if dtype == torch.float64:
         return Attempt(without_plan="float64 runs by torch's operators", engine="torch")
     is_bare = name == "none" and layer.residual is None
-    if is_bare and (layer.bias is None or engine == _OURS):
+    if is_bare and (layer.bias is None or engine == "ours"):
         why = "torch's product, with the bias in it, is all that there is to compute"
         return Attempt(without_plan=why, engine="torch")
     has_epilogue = (
@@ -156,7 +152,7 @@ def _without_plan(layer: _Layer, engine: int) -> Attempt:
     behind = "torch's product and a kernel of cudnn_ops behind it run"
     if not has_epilogue:
         return Attempt(without_plan=f"{behind}: cuBLASLt has no such epilogue")
-    if engine == _OURS:
+    if engine == "ours":
         return Attempt(without_plan=f"{behind}: none was measured to be faster for such a product")
     return _by_cublaslt()
 
@@ -180,13 +176,13 @@ def _hidden_gradient(
         return
     rows, depth = math.prod(grad.shape[:-1]), grad.shape[-1]
     size = rows, w2.shape[1], depth
-    engine, is_graph_faster = _engine(kind, _HIDDEN_GRADIENT, activation, *size)
+    engine, is_graph_faster = _engine(kind, "hidden_gradient", activation, *size)
     if words and is_graph_faster:
         yield Attempt(words)
     has_epilogue = (
         grad.dtype in _HALVES
         and activation == "gelu_tanh"
-        and engine != _OURS
+        and engine != "ours"
         and w2.shape[1] % _MATRIX_COLUMNS == 0
     )
     if has_epilogue:
@@ -214,7 +210,7 @@ def _products(kind: Kind, x: Tensor, weight: Tensor, with_bias: bool) -> Iterato
     rows, columns, depth = *weight.shape, math.prod(x.shape[:-1])
     attempt = Attempt(without_plan="gradients are torch's products", engine="torch")
     if with_bias and x.dtype in _HALVES:
-        engine, _ = _engine(kind, _WEIGHT_GRADIENT, "none", rows, columns, depth)
-        if engine == _EPILOGUE_SUM:
+        engine, _ = _engine(kind, "weight_gradient", "none", rows, columns, depth)
+        if engine == "epilogue_sum":
             attempt = _by_cublaslt()
     yield attempt

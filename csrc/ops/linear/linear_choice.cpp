@@ -3,6 +3,7 @@
 #include "graph/cudnn_library.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <limits>
@@ -13,9 +14,21 @@
 namespace cudnn_ops {
 namespace {
 
+// The logarithms of a product's rows, columns and depth, to compare sizes by their ratios.
+using Place = std::array<float, 3>;
+Place place_of(const LinearProblem& problem) {
+  const auto log = [](int64_t size) { return std::log2(static_cast<float>(size)); };
+  return {log(problem.rows), log(problem.columns), log(problem.depth)};
+}
+
+struct Measured {
+  Place place;
+  LinearChoice choice;
+};
+
 struct Table {
   size_t cudnn_version = 0;
-  std::map<std::pair<LinearStep, Activation>, std::vector<LinearChoice>> choices;
+  std::map<std::pair<LinearStep, Activation>, std::vector<Measured>> choices;
 };
 
 std::mutex mutex;
@@ -28,29 +41,34 @@ std::map<int, Table>& tables() {
   return *all;
 }
 
-double distance(int64_t left, int64_t right) {
-  return std::abs(std::log2(static_cast<double>(left) / static_cast<double>(right)));
-}
-
 // Null where nothing was measured for such a step; under the lock.
 const Table* find_table(int sm_version) {
   const auto found = tables().find(sm_version);
   return found == tables().end() ? nullptr : &found->second;
 }
-const LinearChoice* nearest_of(const Table* table, const LinearProblem& problem) {
-  if (table == nullptr) return nullptr;
+
+struct Nearest {
+  const LinearChoice* choice = nullptr;
+  float distance = std::numeric_limits<float>::infinity();
+};
+
+Nearest nearest_of(const Table* table, const LinearProblem& problem) {
+  Nearest nearest;
+  if (table == nullptr) return nearest;
   const auto measured = table->choices.find({problem.step, problem.activation});
-  if (measured == table->choices.end()) return nullptr;
-  const LinearChoice* nearest = nullptr;
-  double least = std::numeric_limits<double>::infinity();
-  for (const auto& choice : measured->second) {
-    const double far = distance(choice.problem.rows, problem.rows) +
-                       distance(choice.problem.columns, problem.columns) +
-                       distance(choice.problem.depth, problem.depth);
-    if (far < least) least = far, nearest = &choice;
+  if (measured == table->choices.end()) return nearest;
+  const Place here = place_of(problem);
+  for (const auto& [place, choice] : measured->second) {
+    float distance = 0;
+    for (size_t i = 0; i < here.size(); ++i) distance += std::abs(place[i] - here[i]);
+    if (distance < nearest.distance) nearest = {&choice, distance};
   }
   return nearest;
 }
+
+// The tiles of a graph's kernel are chosen for a size: they say nothing of one that is further away
+// than a factor of 8, over all three numbers.
+constexpr float kFarthestGraph = 3;
 
 bool is_of_this_cudnn(const Table& table) {
   return table.cudnn_version == graph::cudnn().version;
@@ -61,15 +79,17 @@ bool is_of_this_cudnn(const Table& table) {
 void set_linear_table(int sm_version, size_t cudnn_version, std::vector<LinearChoice> choices) {
   Table table{cudnn_version, {}};
   for (auto& choice : choices) {
-    table.choices[{choice.problem.step, choice.problem.activation}].push_back(std::move(choice));
+    table.choices[{choice.problem.step, choice.problem.activation}].push_back(
+        {place_of(choice.problem), std::move(choice)});
   }
   const std::lock_guard<std::mutex> lock(mutex);
   tables()[sm_version] = std::move(table);
   bool is_any = false;
   for (const auto& [sm, each] : tables()) {
-    for (const auto& [place, measured] : each.choices) {
-      is_any = is_any || std::any_of(measured.begin(), measured.end(),
-                                     [](const auto& choice) { return choice.is_graph_faster; });
+    for (const auto& [step, measured] : each.choices) {
+      is_any = is_any || std::any_of(measured.begin(), measured.end(), [](const auto& found) {
+                 return found.choice.is_graph_faster;
+               });
     }
   }
   is_any_graph_faster = is_any;
@@ -77,7 +97,7 @@ void set_linear_table(int sm_version, size_t cudnn_version, std::vector<LinearCh
 
 LinearEngine choose_engine(int sm_version, const LinearProblem& problem) {
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto* nearest = nearest_of(find_table(sm_version), problem);
+  const auto [nearest, distance] = nearest_of(find_table(sm_version), problem);
   return nearest == nullptr ? LinearEngine::kOurs : nearest->engine;
 }
 
@@ -85,14 +105,14 @@ bool is_graph_faster(int sm_version, const LinearProblem& problem) {
   if (!is_any_graph_faster.load(std::memory_order_relaxed)) return false;
   const std::lock_guard<std::mutex> lock(mutex);
   const auto* table = find_table(sm_version);
-  const auto* nearest = nearest_of(table, problem);
-  return nearest != nullptr && nearest->is_graph_faster && is_of_this_cudnn(*table);
+  const auto [nearest, distance] = nearest_of(table, problem);
+  return distance <= kFarthestGraph && nearest->is_graph_faster && is_of_this_cudnn(*table);
 }
 
 std::string measured_plan_engine(int sm_version, const LinearProblem& problem) {
   const std::lock_guard<std::mutex> lock(mutex);
   const auto* table = find_table(sm_version);
-  const auto* nearest = nearest_of(table, problem);
+  const auto [nearest, distance] = nearest_of(table, problem);
   return nearest != nullptr && is_of_this_cudnn(*table) ? nearest->plan_engine : std::string();
 }
 

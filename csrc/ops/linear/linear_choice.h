@@ -43,7 +43,8 @@ struct LinearChoice {
 void set_linear_table(int sm_version, size_t cudnn_version, std::vector<LinearChoice> choices);
 
 // All of these go by what was measured at the nearest size, by the ratios of rows, columns and
-// depth. Where nothing was: kOurs, false, and nothing.
+// depth. Where nothing was: kOurs, false, and nothing. A graph is not faster where the nearest size
+// is far away.
 LinearEngine choose_engine(int sm_version, const LinearProblem& problem);
 bool is_graph_faster(int sm_version, const LinearProblem& problem);
 std::string measured_plan_engine(int sm_version, const LinearProblem& problem);
