@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
@@ -93,11 +93,13 @@ def main() -> int:
     return 0 if good else 1
 
 
-def run(arguments: Sequence[str], limit_s: float) -> tuple[int, float]:
+def run(
+    arguments: Sequence[str], limit_s: float, variables: Mapping[str, str] = {}
+) -> tuple[int, float]:
     """Run this Python with its output shown; its exit status and how many seconds it took."""
     print(f"\n== python {shlex.join(arguments)}", flush=True)
     # Unbuffered, so that what it printed before it was killed is seen.
-    env = os.environ | {"PYTHONUNBUFFERED": "1"}
+    env = {**os.environ, "PYTHONUNBUFFERED": "1", **variables}
     start = time.monotonic()
     try:
         done = subprocess.run(
@@ -120,10 +122,15 @@ def run_tests(pytest_args: Sequence[str], jobs: int = 1) -> tuple[Outcome, float
     """All tests, by one process or several at once."""
     # One test after another to whoever is free: some take a minute, and most no time.
     spread = ["-n", str(jobs), "--maxschedchunk", "1"] if jobs > 1 else []
+    # Each process would compute its references, and compile, with as many threads as there are
+    # cores.
+    threads = str(max((os.cpu_count() or 1) // jobs, 1))
+    variables = {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         options = ["-m", "gpu", "-q", f"--junit-xml={report}", *spread]
-        status, seconds = run(["-m", "pytest", *options, "tests", *pytest_args], TESTS_LIMIT_S)
+        command = ["-m", "pytest", *options, "tests", *pytest_args]
+        status, seconds = run(command, TESTS_LIMIT_S, variables if jobs > 1 else {})
         outcome = parse_junit(report) if report.exists() else Outcome()
     if status != 0 and not outcome.failures:
         # A crash leaves no report, and a bad option or an empty selection a clean one.

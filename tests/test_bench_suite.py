@@ -1,6 +1,7 @@
 """The suite of GPU tests and benchmarks, and the tables made from its results."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -58,17 +59,23 @@ def test_a_crash_of_pytest_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tests_are_spread_over_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
+    variables: dict[str, str] = {}
 
-    def run(arguments: list[str], _: float) -> tuple[int, float]:
+    def run(arguments: list[str], _: float, given: dict[str, str]) -> tuple[int, float]:
         asked[:] = arguments
+        variables.clear()
+        variables.update(given)
         return 0, 1.0
 
     monkeypatch.setattr(gpu_suite, "run", run)
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
     gpu_suite.run_tests(["-k", "one"], jobs=3)
     assert asked[asked.index("-n") + 1] == "3"
     assert asked[-3:] == ["tests", "-k", "one"]
+    assert variables["OMP_NUM_THREADS"] == "2"  # the cores are shared too
     gpu_suite.run_tests([])
     assert "-n" not in asked
+    assert not variables
 
 
 def test_a_process_is_stopped_at_its_limit() -> None:
