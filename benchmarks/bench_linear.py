@@ -71,19 +71,31 @@ MLPS = (
 )
 
 
+PARTS = (*map(str, SHAPES), *(mlp.name for mlp in MLPS), "host")
+
+
 def run(rows: Rows, rounds: int) -> None:
+    for part in PARTS:
+        run_part(part, rows, rounds)
+
+
+def run_part(part: str, rows: Rows, rounds: int) -> None:
+    """One of SHAPES, one of MLPS by its name, or the host time."""
     torch.manual_seed(0)
     # Compiling takes most of the time, and shows nothing of ours.
     modes = () if rounds <= QUICK_ROUNDS else (None, "max-autotune-no-cudagraphs")
     rounds = max(rounds // 3, 1)
     for shape in SHAPES:
-        for activation in FORWARD:
-            forward(shape, activation, modes, rows, rounds)
-        for activation in BACKWARD:
-            backward(shape, activation, modes, rows, rounds)
+        if str(shape) == part:
+            for activation in FORWARD:
+                forward(shape, activation, modes, rows, rounds)
+            for activation in BACKWARD:
+                backward(shape, activation, modes, rows, rounds)
     for mlp in MLPS:
-        pair(mlp, modes, rows, rounds)
-    host(rows, rounds)
+        if mlp.name == part:
+            pair(mlp, modes, rows, rounds)
+    if part == "host":
+        host(rows, rounds)
 
 
 def compiled(
@@ -200,11 +212,20 @@ def pair(mlp: Mlp, modes: tuple[str | None, ...], rows: Rows, rounds: int) -> No
 
     every: dict[str, Callable[..., Tensor]]
     every = {OURS: ours, "eager": eager, **compiled(eager, modes)}
+    functions: dict[str, Callable[[], list[Tensor]]]
     functions = {name: partial(step, function) for name, function in every.items()}
     size = f"{mlp.rows},{mlp.width},{mlp.hidden} {mlp.activation}"
     case = f"MLP {mlp.name} {size} fwd + bwd"
     verify(case, {name: function() for name, function in functions.items()}, TOLERANCE)
-    add(case, functions, rows, rounds)
+    x, w1, w2 = (leaf.detach() for leaf in wanted if leaf.dim() == 2)
+    inner, hidden = draw(mlp.rows, first), draw(mlp.rows, mlp.hidden)
+
+    def products() -> list[Tensor]:
+        """Of which two are the forward's: what is the least that any step takes."""
+        forward = [F.linear(x, w1), F.linear(hidden, w2)]
+        return [*forward, grad @ w2, grad.t() @ hidden, inner @ w1, inner.t() @ x]
+
+    add(case, functions | {BARE: products}, rows, rounds)
 
 
 def host(rows: Rows, rounds: int) -> None:
@@ -228,4 +249,4 @@ def add(case: str, functions: Functions, rows: Rows, rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    main("linear", run)
+    main("linear", run, run_part, PARTS)

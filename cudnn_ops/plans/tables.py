@@ -122,16 +122,17 @@ class LinearTiming:
     """GPU time of one step of a linear layer by each of its engines, in milliseconds."""
 
     step: str
-    """One of :data:`cudnn_ops.ops.linear.LINEAR_STEPS`: a layer for inference, one that a gradient
-    follows, the gradient of a hidden layer with its bias's, that of a weight with its bias's."""
+    """``"inference"`` or ``"training"``, a layer without or with a gradient to follow,
+    ``"hidden_gradient"``, of a hidden layer with its bias's, or ``"weight_gradient"``, with its
+    bias's."""
     activation: Activation
     rows: int
     columns: int
     depth: int
     """Of the product, of [rows, depth] and [depth, columns]."""
     engine_ms: dict[str, float]
-    """By the names in :data:`cudnn_ops.ops.linear.LINEAR_ENGINES`: a kernel of ours behind the
-    product, cuBLASLt's epilogue, one that sums for the bias too, and cuDNN's graph."""
+    """By ``"ours"``, a kernel of ours behind the product, ``"epilogue"``, cuBLASLt's,
+    ``"epilogue_sum"``, one that sums for the bias too, and ``"graph"``, cuDNN's."""
     plan_engine: str = ""
     """The fastest of cuDNN's engines for the graph, where that was measured."""
 
