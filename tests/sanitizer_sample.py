@@ -139,12 +139,11 @@ def group_norms() -> Iterator[Sample]:
         weight, bias = (_tensor(16, dtype=dtype).requires_grad_() for _ in range(2))
         _ops._norm_limit_shared_memory(shared)
         try:
-            rest = (2, weight, bias)
+            x, residual = x.requires_grad_(), residual.requires_grad_()
             if adds:
-                leaves = [tensor.requires_grad_() for tensor in (x, residual)]
-                _backward(cudnn_ops.add_group_norm(*leaves, *rest, activation="silu"))
+                _backward(cudnn_ops.add_group_norm(x, residual, 2, weight, bias, activation="silu"))
             else:
-                _backward(cudnn_ops.group_norm(x.requires_grad_(), *rest))
+                _backward(cudnn_ops.group_norm(x, 2, weight, bias))
         finally:
             _ops._norm_limit_shared_memory(0)
 

@@ -18,6 +18,8 @@ def _as_channels(samples: Samples, with_parameters: bool) -> dict[str, Any]:
     if not with_parameters:
         return {name: samples.folded(name) for name in images}
     changes = {name: samples.full(name).movedim(0, 1).flatten(1, 2) for name in images}
+    for name in {"mean", "rstd"} & changes.keys():
+        changes[name] = changes[name].contiguous()
     for name in ("weight", "bias"):
         if call[name] is not None:
             changes[name] = samples.folded(name)

@@ -128,8 +128,8 @@ def _group_norm(name: str, shape: tuple[int, ...], groups: int, activation: str)
         shapes["residual"] = shape
 
     def ours(**tensors: Tensor) -> Results:
-        op = cudnn_ops.add_group_norm if is_sum else cudnn_ops.group_norm
-        return op(num_groups=groups, activation=activation, **tensors)  # type: ignore[operator]
+        op = getattr(cudnn_ops, name.split("-")[0])
+        return op(num_groups=groups, activation=activation, **tensors)
 
     def reference(
         input: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None
