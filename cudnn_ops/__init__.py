@@ -11,6 +11,7 @@ from cudnn_ops._library import cmake_prefix_path
 from cudnn_ops.compiler.report import Candidate, CompileReport, compile_report
 from cudnn_ops.ops import _vmap_attention as _vmap_attention
 from cudnn_ops.ops import _vmap_conv as _vmap_conv
+from cudnn_ops.ops import _vmap_group_norm as _vmap_group_norm
 from cudnn_ops.ops import _vmap_linear as _vmap_linear
 from cudnn_ops.ops import _vmap_rows as _vmap_rows
 from cudnn_ops.ops._when_imported import when_imported as _when_imported
@@ -19,6 +20,7 @@ from cudnn_ops.ops.checkpointing import checkpoint_ops
 from cudnn_ops.ops.conv import conv1d, conv2d, conv3d
 from cudnn_ops.ops.decomposition import decompositions
 from cudnn_ops.ops.gated import geglu, swiglu
+from cudnn_ops.ops.group_norm import add_group_norm, group_norm
 from cudnn_ops.ops.linear import linear, mlp
 from cudnn_ops.ops.merge import merge_attention_states
 from cudnn_ops.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -108,6 +110,7 @@ __all__ = [
     "StoreInfo",
     "TunedPlan",
     "WarmupReport",
+    "add_group_norm",
     "add_layer_norm",
     "add_rms_norm",
     "alibi_slopes",
@@ -122,6 +125,7 @@ __all__ = [
     "conv3d",
     "decompositions",
     "geglu",
+    "group_norm",
     "known_bad",
     "layer_norm",
     "linear",

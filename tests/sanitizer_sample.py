@@ -129,6 +129,34 @@ def norms() -> Iterator[Sample]:
                     )
 
 
+def group_norms() -> Iterator[Sample]:
+    """Groups that shared memory holds, and that it does not; pieces, and single numbers."""
+
+    def run(dtype: torch.dtype, is_last: bool, size: int, shared: int, adds: bool) -> None:
+        x, residual = (_tensor(2, 16, size, 6, dtype=dtype) for _ in range(2))
+        if is_last:
+            x = x.contiguous(memory_format=torch.channels_last)
+        weight, bias = (_tensor(16, dtype=dtype).requires_grad_() for _ in range(2))
+        _ops._norm_limit_shared_memory(shared)
+        try:
+            x, residual = x.requires_grad_(), residual.requires_grad_()
+            if adds:
+                _backward(cudnn_ops.add_group_norm(x, residual, 2, weight, bias, activation="silu"))
+            else:
+                _backward(cudnn_ops.group_norm(x, 2, weight, bias))
+        finally:
+            _ops._norm_limit_shared_memory(0)
+
+    for name, dtype in TYPES.items():
+        for is_last, size in ((False, 7), (False, 8), (True, 7)):
+            for shared, adds in ((0, True), (4 << 10, False), (4 << 10, True)):
+                order = "last" if is_last else "first"
+                yield (
+                    f"group_norm_forward and group_norm_backward, {name}, {order}, {shared}",
+                    partial(run, dtype, is_last, size, shared, adds),
+                )
+
+
 def convolutions() -> Iterator[Sample]:
     def run(activation: int, dtype: torch.dtype, channels: int, pixels: int) -> None:
         """The epilogue's gradients alone, which need no plan."""
@@ -222,7 +250,7 @@ def decoding() -> Iterator[Sample]:
 
 def samples() -> Iterator[Sample]:
     """All of them; nothing is computed until it is called."""
-    for family in (gated, rotary, norms, convolutions, appending, decoding):
+    for family in (gated, rotary, norms, group_norms, convolutions, appending, decoding):
         yield from family()
 
 

@@ -33,6 +33,23 @@ def norm(device: str, is_layer: bool) -> Arguments:
     }
 
 
+def group_norm(device: str) -> Arguments:
+    x, channels = torch.ones(2, 12, 5, device=device), torch.ones(12, device=device)
+    stats = torch.ones(2, 3, device=device)
+    return {
+        "grad_out": x,
+        "grad_sum": x,
+        "input": x,
+        "num_groups": 3,
+        "weight": channels,
+        "bias": channels,
+        "mean": stats,
+        "rstd": stats,
+        "activation": 2,
+        "output_mask": [True, True, True],
+    }
+
+
 def gated(device: str, activation: int) -> Arguments:
     x = torch.ones(3, 64, device=device)
     return {"grad_out": x, "gate": x, "up": x, "activation": activation}
@@ -87,6 +104,7 @@ def mlp(device: str) -> Arguments:
 CALLS: dict[str, tuple[str, Callable[[str], Arguments]]] = {
     "rms_norm": ("_norm_backward", lambda device: norm(device, False)),
     "layer_norm": ("_norm_backward", lambda device: norm(device, True)),
+    "group_norm": ("_group_norm_backward", group_norm),
     "swiglu": ("_gated_backward", lambda device: gated(device, 0)),
     "geglu": ("_gated_backward", lambda device: gated(device, 2)),
     "rotary_embedding": ("_rotary", rotary),
@@ -112,6 +130,10 @@ def eight_bits(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float8_e4m3fn)
 
 
+def repeated(tensor: Tensor) -> Tensor:
+    return tensor[:1].expand_as(tensor)
+
+
 #: Operator, argument, what is done to it, and what is raised.
 MISTAKES = [
     *[
@@ -131,6 +153,20 @@ MISTAKES = [
     ("layer_norm", "mean", lambda stats: stats.double(), ValueError, "mean must be"),
     ("layer_norm", "mean", lambda stats: stats[:1].expand(6), ValueError, "mean must be"),
     ("layer_norm", "normalized_shape", lambda _: [3, 64], ValueError, "weight must be"),
+    *[
+        ("group_norm", name, change, error, f"group_norm backward: {name} must be")
+        for name in ("grad_out", "grad_sum")
+        for change, error in ((narrow, ValueError), (short, ValueError), (half, TypeError))
+    ],
+    *[
+        ("group_norm", name, change, ValueError, rf"backward: {name} must be .*\[2, 3\]")
+        for name in ("mean", "rstd")
+        for change in (narrow, short, half, repeated)
+    ],
+    ("group_norm", "num_groups", lambda _: 5, ValueError, "num_groups must divide"),
+    ("group_norm", "activation", lambda _: 1, ValueError, "activation must be 0 or 2, got 1"),
+    ("group_norm", "weight", lambda _: None, ValueError, "the gradient of a weight or bias"),
+    ("group_norm", "bias", lambda _: None, ValueError, "the gradient of a weight or bias"),
     *[
         (op, name, change, error, rf"{op}.*: .*{name}")
         for op in ("swiglu", "geglu")
@@ -199,6 +235,7 @@ def test_fake(mistake, device):
     ("op", "name"),
     [
         *[("layer_norm", name) for name in ("grad_out", "grad_sum", "weight", "mean", "rstd")],
+        *[("group_norm", name) for name in ("grad_out", "grad_sum", "weight", "mean", "rstd")],
         *[("swiglu", name) for name in ("grad_out", "up")],
         *[("rotary_embedding", name) for name in ("cos", "sin")],
         # Of views.
@@ -225,7 +262,7 @@ def test_one_tensor_left_on_the_cpu(op, name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("op", ["rms_norm", "swiglu", "rotary_embedding"])
+@pytest.mark.parametrize("op", ["rms_norm", "group_norm", "swiglu", "rotary_embedding"])
 def test_float64_is_for_cpus(op):
     backward, make = CALLS[op]
     arguments = {

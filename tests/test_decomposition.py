@@ -91,6 +91,9 @@ def _pointwise(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor):
 
 
 def _convolutions(x: Tensor, weight: Tensor, bias: Tensor, volume: Tensor, kernel: Tensor):
+    yield cudnn_ops.group_norm(x, 2, None, None, 1e-4)
+    yield cudnn_ops.group_norm(x, 3, bias, bias, activation="silu")
+    yield from cudnn_ops.add_group_norm(volume, volume.sin(), 1, activation="silu")
     yield cudnn_ops.conv2d(x, weight, bias, 2, (1, 0), 2, activation="relu")
     yield cudnn_ops.conv2d(x, weight[:, :2], None, padding=1, groups=3, activation="silu")
     yield cudnn_ops.conv2d(x, weight, bias, padding="same", activation="gelu", residual=x)

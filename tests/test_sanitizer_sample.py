@@ -23,11 +23,20 @@ def norm_kernels() -> set[str]:
     return names | {f"norm_{name}" for name in re.findall(r"^NORM_ANY\((\w+),", text, re.MULTILINE)}
 
 
+def group_norm_kernels() -> set[str]:
+    text = "".join(
+        (KERNELS / f"group_norm_{way}.cu").read_text() for way in ("forward", "backward")
+    )
+    found = re.findall(r"^GROUP_NORM\((\w+), (\w+),", text, re.MULTILINE)
+    return {"group_norm_totals"} | {f"group_norm_{'_'.join(each)}" for each in found}
+
+
 def test_every_source_is_in_the_sample():
     named = " ".join(name for name, _ in samples())
     missing = [path.stem for path in KERNELS.glob("*.cu") if path.stem not in named]
     assert not missing
     assert len(norm_kernels()) > 30
+    assert len(group_norm_kernels()) == 15
 
 
 @pytest.mark.gpu
@@ -49,4 +58,6 @@ def test_the_sample_runs_the_kernels_that_it_is_named_for():
         )
         for name in ("half", "bfloat16", "float")
     }
-    assert sorted((named | backward | others | norm_kernels()) - set(ran)) == []
+    assert (
+        sorted((named | backward | others | norm_kernels() | group_norm_kernels()) - set(ran)) == []
+    )

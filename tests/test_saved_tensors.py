@@ -155,6 +155,20 @@ def _calls() -> dict[str, Call]:
             ("input", "residual"),
             3,
         ),
+        "group_norm": Call(
+            lambda input, weight, bias: cudnn_ops.group_norm(input, 2, weight, bias),
+            {"input": _leaf(3, 8, 5), "weight": _leaf(8), "bias": _leaf(8)},
+            (),
+            2,
+        ),
+        "add_group_norm": Call(
+            lambda input, residual, weight: cudnn_ops.add_group_norm(
+                input, residual, 2, weight, activation="silu"
+            ),
+            {"input": _leaf(3, 8, 5), "residual": _leaf(3, 8, 5), "weight": _leaf(8)},
+            ("input", "residual"),
+            3,
+        ),
         "conv": Call(_convolve("none"), image, ("bias", "residual")),
         "conv_relu": Call(_convolve("relu"), image, ("bias", "residual"), 1),
         "conv_gelu": Call(_convolve("gelu"), image, ("bias", "residual"), 1),

@@ -1,14 +1,14 @@
 // The end of a sum over many rows, of which blocks have each added up some.
 #pragma once
 
-// Adds up the `rows` rows of `sums`, 32 columns a block of whole warps, in a fixed order; `write`
-// gets each column and its sum.
+// Adds up the `rows` rows of `sums`, the 32 columns of a strip by a block of whole warps, in a
+// fixed order; `write` gets each column and its sum.
 template <class Write>
 __device__ void add_up_columns(const float* sums, unsigned rows, unsigned columns,
-                               const Write& write) {
+                               const Write& write, unsigned strip = blockIdx.x) {
   __shared__ float by_warp[32][33];
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const unsigned column = blockIdx.x * 32 + lane;
+  const unsigned column = strip * 32 + lane;
   float sum = 0;
   if (column < columns) {
 #pragma unroll 8

@@ -16,7 +16,7 @@ from cudnn_ops.nn.fuse import FusedConv, UnfusedActivation, fuse_conv_bn_act_
 from cudnn_ops.nn.gated import PackedSwiGLU, SwiGLU
 from cudnn_ops.nn.linear import FusedQKV, MergedLinear, MergedSwiGLU
 from cudnn_ops.nn.mlp import MLP, LinearAct
-from cudnn_ops.nn.norm import LayerNorm, RMSNorm, UnitRMSNorm
+from cudnn_ops.nn.norm import GroupNorm, LayerNorm, RMSNorm, UnitRMSNorm
 from cudnn_ops.nn.replace import Replacement, replace_modules_
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "ConvAct3d",
     "FusedConv",
     "FusedQKV",
+    "GroupNorm",
     "LayerNorm",
     "LinearAct",
     "MergedLinear",

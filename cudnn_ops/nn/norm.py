@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from torch import Tensor, nn
 
+from cudnn_ops.ops.activation import require_activation
+from cudnn_ops.ops.group_norm import NormActivation, group_norm
 from cudnn_ops.ops.norm import layer_norm, rms_norm
 
 
@@ -77,3 +81,41 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         """[..., normalized_shape] to the same."""
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class GroupNorm(nn.GroupNorm):
+    """``torch.nn.GroupNorm`` on :func:`cudnn_ops.group_norm`; the same arguments and keys.
+
+    Args:
+        activation: ``"silu"`` or ``"none"``, of the norm.
+
+    Example:
+        >>> import torch
+        >>> from cudnn_ops.nn import GroupNorm
+        >>> GroupNorm(32, 64, activation="silu")(torch.randn(2, 64, 8, 8)).shape
+        torch.Size([2, 64, 8, 8])
+    """
+
+    def __init__(
+        self, *args: object, activation: NormActivation = "none", **kwargs: object
+    ) -> None:
+        """Accepts the arguments of ``torch.nn.GroupNorm``, and ``activation``."""
+        require_activation(self, activation, get_args(NormActivation))
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self.activation: NormActivation = activation
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[N, C, ...] to the same."""
+        return group_norm(
+            input,
+            self.num_groups,
+            self.weight,
+            self.bias,
+            self.eps,
+            activation=self.activation,
+        )
+
+    def extra_repr(self) -> str:
+        """The options, for ``print``."""
+        ending = "" if self.activation == "none" else f", activation={self.activation}"
+        return super().extra_repr() + ending

@@ -15,12 +15,12 @@ from cudnn_ops.nn.hooks import has_hooks
 from cudnn_ops.nn.linear import MergedSwiGLU
 from cudnn_ops.nn.merge import SharedProjection, shared_projections
 from cudnn_ops.nn.mlp import MLP, LinearAct, is_linear, is_transposed
-from cudnn_ops.nn.norm import LayerNorm, RMSNorm, UnitRMSNorm
+from cudnn_ops.nn.norm import GroupNorm, LayerNorm, RMSNorm, UnitRMSNorm
 from cudnn_ops.ops.activation import ACTIVATIONS, Activation, activate
 
 #: What is not swapped again.
 _OURS = (
-    *(RMSNorm, UnitRMSNorm, LayerNorm),
+    *(RMSNorm, UnitRMSNorm, LayerNorm, GroupNorm),
     *(SwiGLU, PackedSwiGLU, MergedSwiGLU, MLP, LinearAct, SharedProjection),
 )
 
@@ -59,7 +59,7 @@ def replace_modules_(
     A module is replaced if it has the parts of one of this package's modules, and if a copy of it
     computes the same on random inputs on the CPU, in eval and in training mode:
 
-    - torch's ``RMSNorm`` and ``LayerNorm``;
+    - torch's ``RMSNorm``, ``LayerNorm`` and ``GroupNorm``;
     - a module whose only parameter is a one-dimensional ``weight`` and that is an RMS norm,
       zero-centered or not (Llama, Qwen, Mistral, Gemma), or a layer norm without a bias (Cohere);
     - a module without parameters that is an RMS norm (Llama 4's for queries and keys);
@@ -168,7 +168,7 @@ _Candidate = tuple[Callable[[], nn.Module | None], str | None]
 
 
 def _candidate(module: nn.Module, merge: bool, merges: bool) -> _Candidate | None:
-    if type(module) in (nn.LayerNorm, nn.RMSNorm):
+    if type(module) in (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm):
         return functools.partial(_like_torch, module), "it is another norm"
     parameters = dict(module.named_parameters())
     if not parameters:
@@ -210,9 +210,15 @@ def _linears(module: nn.Module) -> tuple[str, ...]:
     return tuple(layers) if is_all else ()
 
 
-def _like_torch(module: nn.Module) -> LayerNorm | RMSNorm:
+def _like_torch(module: nn.Module) -> LayerNorm | RMSNorm | GroupNorm:
     if isinstance(module, nn.RMSNorm):
         return _rms_norm(module.normalized_shape, module.eps, module.weight)
+    if isinstance(module, nn.GroupNorm):
+        norm = GroupNorm(
+            module.num_groups, module.num_channels, module.eps, module.affine, device="meta"
+        )
+        norm.weight, norm.bias = module.weight, module.bias
+        return norm
     assert isinstance(module, nn.LayerNorm)
     layer = LayerNorm(list(module.normalized_shape), module.eps, device="meta")
     layer.weight, layer.bias = module.weight, module.bias

@@ -78,6 +78,7 @@ def _is_integers(value: object) -> bool:
 _TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
     "Tensor": (lambda value: isinstance(value, Tensor), "a tensor"),
     "List[int]": (_is_integers, "a sequence of integers, such as (64,)"),
+    "int": (lambda value: isinstance(value, int | torch.SymInt), "a whole number"),
     "float": (lambda value: isinstance(value, Real | torch.SymFloat), "a number"),
     "bool": (lambda value: isinstance(value, bool), "True or False"),
     "str": (lambda value: isinstance(value, str), "a string"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cudnn_ops.ops import conv, linear, norm, paged, sdpa_cpu, varlen
+from cudnn_ops.ops import conv, group_norm, linear, norm, paged, sdpa_cpu, varlen
 from cudnn_ops.ops.activation import ACTIVATIONS, activate, needs_before
 from cudnn_ops.ops.arguments import bind
 from cudnn_ops.ops.gated import gated_in_torch
@@ -61,6 +61,7 @@ def decompositions() -> _Decompositions:
         _ops.paged_attention.default: lambda *args, **kwargs: _paged(*args, **kwargs)[0],
         _ops.paged_attention_with_lse.default: _paged,
         _ops._norm.default: _norm,
+        _ops._group_norm.default: _group_norm,
         _ops._gated.default: gated_in_torch,
         _ops._rotary.default: rotary_in_torch,
         _ops._conv.default: _conv,
@@ -69,6 +70,7 @@ def decompositions() -> _Decompositions:
     }
     for name in (
         *("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"),
+        *("group_norm", "add_group_norm"),
         *("swiglu", "geglu", "rotary_embedding"),
         *("conv1d", "conv2d", "conv3d", "_conv1d", "_conv2d", "_conv3d"),
         *("linear", "mlp"),
@@ -155,6 +157,12 @@ def _paged(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 def _norm(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = bind(_ops._norm.default, args, {})
     return norm.norm_in_torch(call, torch.promote_types(call.input.dtype, torch.float32))
+
+
+def _group_norm(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    call = bind(_ops._group_norm.default, args, {})
+    dtype = torch.promote_types(call.input.dtype, torch.float32)
+    return group_norm.group_norm_in_torch(call, dtype)
 
 
 def _linear(*args: Any) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import cudnn_ops
-from tests.cases import conv, linear, norm, sdpa, sdpa_features, varlen
+from tests.cases import conv, group_norm, linear, norm, sdpa, sdpa_features, varlen
 from tests.cases.conv import ConvCase
+from tests.cases.group_norm import GroupNormCase
 from tests.cases.norm import NormCase
 from tests.cases.sdpa_features import Features
 from tests.cases.varlen import Packed
@@ -105,6 +106,13 @@ def _norm(name: str, case: NormCase) -> Derivative:
     return Derivative(name, check)
 
 
+def _group_norm(name: str, case: GroupNormCase) -> Derivative:
+    def check(device: str, within: AbstractContextManager[object]) -> None:
+        group_norm.check(case, group_norm.make(case, DTYPE, device, seed=0), within)
+
+    return Derivative(name, check)
+
+
 def _check_add_norm(device: str, within: AbstractContextManager[object]) -> None:
     """Through the norm and the sum."""
 
@@ -162,6 +170,8 @@ DERIVATIVES: list[Derivative] = [
     _norm("rms_norm", NormCase((6, 5, 96), (96,), is_layer=False)),
     _norm("layer_norm", NormCase((6, 5, 96), (96,), is_layer=True, bias="same")),
     Derivative("add_rms_norm", _check_add_norm),
+    _group_norm("group_norm", GroupNormCase((2, 12, 5, 7), 3, layout="last")),
+    _group_norm("group_norm_silu", GroupNormCase((2, 12, 9), 3, "silu", residual=True)),
     _conv("conv", replace(_IMAGE, activation="none")),
     _conv("conv_relu", _IMAGE),
     _conv("conv_silu", replace(_IMAGE, activation="silu", residual=False)),

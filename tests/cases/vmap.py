@@ -121,6 +121,27 @@ def _norm(
     )
 
 
+def _group_norm(name: str, shape: tuple[int, ...], groups: int, activation: str) -> Problem:
+    is_sum = name.startswith("add")
+    shapes = {"input": shape, "weight": shape[1:2], "bias": shape[1:2]}
+    if is_sum:
+        shapes["residual"] = shape
+
+    def ours(**tensors: Tensor) -> Results:
+        op = getattr(cudnn_ops, name.split("-")[0])
+        return op(num_groups=groups, activation=activation, **tensors)
+
+    def reference(
+        input: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None
+    ) -> Results:
+        total = input if residual is None else input + residual
+        out = F.group_norm(total, groups, weight, bias)
+        out = F.silu(out) if activation == "silu" else out
+        return (out, total) if is_sum else out
+
+    return Problem(name, ours, reference, drawing(**shapes), tuple(shapes))
+
+
 def _without_weight(input: Tensor) -> Tensor:
     return cudnn_ops.rms_norm(input, (24,))
 
@@ -154,6 +175,9 @@ ROWS = [
     _norm("layer_norm-wide", (2, 5, 24), (5, 24), wide=True, zero_centered=True),
     _norm("add_rms_norm", (4, 24), (24,)),
     _norm("add_layer_norm", (2, 3, 24), (24,), zero_centered=True),
+    _group_norm("group_norm", (2, 6, 5), 3, "none"),
+    _group_norm("group_norm-silu", (3, 4, 3, 2), 1, "silu"),
+    _group_norm("add_group_norm", (2, 6, 5), 2, "silu"),
     Problem(
         "swiglu",
         cudnn_ops.swiglu,

@@ -182,6 +182,39 @@ def run_norms(recorder: Recorder, device: torch.device) -> None:
                     )
 
 
+def run_group_norms(recorder: Recorder, device: torch.device) -> None:
+    """Few groups and many, of all sizes, in both memory orders."""
+    shapes = itertools.product(
+        (1, 3, 256, 65_536),
+        ((1, 2), (1, 3), (1, 4096), (1, 8192), (32, 10), (32, 16), (32, 60), (7, 9), (512, 1)),
+        (1, 2, 7, 49, 64, 256, 1000, 4096, 4097, 65_536, 1 << 20, (1 << 24) + 1),
+        (False, True),
+        (0, 1),
+    )
+    for (batch, (groups, of_group), size, is_last, start), dtype in itertools.product(
+        shapes, DTYPES
+    ):
+        channels = groups * of_group
+        if batch * channels * size >= 1 << 36 or (start == 1 and batch > 1):
+            continue
+        if batch * of_group * size == 1:
+            continue
+        sizes = (batch, size, channels) if is_last else (batch, channels, size)
+        x = memory(device, dtype, *sizes, start=start)
+        x = x.transpose(1, 2) if is_last else x
+        weight = memory(device, dtype, channels)
+        stats = memory(device, torch.float32, batch, groups)
+        words = ("group norm", dtype, batch, groups, of_group, size, is_last, start)
+        for residual, with_stats in ((None, False), (x, True)):
+            with recorder.calling(*words, with_stats):
+                _ops._group_norm.default(x, residual, groups, weight, weight, 1e-5, 2, with_stats)
+        for mask in ((True, True, True), (True, False, False), (False, True, False)):
+            with recorder.calling(*words, mask):
+                _ops._group_norm_backward.default(
+                    x, None, x, groups, weight, weight, stats, stats, 2, mask
+                )
+
+
 def run_gated(recorder: Recorder, device: torch.device) -> None:
     for dtype, (rows, width), start in itertools.product(DTYPES, SIZES, (0, 1)):
         x = memory(device, dtype, rows, width, start=start)
@@ -264,7 +297,16 @@ def run_append(recorder: Recorder, device: torch.device) -> None:
             _ops.paged_kv_append_.default(cache, cache.clone(), key, key, slots, False)
 
 
-RUNS = (run_norms, run_gated, run_rotary, run_epilogues, run_rows, run_linear, run_append)
+RUNS = (
+    run_norms,
+    run_group_norms,
+    run_gated,
+    run_rotary,
+    run_epilogues,
+    run_rows,
+    run_linear,
+    run_append,
+)
 
 
 def main() -> None:

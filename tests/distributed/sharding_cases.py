@@ -296,6 +296,26 @@ def _conv(input: Tensor, weight: Tensor, **rest: Any) -> Tensor:
     return cudnn_ops.conv2d(input, weight, rest.pop("bias", None), padding=1, **rest)
 
 
+def _group(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return cudnn_ops.group_norm(x, 2, weight, bias, activation="silu")
+
+
+def _add_group(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return cudnn_ops.add_group_norm(x, residual, 2, weight)
+
+
+CHANNELS_OF_IMAGES: Tensors = {"x": (B, 4, 6, 5), "weight": (4,)}
+IN_GROUPS: Tensors = {**CHANNELS_OF_IMAGES, "bias": (4,)}
+ADDED_IN_GROUPS: Tensors = {**CHANNELS_OF_IMAGES, "residual": (B, 4, 6, 5)}
+
+GROUP_NORMS = [
+    Case("group norm by batch", _group, IN_GROUPS, {"x": S0}, silent=True),
+    Case("group norm by channels", _group, IN_GROUPS, {"x": S1, "weight": S0, "bias": S0}),
+    Case("group norm by rows", _group, IN_GROUPS, {"x": S2}),
+    Case("group norm of partial sums", _group, IN_GROUPS, {"x": Partial()}),
+    Case("group sum", _add_group, ADDED_IN_GROUPS, {"x": S0, "residual": S0}, silent=True),
+]
+
 IMAGES: Tensors = {"input": (B, 4, 6, 5), "weight": (8, 4, 3, 3), "bias": (8,)}
 CHANNELS = {"weight": S0, "bias": S0}
 silu = partial(_conv, activation="silu")
@@ -369,7 +389,7 @@ LAYERS = [
     ),
 ]
 
-DIFFERENTIABLE = [*ATTENTION, *PACKED, *NORMS, *POINTWISE, *CONVOLUTIONS, *LAYERS]
+DIFFERENTIABLE = [*ATTENTION, *PACKED, *NORMS, *GROUP_NORMS, *POINTWISE, *CONVOLUTIONS, *LAYERS]
 
 #: Over a mesh of two dimensions, with a placement for each.
 TWO_DIMENSIONS = [

@@ -1,0 +1,185 @@
+// What group_norm_forward.cu and group_norm_backward.cu share: which numbers a thread has, and how
+// the threads of a channel join what they found. One code serves both memory orders: where channels
+// are last a piece has one position of several channels, else several positions of one channel.
+#pragma once
+
+#include "activation.cuh"
+#include "group_norm_call.h"
+#include "number.cuh"
+#include "threads.cuh"
+
+using Type = KERNEL_TYPE;
+using Bits = Type::Bits;
+
+// The numbers of a block: a stretch of the positions of a strip of a sample's channels.
+template <int kBytes>
+struct Tile {
+  static constexpr int kWidth = kBytes / sizeof(Bits);
+  using Vector = Piece<Type, kWidth>;
+
+  const GroupNormCall& call;
+  unsigned slot, lane, sample, row;  // row: of the partial sums
+  unsigned first_channel, end_channel;
+  unsigned first, end;  // of the thread's positions
+
+  __device__ Tile(const GroupNormCall& call, unsigned block) : call(call) {
+    const GroupNormSpread& spread = call.spread;
+    const unsigned thread = threadIdx.x;
+    slot = call.is_channels_last ? thread % spread.slots : thread / spread.lanes;
+    lane = call.is_channels_last ? thread / spread.slots : thread % spread.lanes;
+    const unsigned strip = block % spread.strips;
+    row = block / spread.strips;
+    sample = row / spread.stretches;
+    first_channel = strip * spread.channels;
+    end_channel = min(call.channels, first_channel + spread.channels);
+    const unsigned begin = (row - sample * spread.stretches) * spread.stretch;
+    first = begin + lane;
+    end = min(call.is_channels_last ? call.positions : call.positions / kWidth,
+              begin + spread.stretch);
+  }
+
+  // The first of the thread's channels in a turn.
+  __device__ unsigned channel(unsigned turn) const {
+    const unsigned width = call.is_channels_last ? kWidth : 1;
+    return first_channel + (turn * call.spread.slots + slot) * width;
+  }
+  __device__ bool has(unsigned channel) const {
+    return lane < call.spread.lanes && slot < call.spread.slots && channel < end_channel;
+  }
+  // Where the pieces of a channel begin.
+  __device__ long long offset(unsigned channel) const {
+    const long long start = (long long)sample * call.channels * call.positions;
+    return (start + (call.is_channels_last ? channel : (long long)channel * call.positions)) /
+           kWidth;
+  }
+
+  // For each position of the thread `load` with an index below kAhead and where its piece is, then
+  // `use` likewise: several loads are under way before the first is waited for.
+  template <int kAhead, class Load, class Use>
+  __device__ void each(unsigned channel, const Load& load, const Use& use) const {
+    const long long start = offset(channel);
+    const unsigned step = call.is_channels_last ? call.channels / kWidth : 1;
+    const unsigned lanes = call.spread.lanes;
+    for (unsigned at = first; at < end; at += kAhead * lanes) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const unsigned position = at + i * lanes;
+        if (position < end) load(i, start + (long long)position * step);
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const unsigned position = at + i * lanes;
+        if (position < end) use(i, start + (long long)position * step);
+      }
+    }
+  }
+};
+
+// A block's shared memory: the pieces that threads keep, each its own; room to join; and two
+// numbers of each channel and of each group.
+struct Shared {
+  unsigned char* kept;
+  float *scratch, *channels, *groups;
+
+  __device__ Shared(const GroupNormSpread& spread) {
+    extern __shared__ uint4 memory[];
+    kept = (unsigned char*)memory;
+    scratch = (float*)(kept + spread.kept);
+    channels = (float*)(kept + spread.kept + spread.scratch);
+    groups = channels + 2 * spread.channels;
+  }
+};
+
+__device__ float read_parameter(const void* data, bool is_float, unsigned channel,
+                                float otherwise) {
+  if (data == nullptr) return otherwise;
+  return is_float ? ((const float*)data)[channel] : Type::read(((const Bits*)data)[channel]);
+}
+
+__device__ float weight_of(const GroupNormCall& call, unsigned channel) {
+  return read_parameter(call.weight, call.is_weight_float, channel, 1);
+}
+
+__device__ float bias_of(const GroupNormCall& call, unsigned channel) {
+  return read_parameter(call.bias, call.is_bias_float, channel, 0);
+}
+
+// Joins what the lanes of each slot found, in a fixed order; lane 0 has the result, where channels
+// are first in parts[0]. Every thread of the block must come here. A Part is some floats and knows
+// how to take in another.
+template <class Part, int kWidth>
+__device__ void join(const GroupNormCall& call, unsigned lane, Part (&parts)[kWidth],
+                     float* scratch) {
+  constexpr unsigned kFloats = sizeof(Part) / sizeof(float);
+  const GroupNormSpread& spread = call.spread;
+  if (call.is_channels_last) {
+    // The upper half of the lanes hands over to the lower one, until one is left.
+    const unsigned thread = threadIdx.x, handed = spread.slots * (spread.lanes / 2);
+    for (unsigned lanes = spread.lanes; lanes > 1;) {
+      const unsigned half = (lanes + 1) / 2, from = thread - half * spread.slots;
+      if (lane >= half && lane < lanes) {
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) {
+#pragma unroll
+          for (unsigned j = 0; j < kFloats; ++j) {
+            scratch[(k * kFloats + j) * handed + from] = parts[k].floats[j];
+          }
+        }
+      }
+      __syncthreads();
+      if (lane < lanes - half) {
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) {
+          Part other;
+#pragma unroll
+          for (unsigned j = 0; j < kFloats; ++j) {
+            other.floats[j] = scratch[(k * kFloats + j) * handed + thread];
+          }
+          parts[k].take(other);
+        }
+      }
+      __syncthreads();
+      lanes = half;
+    }
+    return;
+  }
+#pragma unroll
+  for (int k = 1; k < kWidth; ++k) parts[0].take(parts[k]);
+  for (unsigned distance = min(spread.lanes, 32u) / 2; distance > 0; distance /= 2) {
+    Part other;
+#pragma unroll
+    for (unsigned j = 0; j < kFloats; ++j) {
+      other.floats[j] = __shfl_xor_sync(~0u, parts[0].floats[j], distance);
+    }
+    parts[0].take(other);
+  }
+  if (spread.lanes <= 32) return;
+  const unsigned warp = threadIdx.x / 32;
+  if (threadIdx.x % 32 == 0) {
+#pragma unroll
+    for (unsigned j = 0; j < kFloats; ++j) scratch[warp * kFloats + j] = parts[0].floats[j];
+  }
+  __syncthreads();
+  if (lane == 0) {
+    for (unsigned other = 1; other < spread.lanes / 32; ++other) {
+      Part part;
+#pragma unroll
+      for (unsigned j = 0; j < kFloats; ++j) {
+        part.floats[j] = scratch[(warp + other) * kFloats + j];
+      }
+      parts[0].take(part);
+    }
+  }
+  __syncthreads();
+}
+
+// The kernels of pieces of 16 bytes, and of one number.
+constexpr int n = sizeof(Bits);
+
+#define GROUP_NORM(name, bytes, threads, blocks)                                \
+  extern "C" __global__ void __launch_bounds__(threads, blocks)                 \
+      group_norm_##name##_##bytes(const __grid_constant__ GroupNormCall call) { \
+    wait_for_inputs();                                                          \
+    let_next_start();                                                           \
+    name<bytes>(call);                                                          \
+  }

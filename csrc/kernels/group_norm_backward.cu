@@ -1,0 +1,267 @@
+// The gradients of group norm. Compiled when the package is built (cmake/compile_kernels.py), once
+// for each type of the numbers; group_norm_cuda.cpp launches it.
+//
+// Of each channel of a sample two sums are needed: of the gradient through the activation, and of
+// that times the normed number. Over samples they are the gradients of bias and weight; over the
+// channels of a group, each times its weight, they are what the gradient of the input is less by.
+// As in the forward, one kernel does all of a group that fits into shared memory, else three do.
+
+#include "column_sums.cuh"
+#include "group_norm.cuh"
+
+namespace {
+
+struct Sums {
+  float floats[2];  // of the gradient, and of it times the normed number
+
+  __device__ void take(const Sums& other) {
+    floats[0] += other.floats[0];
+    floats[1] += other.floats[1];
+  }
+};
+
+constexpr int kAhead = 2;
+
+// What a thread knows of its channels.
+template <int kBytes>
+struct Channels {
+  static constexpr int kWidth = kBytes / sizeof(Bits);
+  float centers[kWidth], factors[kWidth], shifts[kWidth];
+
+  __device__ Channels(const GroupNormCall& call, const Tile<kBytes>& tile, unsigned channel) {
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      const unsigned of = channel + (call.is_channels_last ? k : 0);
+      const unsigned group = tile.sample * call.groups + of / (call.channels / call.groups);
+      centers[k] = call.mean[group];
+      factors[k] = call.rstd[group] * weight_of(call, of);
+      shifts[k] = call.has_silu ? bias_of(call, of) : 0;
+    }
+  }
+  // Makes a number's distance from the mean of it, and of the output's gradient the one through the
+  // activation.
+  __device__ void through(const GroupNormCall& call, float (&x)[kWidth],
+                          float (&grad)[kWidth]) const {
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) x[k] -= centers[k];
+    if (!call.has_silu) return;
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) grad[k] *= Silu::of(fmaf(x[k], factors[k], shifts[k])).y;
+  }
+};
+
+// The sums of each of the block's channels; `write` gets them.
+template <int kBytes, bool kKeeps, class Write>
+__device__ void find_sums(const GroupNormCall& call, const Tile<kBytes>& tile, const Shared& shared,
+                          const Write& write) {
+  constexpr int kWidth = kBytes / sizeof(Bits);
+  using Vector = Piece<Type, kWidth>;
+  const auto *input = (const Vector*)call.input, *grad_out = (const Vector*)call.grad_out;
+  auto* kept = (Vector*)shared.kept + threadIdx.x;
+  for (unsigned turn = 0; turn < call.spread.turns; ++turn) {
+    const unsigned channel = tile.channel(turn);
+    Sums sums[kWidth] = {};
+    if (tile.has(channel)) {
+      const Channels<kBytes> channels(call, tile, channel);
+      Vector inputs[kAhead], grads[kAhead];
+      const auto load = [&](int i, long long at) {
+        inputs[i] = input[at];
+        grads[i] = grad_out[at];
+      };
+      const auto use = [&](int i, long long at) {
+        if constexpr (kKeeps) {
+          kept[0] = inputs[i];
+          kept[blockDim.x] = grads[i];
+          kept += 2 * blockDim.x;
+        }
+        float x[kWidth], grad[kWidth];
+        inputs[i].read(x);
+        grads[i].read(grad);
+        channels.through(call, x, grad);
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) {
+          sums[k].floats[0] += grad[k];
+          sums[k].floats[1] = fmaf(grad[k], x[k], sums[k].floats[1]);
+        }
+      };
+      tile.template each<kAhead>(channel, load, use);
+    }
+    join(call, tile.lane, sums, shared.scratch);
+    if (tile.lane != 0 || !tile.has(channel)) continue;
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      if (k > 0 && !call.is_channels_last) continue;
+      const unsigned group = (channel + k) / (call.channels / call.groups);
+      sums[k].floats[1] *= call.rstd[tile.sample * call.groups + group];
+      write(channel + k, sums[k]);
+    }
+  }
+}
+
+// What the gradient of a group's numbers is less by, from the sums over its channels, each times
+// its weight: a constant, and a multiple of the distance from the mean.
+__device__ float2 slopes_of(const GroupNormCall& call, unsigned group, float sum, float along) {
+  const float numbers = (float)(call.channels / call.groups) * call.positions;
+  const float scale = call.rstd[group] / numbers;
+  return {scale * sum, scale * along * call.rstd[group]};
+}
+
+// The gradient of the block's numbers; `slopes` are those of groups from `first_group` on.
+template <int kBytes, bool kKeeps>
+__device__ void write_gradient(const GroupNormCall& call, const Tile<kBytes>& tile,
+                               const Shared& shared, const float2* slopes, unsigned first_group) {
+  constexpr int kWidth = kBytes / sizeof(Bits);
+  using Vector = Piece<Type, kWidth>;
+  const auto *input = (const Vector*)call.input, *grad_out = (const Vector*)call.grad_out;
+  const auto* more = (const Vector*)call.grad_sum;
+  const auto* kept = (const Vector*)shared.kept + threadIdx.x;
+  for (unsigned turn = 0; turn < call.spread.turns; ++turn) {
+    const unsigned channel = tile.channel(turn);
+    if (!tile.has(channel)) continue;
+    const Channels<kBytes> channels(call, tile, channel);
+    float constants[kWidth], multiples[kWidth];
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      const unsigned of = channel + (call.is_channels_last ? k : 0);
+      const float2 slope = slopes[of / (call.channels / call.groups) - first_group];
+      constants[k] = slope.x;
+      multiples[k] = slope.y;
+    }
+    Vector inputs[kAhead], grads[kAhead];
+    const auto load = [&](int i, long long at) {
+      if constexpr (kKeeps) {
+        inputs[i] = kept[0];
+        grads[i] = kept[blockDim.x];
+        kept += 2 * blockDim.x;
+      } else {
+        inputs[i] = input[at];
+        grads[i] = grad_out[at];
+      }
+    };
+    const auto use = [&](int i, long long at) {
+      float x[kWidth], grad[kWidth];
+      inputs[i].read(x);
+      grads[i].read(grad);
+      channels.through(call, x, grad);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        const float less = fmaf(x[k], multiples[k], constants[k]);
+        x[k] = fmaf(channels.factors[k], grad[k], -less);
+      }
+      if (more != nullptr) more[at].add_to(x);
+      ((Vector*)call.out)[at] = Vector::of(x);
+    };
+    tile.template each<kAhead>(channel, load, use);
+  }
+}
+
+// Groups of a sample that are a block's, from the first number to the gradient, but for the sums
+// over samples.
+template <int kBytes>
+__device__ void whole_backward(const GroupNormCall& call) {
+  const Tile<kBytes> tile(call, blockIdx.x);
+  const Shared shared(call.spread);
+  const long long numbers = (long long)call.samples * call.channels;
+  find_sums<kBytes, true>(call, tile, shared, [&](unsigned channel, const Sums& sums) {
+    ((float2*)shared.channels)[channel - tile.first_channel] = {sums.floats[0], sums.floats[1]};
+    if (call.partial == nullptr) return;
+    float* partial = call.partial + (long long)tile.row * call.channels + channel;
+    partial[0] = sums.floats[0];
+    partial[numbers] = sums.floats[1];
+  });
+  __syncthreads();
+  const unsigned group_channels = call.channels / call.groups;
+  const unsigned groups = (tile.end_channel - tile.first_channel) / group_channels;
+  const unsigned first_group = tile.first_channel / group_channels;
+  for (unsigned group = threadIdx.x / 32; group < groups; group += blockDim.x / 32) {
+    float sum = 0, along = 0;
+    for (unsigned i = threadIdx.x % 32; i < group_channels; i += 32) {
+      const unsigned channel = group * group_channels + i;
+      const float2 sums = ((const float2*)shared.channels)[channel];
+      const float weight = weight_of(call, tile.first_channel + channel);
+      sum = fmaf(weight, sums.x, sum);
+      along = fmaf(weight, sums.y, along);
+    }
+    sum = sum_within_warp(sum, 32);
+    along = sum_within_warp(along, 32);
+    if (threadIdx.x % 32 != 0) continue;
+    ((float2*)shared.groups)[group] =
+        slopes_of(call, tile.sample * call.groups + first_group + group, sum, along);
+  }
+  __syncthreads();
+  write_gradient<kBytes, true>(call, tile, shared, (const float2*)shared.groups, first_group);
+}
+
+template <int kBytes>
+__device__ void sums(const GroupNormCall& call) {
+  const Tile<kBytes> tile(call, blockIdx.x);
+  const long long numbers = (long long)call.samples * call.spread.stretches * call.channels;
+  float* partial = call.partial + (long long)tile.row * call.channels;
+  find_sums<kBytes, false>(call, tile, Shared(call.spread),
+                           [&](unsigned channel, const Sums& sums) {
+                             partial[channel] = sums.floats[0];
+                             partial[numbers + channel] = sums.floats[1];
+                           });
+}
+
+// The gradients of weight and bias by the first blocks, 32 channels of one of them each; by each of
+// the others the slopes of a group.
+__device__ void totals(const GroupNormCall& call) {
+  const unsigned strips =
+      call.grad_weight == nullptr && call.grad_bias == nullptr ? 0 : (call.channels + 31) / 32;
+  const unsigned rows = call.samples * call.spread.stretches;
+  const long long numbers = (long long)rows * call.channels;
+  if (blockIdx.x < 2 * strips) {
+    const bool is_weight = blockIdx.x < strips;
+    void* out = is_weight ? call.grad_weight : call.grad_bias;
+    if (out == nullptr) return;
+    const bool is_float = is_weight ? call.is_weight_float : call.is_bias_float;
+    const auto write = [&](unsigned channel, float sum) {
+      if (is_float) {
+        ((float*)out)[channel] = sum;
+      } else {
+        ((Bits*)out)[channel] = Type::write(sum);
+      }
+    };
+    return add_up_columns(call.partial + (is_weight ? numbers : 0), rows, call.channels, write,
+                          is_weight ? blockIdx.x : blockIdx.x - strips);
+  }
+  __shared__ float scratch[2][32];
+  const unsigned at = blockIdx.x - 2 * strips, sample = at / call.groups;
+  const unsigned group = at - sample * call.groups, group_channels = call.channels / call.groups;
+  const float* partial = call.partial + (long long)sample * call.spread.stretches * call.channels +
+                         (long long)group * group_channels;
+  float found[2] = {};
+  for (unsigned i = threadIdx.x; i < call.spread.stretches * group_channels; i += blockDim.x) {
+    const unsigned row = i / group_channels, channel = i - row * group_channels;
+    const float* here = partial + (long long)row * call.channels + channel;
+    const float weight = weight_of(call, group * group_channels + channel);
+    found[0] = fmaf(weight, here[0], found[0]);
+    found[1] = fmaf(weight, here[numbers], found[1]);
+  }
+  sum_up(found, blockDim.x, scratch);
+  if (threadIdx.x == 0) ((float2*)call.slopes)[at] = slopes_of(call, at, found[0], found[1]);
+}
+
+template <int kBytes>
+__device__ void gradient(const GroupNormCall& call) {
+  const Tile<kBytes> tile(call, gridDim.x - 1 - blockIdx.x);
+  const auto* slopes = (const float2*)call.slopes + tile.sample * call.groups;
+  write_gradient<kBytes, false>(call, tile, Shared(call.spread), slopes, 0);
+}
+
+}  // namespace
+
+GROUP_NORM(whole_backward, 16, 512, 1)
+GROUP_NORM(whole_backward, n, 512, 1)
+GROUP_NORM(sums, 16, 256, 2)
+GROUP_NORM(sums, n, 256, 2)
+GROUP_NORM(gradient, 16, 256, 2)
+GROUP_NORM(gradient, n, 256, 2)
+
+extern "C" __global__ void __launch_bounds__(256)
+    group_norm_totals(const __grid_constant__ GroupNormCall call) {
+  wait_for_inputs();
+  let_next_start();
+  totals(call);
+}

@@ -1,0 +1,32 @@
+// What the kernels of group_norm_forward.cu and group_norm_backward.cu are called with: one header
+// for both sides.
+#pragma once
+
+// How a block's channels and positions are spread over its threads. A thread has a slot, the
+// channels of a piece where channels are last in memory and else one channel, and a lane, which
+// says with which position it begins; the other threads of the slot have those between. Threads
+// beyond slots * lanes only wait.
+struct GroupNormSpread {
+  unsigned slots, lanes;
+  unsigned turns;      // in which the slots go through the block's channels
+  unsigned channels;   // of a block
+  unsigned strips;     // blocks for all channels
+  unsigned stretches;  // blocks that share the positions of a sample's channels
+  unsigned stretch;    // positions of a block: pieces of them where channels are first
+  unsigned kept;       // bytes of shared memory for pieces; 0: none are kept
+  unsigned scratch;    // bytes of shared memory for joining what the threads of a slot found
+};
+
+struct GroupNormCall {
+  const void *input, *residual, *grad_out, *grad_sum;  // null: absent
+  const void *weight, *bias;                           // null: absent
+  void *out, *sum;                // the backward's out: the gradient of the input; null: not wanted
+  float *mean, *rstd;             // [samples, groups]; the forward writes them
+  float* partial;                 // [2, samples * stretches, channels]
+  float* slopes;                  // [samples, groups, 2]: see group_norm_backward.cu
+  void *grad_weight, *grad_bias;  // null: not wanted
+  unsigned samples, channels, groups, positions;
+  float eps;
+  bool is_channels_last, is_weight_float, is_bias_float, has_silu;
+  GroupNormSpread spread;
+};

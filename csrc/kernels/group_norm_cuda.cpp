@@ -1,0 +1,195 @@
+#include "kernels/group_norm.h"
+
+#include "group_norm_backward_bfloat16_images.h"
+#include "group_norm_backward_float_images.h"
+#include "group_norm_backward_half_images.h"
+#include "group_norm_forward_bfloat16_images.h"
+#include "group_norm_forward_float_images.h"
+#include "group_norm_forward_half_images.h"
+#include "kernels/device_kernel.h"
+#include "kernels/group_norm_call.h"
+#include "kernels/group_norm_launch.h"
+
+#include <ATen/cuda/EmptyTensor.h>
+
+#include <limits>
+
+namespace cudnn_ops {
+namespace {
+
+constexpr int kGroupThreads = 256;
+constexpr int64_t kStrip = 32;  // channels of a block that adds up
+
+// By the width of their pieces: one number, and 16 bytes.
+struct ForwardKernels {
+  DeviceKernel whole[2], moments[2], groups[2], apply[2];
+};
+
+struct BackwardKernels {
+  DeviceKernel whole[2], sums[2], gradient[2];
+  DeviceKernel totals;
+};
+
+#define CUDNN_OPS_KERNEL(images, name) {images, "group_norm_" name, true}
+#define CUDNN_OPS_WIDTHS(images, name) \
+  {CUDNN_OPS_KERNEL(images, name "_n"), CUDNN_OPS_KERNEL(images, name "_16")}
+#define CUDNN_OPS_FORWARD(images)                                          \
+  {CUDNN_OPS_WIDTHS(images, "whole"), CUDNN_OPS_WIDTHS(images, "moments"), \
+   CUDNN_OPS_WIDTHS(images, "groups"), CUDNN_OPS_WIDTHS(images, "apply")}
+#define CUDNN_OPS_BACKWARD(images)                                               \
+  {CUDNN_OPS_WIDTHS(images, "whole_backward"), CUDNN_OPS_WIDTHS(images, "sums"), \
+   CUDNN_OPS_WIDTHS(images, "gradient"), CUDNN_OPS_KERNEL(images, "totals")}
+
+const ForwardKernels& forward_kernels(int type) {
+  static const ForwardKernels all[3] = {CUDNN_OPS_FORWARD(kGroupNormForwardHalfImages),
+                                        CUDNN_OPS_FORWARD(kGroupNormForwardBFloat16Images),
+                                        CUDNN_OPS_FORWARD(kGroupNormForwardFloatImages)};
+  return all[type];
+}
+
+const BackwardKernels& backward_kernels(int type) {
+  static const BackwardKernels all[3] = {CUDNN_OPS_BACKWARD(kGroupNormBackwardHalfImages),
+                                         CUDNN_OPS_BACKWARD(kGroupNormBackwardBFloat16Images),
+                                         CUDNN_OPS_BACKWARD(kGroupNormBackwardFloatImages)};
+  return all[type];
+}
+
+template <class T = void>
+T* data_of(const at::Tensor& tensor) {
+  return tensor.defined() ? static_cast<T*>(tensor.mutable_data_ptr()) : nullptr;
+}
+
+at::Tensor dense(const std::optional<at::Tensor>& parameter) {
+  return parameter ? parameter->contiguous() : at::Tensor();
+}
+
+bool is_float(const at::Tensor& parameter) {
+  return parameter.defined() && parameter.scalar_type() == at::kFloat;
+}
+
+bool is_aligned(std::initializer_list<const void*> addresses) {
+  uintptr_t bits = 0;
+  for (const void* address : addresses) bits |= reinterpret_cast<uintptr_t>(address);
+  return bits % 16 == 0;
+}
+
+// What both directions have in common.
+GroupNormCall call_of(const GroupNormOfImages& args, const at::Tensor& weight,
+                      const at::Tensor& bias) {
+  const auto& input = args.input;
+  const int64_t samples = input.size(0), channels = input.size(1);
+  const int64_t positions = input.numel() / (samples * channels);
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  TORCH_CHECK_VALUE(samples * channels < kMost && positions < kMost, args.op,
+                    ": no more than 2^31 channels of all samples, or numbers in a channel; got ",
+                    samples * channels, " of ", positions);
+  GroupNormCall call{};
+  call.input = data_of(input);
+  call.weight = data_of(weight);
+  call.bias = data_of(bias);
+  call.is_weight_float = is_float(weight);
+  call.is_bias_float = is_float(bias);
+  call.samples = static_cast<unsigned>(samples);
+  call.channels = static_cast<unsigned>(channels);
+  call.groups = static_cast<unsigned>(args.groups);
+  call.positions = static_cast<unsigned>(positions);
+  call.eps = static_cast<float>(args.eps);
+  call.has_silu = args.has_silu;
+  // Of one position either order is the same, and pieces of channels are the wider ones.
+  call.is_channels_last = args.is_channels_last || positions == 1;
+  return call;
+}
+
+GroupNormProblem problem_of(const GroupNormCall& call, const at::Tensor& input, bool is_backward) {
+  const bool may_be_whole = call.out != nullptr;
+  const bool has_pieces =
+      is_aligned({call.input, call.residual, call.grad_out, call.grad_sum, call.out, call.sum});
+  return {call.samples,   call.channels,         call.groups,
+          call.positions, call.is_channels_last, static_cast<unsigned>(input.element_size()),
+          has_pieces,     is_backward,           may_be_whole};
+}
+
+at::Tensor allocate(int64_t floats, const at::Tensor& like) {
+  return at::detail::empty_cuda({floats}, at::kFloat, like.device(), std::nullopt);
+}
+
+// Two numbers of each channel for each stretch of positions.
+int64_t partial_numbers(const GroupNormCall& call) {
+  return int64_t{2} * call.samples * call.spread.stretches * call.channels;
+}
+
+}  // namespace
+
+void group_norm_forward(const GroupNormOfImages& args, const at::Tensor& residual,
+                        const at::Tensor& out, const at::Tensor& sum, const at::Tensor& mean,
+                        const at::Tensor& rstd) {
+  const at::Tensor weight = dense(args.weight), bias = dense(args.bias);
+  GroupNormCall call = call_of(args, weight, bias);
+  call.residual = data_of(residual);
+  call.out = data_of(out);
+  call.sum = data_of(sum);
+  call.mean = data_of<float>(mean);
+  call.rstd = data_of<float>(rstd);
+  const GroupNormProblem problem = problem_of(call, args.input, /*is_backward=*/false);
+  const GroupNormLaunch launch = group_norm_launch(problem, current_limits());
+  call.spread = launch.spread;
+  const auto& kernels = forward_kernels(type_index(args.input.scalar_type()));
+  const bool is_wide = problem.width() > 1;
+  const auto shared = static_cast<int>(launch.shared_bytes);
+  void* argument = &call;
+  if (launch.is_whole) {
+    return kernels.whole[is_wide].launch(launch.blocks, 1, launch.threads, &argument, shared);
+  }
+  const int64_t numbers = partial_numbers(call), groups = problem.samples * problem.groups;
+  const bool has_stats = call.mean != nullptr;
+  const at::Tensor memory = allocate(numbers + (has_stats ? 0 : 2 * groups), args.input);
+  call.partial = data_of<float>(memory);
+  if (!has_stats) {
+    call.mean = call.partial + numbers;
+    call.rstd = call.mean + groups;
+  }
+  kernels.moments[is_wide].launch(launch.blocks, 1, launch.threads, &argument, shared);
+  kernels.groups[is_wide].launch(groups, 1, kGroupThreads, &argument);
+  kernels.apply[is_wide].launch(launch.blocks, 1, launch.threads, &argument, shared);
+}
+
+void group_norm_backward(const GroupNormOfImages& args, const at::Tensor& grad_out,
+                         const at::Tensor& grad_sum, const at::Tensor& mean, const at::Tensor& rstd,
+                         const at::Tensor& grad_input, const at::Tensor& grad_weight,
+                         const at::Tensor& grad_bias) {
+  const at::Tensor weight = dense(args.weight), bias = dense(args.bias);
+  GroupNormCall call = call_of(args, weight, bias);
+  call.grad_out = data_of(grad_out);
+  call.grad_sum = data_of(grad_sum);
+  call.out = data_of(grad_input);
+  call.mean = data_of<float>(mean);
+  call.rstd = data_of<float>(rstd);
+  call.grad_weight = data_of(grad_weight);
+  call.grad_bias = data_of(grad_bias);
+  const GroupNormProblem problem = problem_of(call, args.input, /*is_backward=*/true);
+  const GroupNormLaunch launch = group_norm_launch(problem, current_limits());
+  call.spread = launch.spread;
+  const auto& kernels = backward_kernels(type_index(args.input.scalar_type()));
+  const bool is_wide = problem.width() > 1;
+  const auto shared = static_cast<int>(launch.shared_bytes);
+  const bool needs_input = call.out != nullptr;
+  const bool needs_totals = call.grad_weight != nullptr || call.grad_bias != nullptr;
+  const int64_t strips = needs_totals ? 2 * divide_up(problem.channels, kStrip) : 0;
+  const int64_t groups = problem.samples * problem.groups;
+  const int64_t numbers = launch.is_whole && !needs_totals ? 0 : partial_numbers(call);
+  const at::Tensor memory = allocate(numbers + 2 * groups, args.input);
+  call.slopes = data_of<float>(memory);
+  call.partial = numbers > 0 ? call.slopes + 2 * groups : nullptr;
+  void* argument = &call;
+  if (launch.is_whole) {
+    kernels.whole[is_wide].launch(launch.blocks, 1, launch.threads, &argument, shared);
+    if (needs_totals) kernels.totals.launch(strips, 1, kGroupThreads, &argument);
+    return;
+  }
+  kernels.sums[is_wide].launch(launch.blocks, 1, launch.threads, &argument, shared);
+  kernels.totals.launch(strips + (needs_input ? groups : 0), 1, kGroupThreads, &argument);
+  if (!needs_input) return;
+  kernels.gradient[is_wide].launch(launch.blocks, 1, launch.threads, &argument, shared);
+}
+
+}  // namespace cudnn_ops
