@@ -88,8 +88,8 @@ std::string hidden_gradient_engine(const HiddenGradientParams& params,
 }
 
 // Engine 4, which a live Hopper GPU has, compiles a kernel in one of 64 tilings. The heuristics
-// name a few; these are what was the fastest at any of seven sizes (H200, cuDNN 9.19), where all of
-// them and those of engine 7 were tried.
+// name a few; these are what was the fastest at any of seven large sizes (H200, cuDNN 9.19), where
+// all of them and those of engine 7 were tried.
 template <class Params>
 std::vector<std::string> good_tilings(const Params& /*params*/, const graph::Target& target) {
   if (target.sm_version() != 90) return {};
