@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import cudnn_ops
 from benchmarks.bench_norms import random_tensor, verify
-from benchmarks.harness import OURS, Functions, Rows, gpu_ms, main
+from benchmarks.harness import OURS, Rows, gpu_ms, main
 from cudnn_ops.ops.group_norm import NormActivation
 
 
@@ -110,8 +110,10 @@ def measure(case: Case, rows: Rows, rounds: int) -> None:
         "eager": partial(in_torch, case),
         "compile": torch.compile(partial(in_torch, case), dynamic=False),
     }
-    forward: Functions = {name: partial(f, *leaves) for name, f in functions.items()}
-    backward: Functions = {}
+    forward: dict[str, Callable[[], object]] = {
+        name: partial(f, *leaves) for name, f in functions.items()
+    }
+    backward: dict[str, Callable[[], object]] = {}
     expected: tuple[Tensor, ...] = ()
     for name, function in functions.items():
         out = function(*leaves)
