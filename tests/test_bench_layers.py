@@ -7,6 +7,7 @@ import torch
 
 from benchmarks import (
     bench_conv,
+    bench_image_norms,
     bench_linear,
     bench_norms,
     bench_resnet,
@@ -39,6 +40,28 @@ class OverwritingSwiGLU(torch.autograd.Function):
         for saved in (gate, up):
             saved.data.fill_(torch.nan)
         return results
+
+
+def test_image_norms(on_cpu, monkeypatch):
+    bench = bench_image_norms
+    monkeypatch.setattr(bench, "gpu_ms", bench_sdpa.gpu_ms)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    small = bench.in_both_orders(
+        bench.Case("one", (2, 6, 4, 3), 3), bench.Case("two", (1, 4, 3), 2)
+    )
+    monkeypatch.setattr(bench, "CASES", small)
+    rows = Rows(ENV)
+    bench.run_part("two", rows, 1)
+    found = harness.pivot(rows.rows, "gpu_ms")
+    assert [case.rsplit(" ", 1)[1] for case in found] == ["fwd", "bwd"] * 2
+    assert list(found)[2] == "two 1,4,3 by 2 channels first silu fwd"
+    assert all(list(impls) == ["cudnn_ops", "eager", "compile", "copy"] for impls in found.values())
+
+
+def test_there_are_image_norms_of_every_kind():
+    cases = bench_image_norms.CASES
+    assert len(set(map(str, cases))) == len(cases) > 24
+    assert {case.group for case in cases} == set(bench_image_norms.PARTS)
 
 
 @pytest.fixture

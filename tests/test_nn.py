@@ -37,6 +37,31 @@ def test_norms_take_each_others_state(name, device):
     torch.testing.assert_close(ours(x), theirs(x))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("affine", [False, True])
+def test_group_norms_take_each_others_state(affine, device):
+    torch.manual_seed(0)
+    theirs = nn.GroupNorm(4, 12, eps=1e-4, affine=affine, device=device)
+    ours = cudnn_ops.nn.GroupNorm(4, 12, 1e-4, affine, device=device)
+    for parameter in ours.parameters():
+        nn.init.normal_(parameter)
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(3, 12, 5, device=device)
+    torch.testing.assert_close(ours(x), theirs(x))
+    model = nn.Sequential(theirs)
+    cudnn_ops.nn.replace_modules_(model)
+    assert isinstance(model[0], cudnn_ops.nn.GroupNorm)
+    assert model[0].weight is theirs.weight
+    assert list(model[0].state_dict()) == list(theirs.state_dict())
+    torch.testing.assert_close(model(x), theirs(x))
+    activated = cudnn_ops.nn.GroupNorm(4, 12, 1e-4, affine, activation="silu", device=device)
+    activated.load_state_dict(ours.state_dict())
+    torch.testing.assert_close(activated(x), F.silu(theirs(x)))
+    assert repr(activated).endswith("activation=silu)")
+    with pytest.raises(ValueError, match="GroupNorm: activation must be one of none, silu, got"):
+        cudnn_ops.nn.GroupNorm(4, 12, activation="relu")
+
+
 def test_zero_centered_norms_begin_as_plain_ones():
     x = torch.randn(5, 64)
     norm = cudnn_ops.nn.RMSNorm(64, eps=1e-6, zero_centered=True)

@@ -42,14 +42,18 @@ __device__ void find_moments(const GroupNormCall& call, const Tile<kBytes>& tile
     float count = 0, mean[kWidth] = {}, squares[kWidth] = {};
     if (tile.has(channel)) {
       Vector pieces[kAhead];
-      const auto load = [&](int i, long long at) { pieces[i] = input[at]; };
+      const auto load = [&](int i, long long at) {
+        pieces[i] = input[at];
+        if (residual == nullptr) return;
+        float values[kWidth];
+        pieces[i].read(values);
+        residual[at].add_to(values);
+        pieces[i] = Vector::of(values);
+      };
+      // Nothing is stored before all is loaded: no load would be moved over that.
       const auto use = [&](int i, long long at) {
         float values[kWidth];
-        if (residual != nullptr) {
-          pieces[i].read(values);
-          residual[at].add_to(values);
-          sum[at] = pieces[i] = Vector::of(values);
-        }
+        if (residual != nullptr) sum[at] = pieces[i];
         if constexpr (kKeeps) {
           *kept = pieces[i];
           kept += blockDim.x;
@@ -224,8 +228,8 @@ __device__ void apply(const GroupNormCall& call) {
 
 }  // namespace
 
-GROUP_NORM(whole, 16, 512, 1)
-GROUP_NORM(whole, n, 512, 1)
+GROUP_NORM(whole, 16, 512, 2)
+GROUP_NORM(whole, n, 512, 2)
 GROUP_NORM(moments, 16, 512, 2)
 GROUP_NORM(moments, n, 512, 2)
 GROUP_NORM(groups, 16, 256, 1)

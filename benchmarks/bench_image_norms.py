@@ -1,0 +1,133 @@
+"""Group norm of images: GPU time beside that of a copy.
+
+bf16, with SiLU behind the norm where a case's name says so; a training forward, and the backward
+with the gradients of weight and bias. A copy reads one tensor and writes one, as a forward must; a
+backward must read two and write one.
+
+`--only` measures some groups of cases and adds their rows to the file.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._functorch import config as functorch_config
+from torch.nn import functional as F
+
+import cudnn_ops
+from benchmarks.bench_norms import random_tensor, verify
+from benchmarks.harness import OURS, Rows, gpu_ms, main
+from cudnn_ops.ops.group_norm import NormActivation
+
+
+class Case(NamedTuple):
+    group: str
+    shape: tuple[int, ...]
+    groups: int = 32
+    is_last: bool = True
+    activation: NormActivation = "silu"
+
+    def __str__(self) -> str:
+        order = "channels last" if self.is_last else "channels first"
+        ending = "" if self.activation == "none" else f" {self.activation}"
+        return f"{self.group} {','.join(map(str, self.shape))} by {self.groups} {order}{ending}"
+
+
+def in_both_orders(*cases: Case) -> tuple[Case, ...]:
+    return tuple(case._replace(is_last=is_last) for case in cases for is_last in (True, False))
+
+
+#: U-Nets and decoders of Stable Diffusion 1.5 and XL, other shapes, and the odd ones.
+CASES = (
+    *in_both_orders(
+        Case("U-Net", (8, 320, 64, 64)),
+        Case("U-Net", (8, 640, 32, 32)),
+        Case("U-Net", (8, 1280, 16, 16)),
+        Case("U-Net", (8, 1280, 8, 8)),
+        Case("U-Net", (2, 320, 128, 128)),
+        Case("U-Net", (2, 960, 64, 64)),
+        Case("U-Net", (2, 1920, 32, 32)),
+        Case("decoder", (1, 512, 128, 128)),
+        Case("decoder", (1, 512, 256, 256)),
+        Case("decoder", (1, 256, 512, 512)),
+        Case("decoder", (1, 128, 1024, 1024)),
+        Case("other", (1, 512, 256, 256), activation="none"),
+        Case("other", (1, 64, 32, 128, 128), 8),
+        Case("other", (32, 256, 56, 56)),
+        Case("other", (4, 64, 256, 256), 64, activation="none"),
+        Case("other", (16, 256, 64, 64), 1, activation="none"),
+        Case("odd", (256, 256, 7, 7)),
+        Case("odd", (2, 36, 251, 333), 9),
+    ),
+    Case("small", (1, 320, 8, 8)),
+    Case("small", (256, 512), is_last=False),
+    Case("small", (2, 64, 16, 16), is_last=False, activation="none"),
+)
+PARTS = tuple(dict.fromkeys(case.group for case in CASES))
+
+
+def run(rows: Rows, rounds: int) -> None:
+    for part in PARTS:
+        run_part(part, rows, rounds)
+
+
+def run_part(part: str, rows: Rows, rounds: int) -> None:
+    rounds = max(rounds // 5, 1)  # as for the other norms
+    torch.manual_seed(0)
+    # So that a compiled backward can be called again.
+    with functorch_config.patch(donated_buffer=False):
+        for case in CASES:
+            if case.group == part:
+                measure(case, rows, rounds)
+
+
+def image(case: Case) -> Tensor:
+    samples, channels, *size = case.shape
+    if not case.is_last:
+        return random_tensor(*case.shape)
+    return random_tensor(samples, *size, channels).movedim(-1, 1)
+
+
+def in_torch(case: Case, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    out = F.group_norm(x, case.groups, weight, bias)
+    return F.silu(out) if case.activation == "silu" else out
+
+
+def ours(case: Case, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return cudnn_ops.group_norm(x, case.groups, weight, bias, activation=case.activation)
+
+
+def measure(case: Case, rows: Rows, rounds: int) -> None:
+    """Check every implementation against ours, then add the rows."""
+    x, grad_out = image(case).requires_grad_(), image(case)
+    leaves = (x, *(random_tensor(case.shape[1]).requires_grad_() for _ in range(2)))
+    # One function's shapes would run into dynamo's limit of recompilations.
+    torch._dynamo.reset()
+    functions: dict[str, Callable[..., Tensor]] = {
+        OURS: partial(ours, case),
+        "eager": partial(in_torch, case),
+        "compile": torch.compile(partial(in_torch, case), dynamic=False),
+    }
+    forward: dict[str, Callable[[], object]] = {
+        name: partial(f, *leaves) for name, f in functions.items()
+    }
+    backward: dict[str, Callable[[], object]] = {}
+    expected: tuple[Tensor, ...] = ()
+    for name, function in functions.items():
+        out = function(*leaves)
+        grad = partial(torch.autograd.grad, out, leaves, grad_out, retain_graph=True)
+        results = (out, *grad())
+        expected = expected or results
+        verify(f"{case}: {name}", results, expected)
+        backward[name] = grad
+    data, target = x.detach(), torch.empty_like(grad_out)
+    for which, timed in (("fwd", forward), ("bwd", backward)):
+        timed["copy"] = partial(target.copy_, data)
+        for name, ms in gpu_ms(timed, rounds=rounds).items():
+            rows.add(f"{case} {which}", name, "gpu_ms", ms)
+
+
+if __name__ == "__main__":
+    main("image_norms", run, run_part, PARTS)
