@@ -21,6 +21,7 @@ struct Tile {
   unsigned slot, lane, sample, row;  // row: of the partial sums
   unsigned first_channel, end_channel;
   unsigned first, end;  // of the thread's positions
+  unsigned numbers;     // of the block in each channel
 
   __device__ Tile(const GroupNormCall& call, unsigned block) : call(call) {
     const GroupNormSpread& spread = call.spread;
@@ -36,6 +37,7 @@ struct Tile {
     first = begin + lane;
     end = min(call.is_channels_last ? call.positions : call.positions / kWidth,
               begin + spread.stretch);
+    numbers = (end - begin) * (call.is_channels_last ? 1 : kWidth);
   }
 
   // The first of the thread's channels in a turn.

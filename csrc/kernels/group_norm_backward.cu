@@ -155,15 +155,16 @@ __device__ void write_gradient(const GroupNormCall& call, const Tile<kBytes>& ti
   }
 }
 
-// Groups of a sample that are a block's, from the first number to the gradient, but for the sums
-// over samples.
-template <int kBytes>
-__device__ void whole_backward(const GroupNormCall& call) {
-  const Tile<kBytes> tile(call, blockIdx.x);
-  const Shared shared(call.spread);
-  const long long numbers = (long long)call.samples * call.channels;
-  find_sums<kBytes, true>(call, tile, shared, [&](unsigned channel, const Sums& sums) {
-    ((float2*)shared.channels)[channel - tile.first_channel] = {sums.floats[0], sums.floats[1]};
+// The sums of each of the block's groups over its channels, each times its weight; `write` gets the
+// group's number in the block and both. The channels' go to `partial`, where there is one. Every
+// thread of the block must come here.
+template <int kBytes, bool kKeeps, class Write>
+__device__ void find_group_sums(const GroupNormCall& call, const Tile<kBytes>& tile,
+                                const Shared& shared, const Write& write) {
+  const long long numbers = (long long)call.samples * call.spread.stretches * call.channels;
+  auto* found = (float2*)shared.channels;
+  find_sums<kBytes, kKeeps>(call, tile, shared, [&](unsigned channel, const Sums& sums) {
+    found[channel - tile.first_channel] = {sums.floats[0], sums.floats[1]};
     if (call.partial == nullptr) return;
     float* partial = call.partial + (long long)tile.row * call.channels + channel;
     partial[0] = sums.floats[0];
@@ -172,36 +173,53 @@ __device__ void whole_backward(const GroupNormCall& call) {
   __syncthreads();
   const unsigned group_channels = call.channels / call.groups;
   const unsigned groups = (tile.end_channel - tile.first_channel) / group_channels;
-  const unsigned first_group = tile.first_channel / group_channels;
   for (unsigned group = threadIdx.x / 32; group < groups; group += blockDim.x / 32) {
     float sum = 0, along = 0;
     for (unsigned i = threadIdx.x % 32; i < group_channels; i += 32) {
       const unsigned channel = group * group_channels + i;
-      const float2 sums = ((const float2*)shared.channels)[channel];
       const float weight = weight_of(call, tile.first_channel + channel);
-      sum = fmaf(weight, sums.x, sum);
-      along = fmaf(weight, sums.y, along);
+      sum = fmaf(weight, found[channel].x, sum);
+      along = fmaf(weight, found[channel].y, along);
     }
     sum = sum_within_warp(sum, 32);
     along = sum_within_warp(along, 32);
-    if (threadIdx.x % 32 != 0) continue;
-    ((float2*)shared.groups)[group] =
-        slopes_of(call, tile.sample * call.groups + first_group + group, sum, along);
+    if (threadIdx.x % 32 == 0) write(group, sum, along);
   }
+}
+
+// Groups of a sample that are a block's, from the first number to the gradient, but for the sums
+// over samples.
+template <int kBytes>
+__device__ void whole_backward(const GroupNormCall& call) {
+  const Tile<kBytes> tile(call, blockIdx.x);
+  const Shared shared(call.spread);
+  const unsigned first_group = tile.first_channel / (call.channels / call.groups);
+  auto* slopes = (float2*)shared.groups;
+  find_group_sums<kBytes, true>(call, tile, shared, [&](unsigned group, float sum, float along) {
+    slopes[group] = slopes_of(call, tile.sample * call.groups + first_group + group, sum, along);
+  });
   __syncthreads();
-  write_gradient<kBytes, true>(call, tile, shared, (const float2*)shared.groups, first_group);
+  write_gradient<kBytes, true>(call, tile, shared, slopes, first_group);
 }
 
 template <int kBytes>
 __device__ void sums(const GroupNormCall& call) {
   const Tile<kBytes> tile(call, blockIdx.x);
+  const Shared shared(call.spread);
+  if (call.group_partial != nullptr) {
+    const unsigned first_group = tile.first_channel / (call.channels / call.groups);
+    auto* partial = (float2*)call.group_partial + (long long)tile.row * call.groups + first_group;
+    find_group_sums<kBytes, false>(call, tile, shared, [&](unsigned group, float sum, float along) {
+      partial[group] = {sum, along};
+    });
+    return;
+  }
   const long long numbers = (long long)call.samples * call.spread.stretches * call.channels;
   float* partial = call.partial + (long long)tile.row * call.channels;
-  find_sums<kBytes, false>(call, tile, Shared(call.spread),
-                           [&](unsigned channel, const Sums& sums) {
-                             partial[channel] = sums.floats[0];
-                             partial[numbers + channel] = sums.floats[1];
-                           });
+  find_sums<kBytes, false>(call, tile, shared, [&](unsigned channel, const Sums& sums) {
+    partial[channel] = sums.floats[0];
+    partial[numbers + channel] = sums.floats[1];
+  });
 }
 
 // The gradients of weight and bias by the first blocks, 32 channels of one of them each; by each of
@@ -232,7 +250,18 @@ __device__ void totals(const GroupNormCall& call) {
   const float* partial = call.partial + (long long)sample * call.spread.stretches * call.channels +
                          (long long)group * group_channels;
   float found[2] = {};
-  for (unsigned i = threadIdx.x; i < call.spread.stretches * group_channels; i += blockDim.x) {
+  if (call.group_partial != nullptr) {
+    const auto* sums = (const float2*)call.group_partial +
+                       (long long)sample * call.spread.stretches * call.groups + group;
+    for (unsigned row = threadIdx.x; row < call.spread.stretches; row += blockDim.x) {
+      const float2 here = sums[(long long)row * call.groups];
+      found[0] += here.x;
+      found[1] += here.y;
+    }
+  }
+  const unsigned parts = call.group_partial != nullptr ? 0 : call.spread.stretches * group_channels;
+#pragma unroll 4
+  for (unsigned i = threadIdx.x; i < parts; i += blockDim.x) {
     const unsigned row = i / group_channels, channel = i - row * group_channels;
     const float* here = partial + (long long)row * call.channels + channel;
     const float weight = weight_of(call, group * group_channels + channel);

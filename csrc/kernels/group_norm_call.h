@@ -15,15 +15,17 @@ struct GroupNormSpread {
   unsigned stretch;    // positions of a block: pieces of them where channels are first
   unsigned kept;       // bytes of shared memory for pieces; 0: none are kept
   unsigned scratch;    // bytes of shared memory for joining what the threads of a slot found
+  bool has_groups;  // whole groups, in the strip: what a block finds is joined to one part of each
 };
 
 struct GroupNormCall {
   const void *input, *residual, *grad_out, *grad_sum;  // null: absent
   const void *weight, *bias;                           // null: absent
-  void *out, *sum;                // the backward's out: the gradient of the input; null: not wanted
-  float *mean, *rstd;             // [samples, groups]; the forward writes them
-  float* partial;                 // [2, samples * stretches, channels]
-  float* slopes;                  // [samples, groups, 2]: see group_norm_backward.cu
+  void *out, *sum;       // the backward's out: the gradient of the input; null: not wanted
+  float *mean, *rstd;    // [samples, groups]; the forward writes them
+  float* partial;        // [2, samples * stretches, channels], or groups: see has_groups
+  float* group_partial;  // the backward's, [samples * stretches, groups, 2]; null: no groups
+  float* slopes;         // [samples, groups, 2]: see group_norm_backward.cu
   void *grad_weight, *grad_bias;  // null: not wanted
   unsigned samples, channels, groups, positions;
   float eps;

@@ -113,9 +113,9 @@ at::Tensor allocate(int64_t floats, const at::Tensor& like) {
   return at::detail::empty_cuda({floats}, at::kFloat, like.device(), std::nullopt);
 }
 
-// Two numbers of each channel for each stretch of positions.
-int64_t partial_numbers(const GroupNormCall& call) {
-  return int64_t{2} * call.samples * call.spread.stretches * call.channels;
+// Two numbers of each channel, or group, for each stretch of positions.
+int64_t partial_numbers(const GroupNormCall& call, int64_t parts) {
+  return int64_t{2} * call.samples * call.spread.stretches * parts;
 }
 
 }  // namespace
@@ -140,7 +140,8 @@ void group_norm_forward(const GroupNormOfImages& args, const at::Tensor& residua
   if (launch.is_whole) {
     return kernels.whole[is_wide].launch(launch.blocks, 1, launch.threads, &argument, shared);
   }
-  const int64_t numbers = partial_numbers(call), groups = problem.samples * problem.groups;
+  const int64_t parts = call.spread.has_groups ? problem.groups : problem.channels;
+  const int64_t numbers = partial_numbers(call, parts), groups = problem.samples * problem.groups;
   const bool has_stats = call.mean != nullptr;
   const at::Tensor memory = allocate(numbers + (has_stats ? 0 : 2 * groups), args.input);
   call.partial = data_of<float>(memory);
@@ -176,10 +177,15 @@ void group_norm_backward(const GroupNormOfImages& args, const at::Tensor& grad_o
   const bool needs_totals = call.grad_weight != nullptr || call.grad_bias != nullptr;
   const int64_t strips = needs_totals ? 2 * divide_up(problem.channels, kStrip) : 0;
   const int64_t groups = problem.samples * problem.groups;
-  const int64_t numbers = launch.is_whole && !needs_totals ? 0 : partial_numbers(call);
-  const at::Tensor memory = allocate(numbers + 2 * groups, args.input);
+  // Sums of channels where they are asked for, or no sums of groups are made of them.
+  const bool has_groups = !launch.is_whole && call.spread.has_groups && needs_input;
+  const bool needs_channels = needs_totals || !(launch.is_whole || has_groups);
+  const int64_t numbers = needs_channels ? partial_numbers(call, problem.channels) : 0;
+  const int64_t of_groups = has_groups ? partial_numbers(call, problem.groups) : 0;
+  const at::Tensor memory = allocate(2 * groups + of_groups + numbers, args.input);
   call.slopes = data_of<float>(memory);
-  call.partial = numbers > 0 ? call.slopes + 2 * groups : nullptr;
+  call.group_partial = has_groups ? call.slopes + 2 * groups : nullptr;
+  call.partial = needs_channels ? call.slopes + 2 * groups + of_groups : nullptr;
   void* argument = &call;
   if (launch.is_whole) {
     kernels.whole[is_wide].launch(launch.blocks, 1, launch.threads, &argument, shared);

@@ -2,9 +2,9 @@
 // (cmake/compile_kernels.py), once for each type of the numbers; group_norm_cuda.cpp launches it.
 //
 // Where some groups of a sample fit into a block's shared memory, one kernel reads them once. Else
-// one finds mean and deviation of each channel in each stretch of positions, a small one those of
-// the groups, and a third reads everything again, the last stretches first: these may still be in
-// the L2 cache.
+// one finds mean and deviation of each group, or channel, in each stretch of positions, a small one
+// those of the groups as a whole, and a third reads everything again, the last stretches first:
+// these may still be in the L2 cache.
 
 #include "group_norm.cuh"
 
@@ -129,85 +129,115 @@ __device__ void normalize(const GroupNormCall& call, const Tile<kBytes>& tile, c
   }
 }
 
+// The moments of each of the block's groups, by a warp that joins the channels of it, which have as
+// many numbers each; `write` gets the group's number in the block, its mean and the squares. Every
+// thread of the block must come here.
+template <int kBytes, bool kKeeps, class Write>
+__device__ void find_group_moments(const GroupNormCall& call, const Tile<kBytes>& tile,
+                                   const Shared& shared, const Write& write) {
+  auto* found = (float2*)shared.channels;
+  find_moments<kBytes, kKeeps>(call, tile, shared, [&](unsigned channel, const Moments& moments) {
+    found[channel - tile.first_channel] = {moments.floats[0], moments.floats[1]};
+  });
+  __syncthreads();
+  const unsigned group_channels = call.channels / call.groups;
+  const unsigned groups = (tile.end_channel - tile.first_channel) / group_channels;
+  for (unsigned group = threadIdx.x / 32; group < groups; group += blockDim.x / 32) {
+    const float2* moments = found + group * group_channels;
+    float sum = 0, squares = 0, apart = 0;
+    for (unsigned i = threadIdx.x % 32; i < group_channels; i += 32) {
+      sum += moments[i].x - moments[0].x;
+    }
+    const float mean = moments[0].x + sum_within_warp(sum, 32) / group_channels;
+    for (unsigned i = threadIdx.x % 32; i < group_channels; i += 32) {
+      const float distance = moments[i].x - mean;
+      apart += distance * distance;
+      squares += moments[i].y;
+    }
+    squares = sum_within_warp(fmaf(apart, tile.numbers, squares), 32);
+    if (threadIdx.x % 32 == 0) write(group, mean, squares);
+  }
+}
+
 // Groups of a sample that are a block's, from the first number to the result.
 template <int kBytes>
 __device__ void whole(const GroupNormCall& call) {
   const Tile<kBytes> tile(call, blockIdx.x);
   const Shared shared(call.spread);
-  find_moments<kBytes, true>(call, tile, shared, [&](unsigned channel, const Moments& moments) {
-    shared.channels[2 * (channel - tile.first_channel)] = moments.floats[0];
-    shared.channels[2 * (channel - tile.first_channel) + 1] = moments.floats[1];
-  });
-  __syncthreads();
-  // A warp joins the channels of a group, which have as many numbers each.
   const unsigned group_channels = call.channels / call.groups;
   const unsigned groups = (tile.end_channel - tile.first_channel) / group_channels;
   const unsigned first_group = tile.first_channel / group_channels;
-  float *mean = shared.groups, *rstd = shared.groups + groups;
-  for (unsigned group = threadIdx.x / 32; group < groups; group += blockDim.x / 32) {
-    const float* moments = shared.channels + 2 * group * group_channels;
-    float sum = 0, squares = 0, apart = 0;
-    for (unsigned i = threadIdx.x % 32; i < group_channels; i += 32) {
-      sum += moments[2 * i] - moments[0];
-    }
-    const float center = moments[0] + sum_within_warp(sum, 32) / group_channels;
-    for (unsigned i = threadIdx.x % 32; i < group_channels; i += 32) {
-      const float distance = moments[2 * i] - center;
-      apart += distance * distance;
-      squares += moments[2 * i + 1];
-    }
-    squares = sum_within_warp(fmaf(apart, call.positions, squares), 32);
-    if (threadIdx.x % 32 != 0) continue;
-    mean[group] = center;
-    rstd[group] = rsqrtf(squares / ((float)group_channels * call.positions) + call.eps);
+  float *means = shared.groups, *rstds = shared.groups + groups;
+  const auto write = [&](unsigned group, float mean, float squares) {
+    const float rstd = rsqrtf(squares / ((float)group_channels * call.positions) + call.eps);
+    means[group] = mean;
+    rstds[group] = rstd;
+    if (call.mean == nullptr) return;
     const unsigned at = tile.sample * call.groups + first_group + group;
-    if (call.mean != nullptr) {
-      call.mean[at] = mean[group];
-      call.rstd[at] = rstd[group];
-    }
-  }
+    call.mean[at] = mean;
+    call.rstd[at] = rstd;
+  };
+  find_group_moments<kBytes, true>(call, tile, shared, write);
   __syncthreads();
-  normalize<kBytes, true>(call, tile, shared, mean, rstd, first_group);
+  normalize<kBytes, true>(call, tile, shared, means, rstds, first_group);
 }
 
+// Of the block's groups where it has whole ones, else of its channels.
 template <int kBytes>
 __device__ void moments(const GroupNormCall& call) {
   const Tile<kBytes> tile(call, blockIdx.x);
-  const long long numbers = (long long)call.samples * call.spread.stretches * call.channels;
-  float* partial = call.partial + (long long)tile.row * call.channels;
-  find_moments<kBytes, false>(call, tile, Shared(call.spread),
-                              [&](unsigned channel, const Moments& moments) {
-                                partial[channel] = moments.floats[0];
-                                partial[numbers + channel] = moments.floats[1];
-                              });
+  const Shared shared(call.spread);
+  const unsigned parts = call.spread.has_groups ? call.groups : call.channels;
+  const long long numbers = (long long)call.samples * call.spread.stretches * parts;
+  float* partial = call.partial + (long long)tile.row * parts;
+  if (call.spread.has_groups) {
+    partial += tile.first_channel / (call.channels / call.groups);
+    find_group_moments<kBytes, false>(call, tile, shared,
+                                      [&](unsigned group, float mean, float squares) {
+                                        partial[group] = mean;
+                                        partial[numbers + group] = squares;
+                                      });
+    return;
+  }
+  find_moments<kBytes, false>(call, tile, shared, [&](unsigned channel, const Moments& moments) {
+    partial[channel] = moments.floats[0];
+    partial[numbers + channel] = moments.floats[1];
+  });
 }
 
-// Of a group, from the moments of its channels in all stretches.
+// Of a group, from its moments in all stretches, or those of its channels.
 template <int kBytes>
 __device__ void groups(const GroupNormCall& call) {
   __shared__ float scratch[2][1][32];
   const unsigned group_channels = call.channels / call.groups, stretches = call.spread.stretches;
   const unsigned sample = blockIdx.x / call.groups, group = blockIdx.x - sample * call.groups;
   const unsigned stretch = call.spread.stretch * (call.is_channels_last ? 1 : kBytes / n);
-  const long long numbers = (long long)call.samples * stretches * call.channels;
-  const float* partial = call.partial + (long long)sample * stretches * call.channels +
-                         (long long)group * group_channels;
-  const unsigned parts = stretches * group_channels;
-  // Where the moments of a part are, a channel's in a stretch, and of how many numbers.
+  // Of a stretch: all parts, and those of the group, each of so many channels.
+  const bool has_groups = call.spread.has_groups;
+  const unsigned row_parts = has_groups ? call.groups : call.channels;
+  const unsigned group_parts = has_groups ? 1 : group_channels;
+  const unsigned part_channels = has_groups ? group_channels : 1;
+  const long long numbers = (long long)call.samples * stretches * row_parts;
+  const float* partial =
+      call.partial + (long long)sample * stretches * row_parts + (long long)group * group_parts;
+  const unsigned parts = stretches * group_parts;
+  // Where the moments of a part are, and of how many numbers.
   const auto moments_of = [&](unsigned part) {
-    const unsigned row = part / group_channels;
-    return partial + (long long)row * call.channels + (part - row * group_channels);
+    const unsigned row = part / group_parts;
+    return partial + (long long)row * row_parts + (part - row * group_parts);
   };
-  const auto count_of = [&](unsigned part) -> float {
-    return min(stretch, call.positions - part / group_channels * stretch);
+  const auto count_of = [&](unsigned part) {
+    return (float)part_channels * min(stretch, call.positions - part / group_parts * stretch);
   };
   const float base = partial[0], count = (float)group_channels * call.positions;
   float sum[1] = {}, squares[1] = {};
+#pragma unroll 4
   for (unsigned part = threadIdx.x; part < parts; part += blockDim.x) {
     sum[0] = fmaf(count_of(part), moments_of(part)[0] - base, sum[0]);
   }
   sum_up(sum, blockDim.x, scratch[0]);
   const float mean = base + sum[0] / count;
+#pragma unroll 4
   for (unsigned part = threadIdx.x; part < parts; part += blockDim.x) {
     const float* moments = moments_of(part);
     const float distance = moments[0] - mean;

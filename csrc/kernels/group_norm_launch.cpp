@@ -6,6 +6,7 @@ namespace cudnn_ops {
 namespace {
 
 constexpr int64_t kWarp = 32, kVectorBytes = 16;
+constexpr auto kPair = 2 * static_cast<int64_t>(sizeof(float));
 
 // Positions as threads count them, and the channels of a slot.
 int64_t steps_of(const GroupNormProblem& problem) {
@@ -69,7 +70,6 @@ GroupNormLaunch whole_launch(const GroupNormProblem& problem, int64_t groups) {
   const int64_t each = spread.turns * divide_up(steps_of(problem), spread.lanes);
   const int64_t kept = each * launch.threads * problem.width() * problem.number_bytes *
                        (problem.is_backward ? 2 : 1);
-  constexpr auto kPair = 2 * static_cast<int64_t>(sizeof(float));
   launch.is_whole = true;
   launch.shared_bytes += kept + kPair * (channels + groups);
   spread.kept = static_cast<unsigned>(kept);  // where it fits
@@ -97,6 +97,8 @@ GroupNormLaunch parts_launch(const GroupNormProblem& problem, const DeviceLimits
   const int64_t stretch = divide_up(steps, stretches);
   spread.stretch = static_cast<unsigned>(stretch);
   spread.stretches = static_cast<unsigned>(divide_up(steps, stretch));
+  spread.has_groups = channels % (problem.channels / problem.groups) == 0;
+  if (spread.has_groups) launch.shared_bytes += kPair * channels;
   launch.blocks *= spread.stretches;
   return launch;
 }
