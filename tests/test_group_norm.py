@@ -41,6 +41,8 @@ SHAPES = [
     ((5, 36, 61, 67), 12),
     ((5, 36, 61, 67), 9),
     ((256, 64, 7, 7), 8),
+    ((64, 60, 14, 14), 6),
+    ((1, 20, 602, 602), 2),
     ((200, 4096), 1),
     ((33, 4096), 64),
     ((2, 96, 100_003), 8),
@@ -257,7 +259,7 @@ def test_nothing_to_norm(shape, device):
 def test_frozen_parameters_cost_nothing(device):
     """Each gradient alone is the one of all together."""
     for layout in ("first", "last"):
-        for size in (9, 300):
+        for size in (9, 100):
             case = GroupNormCase((2, 8, size, size), 2, activation="silu", layout=layout)
             t = cases.make(case, torch.float32, device, seed=1)
             (out,) = cases.run(case, t)

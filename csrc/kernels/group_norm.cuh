@@ -175,7 +175,7 @@ __device__ void join(const GroupNormCall& call, unsigned lane, Part (&parts)[kWi
   __syncthreads();
 }
 
-// The kernels of pieces of 16 bytes, and of one number.
+// The kernels of pieces of 16 and of 8 bytes, and of one number.
 constexpr int n = sizeof(Bits);
 
 #define GROUP_NORM(name, bytes, threads, blocks)                                \

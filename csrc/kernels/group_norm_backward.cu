@@ -282,10 +282,13 @@ __device__ void gradient(const GroupNormCall& call) {
 }  // namespace
 
 GROUP_NORM(whole_backward, 16, 512, 1)
+GROUP_NORM(whole_backward, 8, 512, 1)
 GROUP_NORM(whole_backward, n, 512, 1)
 GROUP_NORM(sums, 16, 256, 2)
+GROUP_NORM(sums, 8, 256, 2)
 GROUP_NORM(sums, n, 256, 2)
 GROUP_NORM(gradient, 16, 256, 2)
+GROUP_NORM(gradient, 8, 256, 2)
 GROUP_NORM(gradient, n, 256, 2)
 
 extern "C" __global__ void __launch_bounds__(256)

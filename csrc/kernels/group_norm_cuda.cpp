@@ -20,19 +20,20 @@ namespace {
 constexpr int kGroupThreads = 256;
 constexpr int64_t kStrip = 32;  // channels of a block that adds up
 
-// By the width of their pieces: one number, and 16 bytes.
+// By their pieces: one number, 8 bytes and 16.
 struct ForwardKernels {
-  DeviceKernel whole[2], moments[2], groups[2], apply[2];
+  DeviceKernel whole[3], moments[3], groups[3], apply[3];
 };
 
 struct BackwardKernels {
-  DeviceKernel whole[2], sums[2], gradient[2];
+  DeviceKernel whole[3], sums[3], gradient[3];
   DeviceKernel totals;
 };
 
 #define CUDNN_OPS_KERNEL(images, name) {images, "group_norm_" name, true}
-#define CUDNN_OPS_WIDTHS(images, name) \
-  {CUDNN_OPS_KERNEL(images, name "_n"), CUDNN_OPS_KERNEL(images, name "_16")}
+#define CUDNN_OPS_WIDTHS(images, name)                                       \
+  {CUDNN_OPS_KERNEL(images, name "_n"), CUDNN_OPS_KERNEL(images, name "_8"), \
+   CUDNN_OPS_KERNEL(images, name "_16")}
 #define CUDNN_OPS_FORWARD(images)                                          \
   {CUDNN_OPS_WIDTHS(images, "whole"), CUDNN_OPS_WIDTHS(images, "moments"), \
    CUDNN_OPS_WIDTHS(images, "groups"), CUDNN_OPS_WIDTHS(images, "apply")}
@@ -67,10 +68,16 @@ bool is_float(const at::Tensor& parameter) {
   return parameter.defined() && parameter.scalar_type() == at::kFloat;
 }
 
-bool is_aligned(std::initializer_list<const void*> addresses) {
+// The largest of 16, 8 and `least` bytes that all addresses are multiples of.
+unsigned aligned_bytes(std::initializer_list<const void*> addresses, unsigned least) {
   uintptr_t bits = 0;
   for (const void* address : addresses) bits |= reinterpret_cast<uintptr_t>(address);
-  return bits % 16 == 0;
+  return bits % 16 == 0 ? 16 : bits % 8 == 0 ? 8 : least;
+}
+
+// Of a kernel, by the pieces of the problem.
+size_t index_of(const GroupNormProblem& problem) {
+  return problem.piece_bytes() == 16 ? 2 : problem.piece_bytes() == 8 ? 1 : 0;
 }
 
 // What both directions have in common.
@@ -101,12 +108,18 @@ GroupNormCall call_of(const GroupNormOfImages& args, const at::Tensor& weight,
 }
 
 GroupNormProblem problem_of(const GroupNormCall& call, const at::Tensor& input, bool is_backward) {
-  const bool may_be_whole = call.out != nullptr;
-  const bool has_pieces =
-      is_aligned({call.input, call.residual, call.grad_out, call.grad_sum, call.out, call.sum});
-  return {call.samples,   call.channels,         call.groups,
-          call.positions, call.is_channels_last, static_cast<unsigned>(input.element_size()),
-          has_pieces,     is_backward,           may_be_whole};
+  const auto number_bytes = static_cast<unsigned>(input.element_size());
+  const auto aligned = aligned_bytes(
+      {call.input, call.residual, call.grad_out, call.grad_sum, call.out, call.sum}, number_bytes);
+  return {call.samples,
+          call.channels,
+          call.groups,
+          call.positions,
+          call.is_channels_last,
+          number_bytes,
+          aligned,
+          is_backward,
+          /*may_be_whole=*/call.out != nullptr};
 }
 
 at::Tensor allocate(int64_t floats, const at::Tensor& like) {
@@ -134,11 +147,11 @@ void group_norm_forward(const GroupNormOfImages& args, const at::Tensor& residua
   const GroupNormLaunch launch = group_norm_launch(problem, current_limits());
   call.spread = launch.spread;
   const auto& kernels = forward_kernels(type_index(args.input.scalar_type()));
-  const bool is_wide = problem.width() > 1;
+  const size_t piece = index_of(problem);
   const auto shared = static_cast<int>(launch.shared_bytes);
   void* argument = &call;
   if (launch.is_whole) {
-    return kernels.whole[is_wide].launch(launch.blocks, 1, launch.threads, &argument, shared);
+    return kernels.whole[piece].launch(launch.blocks, 1, launch.threads, &argument, shared);
   }
   const int64_t parts = call.spread.has_groups ? problem.groups : problem.channels;
   const int64_t numbers = partial_numbers(call, parts), groups = problem.samples * problem.groups;
@@ -149,9 +162,9 @@ void group_norm_forward(const GroupNormOfImages& args, const at::Tensor& residua
     call.mean = call.partial + numbers;
     call.rstd = call.mean + groups;
   }
-  kernels.moments[is_wide].launch(launch.blocks, 1, launch.threads, &argument, shared);
-  kernels.groups[is_wide].launch(groups, 1, kGroupThreads, &argument);
-  kernels.apply[is_wide].launch(launch.blocks, 1, launch.threads, &argument, shared);
+  kernels.moments[piece].launch(launch.blocks, 1, launch.threads, &argument, shared);
+  kernels.groups[piece].launch(groups, 1, kGroupThreads, &argument);
+  kernels.apply[piece].launch(launch.blocks, 1, launch.threads, &argument, shared);
 }
 
 void group_norm_backward(const GroupNormOfImages& args, const at::Tensor& grad_out,
@@ -171,7 +184,7 @@ void group_norm_backward(const GroupNormOfImages& args, const at::Tensor& grad_o
   const GroupNormLaunch launch = group_norm_launch(problem, current_limits());
   call.spread = launch.spread;
   const auto& kernels = backward_kernels(type_index(args.input.scalar_type()));
-  const bool is_wide = problem.width() > 1;
+  const size_t piece = index_of(problem);
   const auto shared = static_cast<int>(launch.shared_bytes);
   const bool needs_input = call.out != nullptr;
   const bool needs_totals = call.grad_weight != nullptr || call.grad_bias != nullptr;
@@ -188,14 +201,14 @@ void group_norm_backward(const GroupNormOfImages& args, const at::Tensor& grad_o
   call.partial = needs_channels ? call.slopes + 2 * groups + of_groups : nullptr;
   void* argument = &call;
   if (launch.is_whole) {
-    kernels.whole[is_wide].launch(launch.blocks, 1, launch.threads, &argument, shared);
+    kernels.whole[piece].launch(launch.blocks, 1, launch.threads, &argument, shared);
     if (needs_totals) kernels.totals.launch(strips, 1, kGroupThreads, &argument);
     return;
   }
-  kernels.sums[is_wide].launch(launch.blocks, 1, launch.threads, &argument, shared);
+  kernels.sums[piece].launch(launch.blocks, 1, launch.threads, &argument, shared);
   kernels.totals.launch(strips + (needs_input ? groups : 0), 1, kGroupThreads, &argument);
   if (!needs_input) return;
-  kernels.gradient[is_wide].launch(launch.blocks, 1, launch.threads, &argument, shared);
+  kernels.gradient[piece].launch(launch.blocks, 1, launch.threads, &argument, shared);
 }
 
 }  // namespace cudnn_ops

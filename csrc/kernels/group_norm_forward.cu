@@ -259,10 +259,14 @@ __device__ void apply(const GroupNormCall& call) {
 }  // namespace
 
 GROUP_NORM(whole, 16, 512, 2)
+GROUP_NORM(whole, 8, 512, 2)
 GROUP_NORM(whole, n, 512, 2)
 GROUP_NORM(moments, 16, 512, 2)
+GROUP_NORM(moments, 8, 512, 2)
 GROUP_NORM(moments, n, 512, 2)
 GROUP_NORM(groups, 16, 256, 1)
+GROUP_NORM(groups, 8, 256, 1)
 GROUP_NORM(groups, n, 256, 1)
 GROUP_NORM(apply, 16, 512, 2)
+GROUP_NORM(apply, 8, 512, 2)
 GROUP_NORM(apply, n, 512, 2)

@@ -105,10 +105,16 @@ GroupNormLaunch parts_launch(const GroupNormProblem& problem, const DeviceLimits
 
 }  // namespace
 
+unsigned GroupNormProblem::piece_bytes() const {
+  const int64_t innermost = (is_channels_last ? channels : positions) * number_bytes;
+  for (const unsigned bytes : {16U, 8U}) {
+    if (aligned_bytes % bytes == 0 && innermost % bytes == 0) return bytes;
+  }
+  return number_bytes;
+}
+
 int64_t GroupNormProblem::width() const {
-  const int64_t numbers = kVectorBytes / number_bytes;
-  const int64_t innermost = is_channels_last ? channels : positions;
-  return has_pieces && innermost % numbers == 0 ? numbers : 1;
+  return piece_bytes() / number_bytes;
 }
 
 GroupNormLaunch group_norm_launch(const GroupNormProblem& problem, const DeviceLimits& limits) {

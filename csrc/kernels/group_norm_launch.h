@@ -12,11 +12,12 @@ struct GroupNormProblem {
   int64_t samples, channels, groups, positions;  // none of them 0
   bool is_channels_last;
   unsigned number_bytes;
-  bool has_pieces;  // all tensors begin at multiples of 16 bytes
+  unsigned aligned_bytes;  // of which every tensor begins at a multiple: 16, 8 or a number's
   bool is_backward;
   bool may_be_whole;  // not where sums of channels are all that is asked for
 
-  // Numbers of a piece: 16 bytes of them, or one.
+  // Of a piece: as many as are aligned, and divide what is innermost in memory.
+  unsigned piece_bytes() const;
   int64_t width() const;
 };
 
