@@ -71,11 +71,12 @@ MLPS = (
 )
 
 
-PARTS = (*map(str, SHAPES), *(mlp.name for mlp in MLPS), "host")
+def parts() -> tuple[str, ...]:
+    return (*map(str, SHAPES), *(mlp.name for mlp in MLPS), "host")
 
 
 def run(rows: Rows, rounds: int) -> None:
-    for part in PARTS:
+    for part in parts():
         run_part(part, rows, rounds)
 
 
@@ -249,4 +250,4 @@ def add(case: str, functions: Functions, rows: Rows, rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    main("linear", run, run_part, PARTS)
+    main("linear", run, run_part, parts())

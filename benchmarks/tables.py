@@ -198,18 +198,20 @@ def linear(rows: Sequence[Row]) -> Lines:
 
 
 def mlp(rows: Sequence[Row]) -> Lines:
-    """A line a model: ours, and each peer's over ours; then the geometric means."""
+    """A line a model: ours, over its bare products, and each peer's over ours; then the means."""
     times = {c: ms for c, ms in pivot(rows, "gpu_ms").items() if c.startswith("MLP ")}
-    peers = [impl for impl in unique(i for ms in times.values() for i in ms) if impl != OURS]
-    lines = [["tokens, width, hidden", "ms", *(f"vs {peer}" for peer in peers)]]
-    gains: dict[str, list[float]] = {peer: [] for peer in peers}
+    bare = "bare product"
+    impls = unique(impl for ms in times.values() for impl in ms)
+    peers = [impl for impl in impls if impl not in (OURS, bare)]
+    lines = [["tokens, width, hidden", "ms", "/ products", *(f"vs {peer}" for peer in peers)]]
     for case, ms in times.items():
-        for peer in peers:
-            gains[peer].append(ms[peer] / ms[OURS])
         name = _spaced(case.removeprefix("MLP ").removesuffix(" fwd + bwd"))
-        lines.append([name, short(ms[OURS]), *(f"{gains[peer][-1]:.2f}x" for peer in peers)])
-    means = (f"{statistics.geometric_mean(gains[peer]):.2f}x" for peer in peers)
-    return [*lines, ["geometric mean", "", *means]]
+        line = [name, short(ms[OURS]), f"{ms[OURS] / ms[bare]:.2f}"]
+        lines.append([*line, *(f"{ms[peer] / ms[OURS]:.2f}x" for peer in peers)])
+    mean = statistics.geometric_mean
+    over = mean(ms[OURS] / ms[bare] for ms in times.values())
+    gains = (mean(ms[peer] / ms[OURS] for ms in times.values()) for peer in peers)
+    return [*lines, ["geometric mean", "", f"{over:.2f}", *(f"{gain:.2f}x" for gain in gains)]]
 
 
 def resnet(rows: Sequence[Row]) -> Lines:
