@@ -181,7 +181,8 @@ def _random_like(value: Tensor | None) -> Any:
 def _outside_of_compilation() -> Iterator[None]:
     """Real tensors, and compilations that have nothing to do with the one under way.
 
-    Not in a thread: compiling a backward takes the lock that the compilation under way holds.
+    Not in a thread: compiling a backward takes the lock that the compilation under way holds. Nor
+    may autograd use its own thread for a GPU, where a backward is compiled when first called.
     """
     from torch._dynamo import utils
     from torch._dynamo.metrics_context import MetricsContext
@@ -190,7 +191,11 @@ def _outside_of_compilation() -> Iterator[None]:
     outer = utils.get_metrics_context()
     utils._metrics_context_tls.metrics_context = MetricsContext(on_exit=lambda *_: None)
     try:
-        with tracing(None), _disable_current_modes():
+        with (
+            torch.autograd.set_multithreading_enabled(False),
+            tracing(None),
+            _disable_current_modes(),
+        ):
             yield
     finally:
         utils._metrics_context_tls.metrics_context = outer

@@ -1,0 +1,32 @@
+"""Processes with fake_runtime.c in the place of CUDA's runtime and driver."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+
+
+def run_with_fake_runtime(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """This Python with those arguments, and behind them the library, which is built there."""
+    library = folder / "fake_runtime.so"
+    command = ["cc", "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", *_include_folders()]
+    subprocess.run([*command, "-o", library, _HERE / "fake_runtime.c"], check=True)
+    return subprocess.run(
+        [sys.executable, *arguments, str(library)],
+        env=os.environ | {"LD_PRELOAD": str(library), "CUDNN_OPS_CACHE_DIR": ""},
+        cwd=_HERE.parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def _include_folders() -> list[str]:
+    """Where the runtime's header may be: in a wheel, or with a toolkit."""
+    wheels = [Path(entry) / "nvidia" / "cu13" / "include" for entry in sys.path if entry]
+    toolkits = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"]
+    return [f"-I{folder}" for folder in (*wheels, *toolkits) if folder.is_dir()]
