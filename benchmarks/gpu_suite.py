@@ -122,15 +122,14 @@ def run_tests(pytest_args: Sequence[str], jobs: int = 1) -> tuple[Outcome, float
     """All tests, by one process or several at once."""
     # One test after another to whoever is free: some take a minute, and most no time.
     spread = ["-n", str(jobs), "--maxschedchunk", "1"] if jobs > 1 else []
-    # Each process would compute its references, and compile, with as many threads as there are
-    # cores.
+    # Else each process would start as many others as there are cores, to compile with.
     threads = str(max((os.cpu_count() or 1) // jobs, 1))
-    variables = {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads}
+    variables = {"TORCHINDUCTOR_COMPILE_THREADS": threads} if jobs > 1 else {}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         options = ["-m", "gpu", "-q", f"--junit-xml={report}", *spread]
         command = ["-m", "pytest", *options, "tests", *pytest_args]
-        status, seconds = run(command, TESTS_LIMIT_S, variables if jobs > 1 else {})
+        status, seconds = run(command, TESTS_LIMIT_S, variables)
         outcome = parse_junit(report) if report.exists() else Outcome()
     if status != 0 and not outcome.failures:
         # A crash leaves no report, and a bad option or an empty selection a clean one.

@@ -31,6 +31,14 @@ atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_err
 # Small tensors: two threads that spin on them are slower than one.
 torch.set_num_threads(1)
 
+#: Tests that take minutes begin before all others: no process is to be left with one at the end.
+LONG = ("test_export.py", "test_sdpa_features_random.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONG)
+
+
 #: Parametrize with this: the CPU everywhere, the GPU with ``-m gpu``. Asking for the GPU where
 #: there is none is an error of the run, not a skip.
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
