@@ -53,6 +53,7 @@ from cudnn_ops.plans.cache import (
     store_info,
 )
 from cudnn_ops.plans.linear_tuning import tune_linear
+from cudnn_ops.plans.monitor import OperatorProfile, Profile, profile
 from cudnn_ops.plans.norm_tuning import tune_norms
 from cudnn_ops.plans.policy import plan_policy, set_autotune, set_plan_policy, using_plan_policy
 from cudnn_ops.plans.profile import profile_names
@@ -102,11 +103,13 @@ __all__ = [
     "KnownBad",
     "LinearTiming",
     "NormTiming",
+    "OperatorProfile",
     "OptimizeReport",
     "OutOfPages",
     "PagedKVCache",
     "PlanBundle",
     "PlanRequest",
+    "Profile",
     "StoreInfo",
     "TunedPlan",
     "WarmupReport",
@@ -139,6 +142,7 @@ __all__ = [
     "paged_kv_append_",
     "plan_policy",
     "plan_requests",
+    "profile",
     "profile_names",
     "record_shapes",
     "rms_norm",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cudnn_ops.__main__ import main
-from cudnn_ops.plans import bench
+from cudnn_ops.plans import bench, figure
 
 #: For each operator its arguments, and the names of the cases.
 CALLS = {
@@ -95,7 +95,7 @@ def test_matplotlib_is_optional(tmp_path, monkeypatch, capsys):
     def missing(name):
         raise ImportError(name)
 
-    monkeypatch.setattr(bench, "import_module", missing)
+    monkeypatch.setattr(figure, "import_module", missing)
     monkeypatch.setattr(bench, "measure", lambda *_, **__: pytest.fail("it measures"))
     arguments = ["bench", "rms_norm", "--device", "cpu", "--plot", str(tmp_path / "x.svg")]
     assert main(arguments) == 2

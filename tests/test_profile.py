@@ -57,4 +57,5 @@ def test_a_plan_is_a_range_with_its_engine(shapes):
         torch.ops.cudnn_ops.sdpa(x, x, x)
     (name,) = plans(recorded)
     assert name.startswith(f"cuDNN {engine} of ")
+    assert " bytes of workspace)" in name
     assert ("query=bf16[1, 4, 64, 64]" in name) == shapes

@@ -19,7 +19,8 @@ void set_profile_names(ProfileNames names) {
 std::string profile_name(const char* op, const Plan& plan) {
   const ProfileNames names = wanted.load(std::memory_order_relaxed);
   if (names == ProfileNames::kOff) return {};
-  std::string name = std::string("cuDNN ") + plan.engine() + " of " + op;
+  std::string name = std::string("cuDNN ") + plan.engine() + " of " + op + " (" +
+                     std::to_string(plan.workspace_bytes()) + " bytes of workspace)";
   if (names == ProfileNames::kEngine) return name;
   const auto key = PlanCache::global().key_of(plan);
   return key ? name + ": " + kind_of(*key).describe(*key) : name;

@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 
 from cudnn_ops import _C, support
 from cudnn_ops.ops.activation import Activation, activate
+from cudnn_ops.plans.figure import figure_class
 from cudnn_ops.plans.policy import using_plan_policy
 from cudnn_ops.plans.timing import Functions, cpu_ms, gpu_ms
 from cudnn_ops.plans.tune import random_like
@@ -134,7 +134,7 @@ def _bench(args: argparse.Namespace) -> int:
     if device == "cuda" and not torch.cuda.is_available():
         raise RuntimeError("--device cuda needs a GPU, and torch sees none")
     if args.plot:  # said before the measuring, not after
-        figure = _figure_of_matplotlib()
+        figure = figure_class("--plot")
         if not args.plot.absolute().parent.is_dir():
             raise ValueError(f"--plot: {args.plot.absolute().parent} is not a folder")
     operator = support.OPERATORS[args.op]
@@ -221,13 +221,6 @@ def as_table(timings: list[Timing]) -> str:
         + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
         for case, *cells in lines
     )
-
-
-def _figure_of_matplotlib() -> type:
-    try:
-        return import_module("matplotlib.figure").Figure
-    except ImportError as error:
-        raise RuntimeError("--plot needs matplotlib: `pip install matplotlib`") from error
 
 
 def draw(figure: type, timings: list[Timing], title: str, path: Path) -> None:

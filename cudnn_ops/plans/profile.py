@@ -19,8 +19,9 @@ def profile_names(*, shapes: bool = False) -> Iterator[None]:
 
     PyTorch's profiler and ``torch.autograd.profiler.emit_nvtx`` name operators themselves, with the
     shapes of their arguments under ``record_shapes=True``. Inside this context each plan that runs
-    on a GPU is a range of its own within its operator's, ``cuDNN eng9_k24=7 of ...``: which engine
-    cuDNN runs and with which knobs. What runs without a plan, as on a CPU, has none.
+    on a GPU is a range of its own within its operator's, ``cuDNN eng9_k24=7 of ... (0 bytes of
+    workspace)``: which engine cuDNN runs and with which knobs. What runs without a plan, as on a
+    CPU, has none.
 
     Args:
         shapes: whether the name goes on with all parameters of the plan: the sizes and strides that
