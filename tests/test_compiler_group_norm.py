@@ -70,6 +70,13 @@ SPELLINGS = [
     widened_by_type,
 ]
 
+
+def _in_place(x: Tensor) -> Tensor:
+    """As the autoencoders of Chameleon, Emu3 and Janus."""
+    x *= torch.sigmoid(x)
+    return x
+
+
 SILUS: dict[str, Callable[[Tensor], Tensor]] = {
     "function": F.silu,
     "in place": lambda x: F.silu(x, inplace=True),
@@ -77,6 +84,7 @@ SILUS: dict[str, Callable[[Tensor], Tensor]] = {
     "module in place": nn.SiLU(inplace=True),
     "sigmoid": lambda x: x * torch.sigmoid(x),
     "sigmoid first": lambda x: x.sigmoid().mul(x),
+    "sigmoid in place": _in_place,
     "quotient": lambda x: x / (1 + torch.exp(-x)),
     "widened": lambda x: F.silu(x.double()).to(x.dtype),
 }
@@ -309,7 +317,7 @@ def _used_elsewhere(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.silu(x) + x.flip(1)
 
 
-def _changed_in_between(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+def _other_factor(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     x = function(x, w, b)
     gate = torch.sigmoid(x)
     return x.add(1) * gate
@@ -324,8 +332,51 @@ NEAR_MISSES = [
     _scaled_in_between,
     _dropped_in_between,
     _used_elsewhere,
-    _changed_in_between,
+    _other_factor,
 ]
+
+
+def _overwritten(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """The gate is of what the norm was, and is multiplied with what became of it."""
+    x = function(x, w, b)
+    gate = torch.sigmoid(x)
+    x.add_(1)
+    return x * gate
+
+
+def _read_before_it_is_overwritten(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    x = function(x, w, b)
+    first = x.flip(1)
+    return _in_place(x) + first
+
+
+def _view_of_what_is_overwritten(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    x = function(x, w, b)
+    first = x[:1]
+    return _in_place(x) + first
+
+
+def _overwritten_again(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    x = function(x, w, b)
+    activated = _in_place(x)
+    activated.add_(1)
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    "near_miss",
+    [
+        *(_overwritten, _read_before_it_is_overwritten),
+        *(_view_of_what_is_overwritten, _overwritten_again),
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_writes_to_a_norm(near_miss):
+    found = check_swap(near_miss, *_inputs(), expect=[], swap=["group_norm"], gradients=False)
+    assert all(
+        "changed in place" in one.reason or "elsewhere" in one.reason
+        for one in found.report.candidates
+    )
 
 
 @pytest.mark.parametrize("near_miss", NEAR_MISSES, ids=lambda f: f.__name__)

@@ -11,6 +11,7 @@ import torch
 import torchvision
 import transformers as hf
 from torch import Tensor, nn
+from transformers.models.janus import modeling_janus as janus
 
 from tests.cases.compiler import Rewritten
 
@@ -101,6 +102,17 @@ def poolformer() -> tuple[Any, ...]:
     return model, {"pixel_values": torch.randn(1, 3, 64, 64)}, lambda out: out[0]
 
 
+def autoencoder() -> tuple[Any, ...]:
+    config = janus.JanusVQVAEConfig(
+        base_channels=32, latent_channels=32, num_res_blocks=1, channel_multiplier=[1, 1]
+    )
+    return (
+        janus.JanusVQVAEEncoder(config),
+        {"pixel_values": torch.randn(1, 3, 16, 16)},
+        lambda out: out,
+    )
+
+
 MODELS: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, int]]] = {
     "llama": (
         language(hf.LlamaForCausalLM, hf.LlamaConfig(**GROUPED)),
@@ -138,6 +150,7 @@ MODELS: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, int]]] = {
     "mobilenet": (mobilenet, {"convolution": 52, "mlp": 1}),
     "convnext": (convnext, {"convolution": 4, "layer_norm": 5, "mlp": 2}),
     "bit": (bit, {"convolution": 9, "group_norm": 7}),
+    "janus, the encoder of images": (autoencoder, {"convolution": 19, "group_norm": 11}),
     "poolformer": (poolformer, {"convolution": 12, "group_norm": 8}),
 }
 
