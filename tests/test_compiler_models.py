@@ -11,6 +11,7 @@ import torch
 import torchvision
 import transformers as hf
 from torch import Tensor, nn
+from transformers.models.janus import modeling_janus as janus
 
 from tests.cases.compiler import Rewritten
 
@@ -88,6 +89,30 @@ def convnext() -> tuple[Any, ...]:
     return model.eval(), {"x": torch.randn(2, 3, 32, 32)}, lambda out: out
 
 
+def bit() -> tuple[Any, ...]:
+    config = hf.BitConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_groups=4, hidden_act="silu"
+    )  # fmt: skip
+    return hf.BitModel(config), {"pixel_values": torch.randn(1, 3, 32, 32)}, lambda out: out[0]
+
+
+def poolformer() -> tuple[Any, ...]:
+    config = hf.PoolFormerConfig(hidden_sizes=[8, 16, 16, 16], depths=[1, 1, 1, 1])
+    model = hf.PoolFormerModel(config).eval()
+    return model, {"pixel_values": torch.randn(1, 3, 64, 64)}, lambda out: out[0]
+
+
+def autoencoder() -> tuple[Any, ...]:
+    config = janus.JanusVQVAEConfig(
+        base_channels=32, latent_channels=32, num_res_blocks=1, channel_multiplier=[1, 1]
+    )
+    return (
+        janus.JanusVQVAEEncoder(config),
+        {"pixel_values": torch.randn(1, 3, 16, 16)},
+        lambda out: out,
+    )
+
+
 MODELS: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, int]]] = {
     "llama": (
         language(hf.LlamaForCausalLM, hf.LlamaConfig(**GROUPED)),
@@ -124,6 +149,9 @@ MODELS: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, int]]] = {
     "resnet": (resnet, {"convolution": 20}),
     "mobilenet": (mobilenet, {"convolution": 52, "mlp": 1}),
     "convnext": (convnext, {"convolution": 4, "layer_norm": 5, "mlp": 2}),
+    "bit": (bit, {"convolution": 9, "group_norm": 7}),
+    "janus, the encoder of images": (autoencoder, {"convolution": 19, "group_norm": 11}),
+    "poolformer": (poolformer, {"convolution": 12, "group_norm": 8}),
 }
 
 

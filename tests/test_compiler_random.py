@@ -111,6 +111,19 @@ def _norm(rng: random.Random) -> Step:
     return step
 
 
+def _group_norm(rng: random.Random) -> Step:
+    weight, bias, groups = _row(rng, C), _row(rng, C), rng.choice((1, 2, C))
+    activation = rng.choice((F.silu, lambda x: x * x.sigmoid(), F.relu, lambda x: x))
+    is_sum = rng.random() < 0.5
+
+    def step(x: Tensor, other: Tensor) -> Tensor:
+        if is_sum:
+            x = x + other
+        return activation(F.group_norm(x, groups, weight, bias))
+
+    return step
+
+
 def _attention(rng: random.Random) -> Step:
     is_causal, is_written_out = rng.random() < 0.5, rng.random() < 0.5
 
@@ -139,7 +152,7 @@ def _layout(rng: random.Random) -> Step:
     return rng.choice(steps)
 
 
-PARTS = (_convolution, _rotary, _gated, _norm, _attention, _layout)
+PARTS = (_convolution, _rotary, _gated, _norm, _group_norm, _attention, _layout)
 
 
 def _function(seed: int) -> Callable[..., tuple[Tensor, ...]]:
@@ -183,6 +196,6 @@ def test_these_functions_have_every_pattern():
         rewritten = Rewritten(_function(seed))
         rewritten(*_inputs(seed))
         found.update(rewritten.swapped)
-    missing = {"attention", "convolution", "gated", "layer_norm", "rms_norm", "rotary"} - set(found)
-    assert not missing
+    norms = {"group_norm", "layer_norm", "rms_norm"}
+    assert set(found) >= {"attention", "convolution", "gated", "rotary", *norms}
     assert found.total() > 2 * len(SEEDS)

@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers.models.bit.configuration_bit import BitConfig
+from transformers.models.bit.modeling_bit import BitGroupNormActivation
 from transformers.models.cohere2.modeling_cohere2 import Cohere2LayerNorm
 from transformers.models.glm4.modeling_glm4 import Glm4MLP
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
 from transformers.models.modernbert.modeling_modernbert import ModernBertMLP
+from transformers.models.pe_audio.modeling_pe_audio import PeAudioMaskedGroupNorm
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 import cudnn_ops.nn
@@ -60,6 +63,59 @@ def test_group_norms_take_each_others_state(affine, device):
     assert repr(activated).endswith("activation=silu)")
     with pytest.raises(ValueError, match="GroupNorm: activation must be one of none, silu, got"):
         cudnn_ops.nn.GroupNorm(4, 12, activation="relu")
+
+
+class ActivatedNorm(nn.GroupNorm):
+    """As timm's ``GroupNormAct``, and with ``nn.Identity`` as its ``GroupNorm1``."""
+
+    def __init__(self, activation: nn.Module, affine: bool = True, eps: float = 1e-4) -> None:
+        super().__init__(4, 12, 1e-4, affine)
+        self.drop, self.act, self.other_eps = nn.Identity(), activation, eps
+
+    def forward(self, x):
+        x = F.group_norm(x, self.num_groups, self.weight, self.bias, self.other_eps)
+        return self.act(self.drop(x))
+
+
+def norm_with_a_buffer() -> nn.Module:
+    norm = ActivatedNorm(nn.SiLU())
+    norm.register_buffer("calls", torch.zeros(1))
+    return norm
+
+
+GROUP_NORMS = {
+    "silu": (lambda: ActivatedNorm(nn.SiLU(inplace=True)), "silu"),
+    "identity": (lambda: ActivatedNorm(nn.Identity()), "none"),
+    "no affine": (lambda: ActivatedNorm(nn.SiLU(), affine=False), "silu"),
+    "bit": (
+        lambda: BitGroupNormActivation(BitConfig(num_groups=4, hidden_act="silu"), 12, 1e-4),
+        "silu",
+    ),
+    "relu": (lambda: ActivatedNorm(nn.ReLU()), None),
+    "another eps": (lambda: ActivatedNorm(nn.SiLU(), eps=1e-3), None),
+    "more parameters": (lambda: ActivatedNorm(nn.PReLU(init=1.0)), None),
+    "a buffer": (norm_with_a_buffer, None),
+    "dropout": (lambda: ActivatedNorm(nn.Dropout(0.5)), None),
+    "mask": (lambda: PeAudioMaskedGroupNorm(4, 12), None),
+}
+
+
+@pytest.mark.parametrize("name", GROUP_NORMS)
+def test_subclasses_of_group_norm(name):
+    make, activation = GROUP_NORMS[name]
+    stock = nn.Sequential(make())
+    for parameter in stock.parameters():
+        nn.init.normal_(parameter)
+    ours = copy.deepcopy(stock)
+    cudnn_ops.nn.replace_modules_(ours)
+    if activation is None:
+        assert type(ours[0]) is type(stock[0])
+        return
+    assert type(ours[0]) is cudnn_ops.nn.GroupNorm
+    assert ours[0].activation == activation
+    assert list(ours.state_dict()) == list(stock.state_dict())
+    x = torch.randn(3, 12, 5) * 1e-2  # small, so that eps shows
+    torch.testing.assert_close(ours(x), stock(x))
 
 
 def test_zero_centered_norms_begin_as_plain_ones():

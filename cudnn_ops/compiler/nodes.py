@@ -129,6 +129,15 @@ OPERATIONS: dict[str, Operation] = {
     "rms_norm": _operation(
         "input normalized_shape weight eps", F.rms_norm, torch.rms_norm, weight=None, eps=None
     ),
+    "group_norm": _operation(
+        "input num_groups weight bias eps cudnn_enabled",
+        *(F.group_norm, torch.group_norm),
+        weight=None,
+        bias=None,
+        eps=1e-5,
+        cudnn_enabled=True,
+    ),
+    "native_group_norm": _operation("input weight bias N C HxW group eps", torch.native_group_norm),
     "batch_norm": _operation(
         "input running_mean running_var weight bias training momentum eps",
         F.batch_norm,

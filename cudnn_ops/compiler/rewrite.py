@@ -21,7 +21,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from cudnn_ops.compiler.nodes import call_of, changes_mode, mutated, value_of
+from cudnn_ops.compiler.nodes import (
+    call_of,
+    changes_mode,
+    memory_of,
+    mutated,
+    value_of,
+    written_by,
+)
 from cudnn_ops.compiler.pattern import Found, Pattern, Refusal
 from cudnn_ops.compiler.report import Candidate, CompileReport, first_line, warn
 from cudnn_ops.compiler.strides import Strides
@@ -174,7 +181,9 @@ def objection(found: Found, facts: GraphFacts) -> str:
     computed = [node for node in found.nodes if not _is_constant(node)]
     if len({facts.mode[node] for node in computed}) > 1:
         return "gradients or autocast are switched on or off within it"
-    if any(node in facts.mutated for node in (*found.inputs, *found.nodes)):
+    is_input_changed = not facts.mutated.isdisjoint(found.inputs)
+    changed = facts.mutated & inside
+    if is_input_changed or not all(_is_changed_within(node, inside, facts) for node in changed):
         return "a tensor that it reads is changed in place"
     first = min(facts.place[node] for node in found.outputs)
     if any(facts.place[node] > first for node in found.inputs):
@@ -199,6 +208,24 @@ def _unlogged() -> Iterator[None]:
         yield
     finally:
         logger.disabled = was_disabled
+
+
+def _is_changed_within(node: fx.Node, inside: set[fx.Node], facts: GraphFacts) -> bool:
+    """Whether the match has all writes to its memory, and all that this was before the last one.
+
+    As in ``x *= sigmoid(x)`` of a result. What was overwritten must not be read afterwards.
+    """
+    memory = memory_of(node.meta.get("example_value"))
+    sharing = {one for one in facts.place if memory & memory_of(one.meta.get("example_value"))}
+    for writer in facts.place:
+        if sharing.isdisjoint(written_by(writer)):
+            continue
+        last = facts.place[writer]
+        before = [one for one in sharing if facts.place[one] < last]
+        users = (user for one in before for user in one.users)
+        if not inside.issuperset((writer, *before)) or any(facts.place[u] > last for u in users):
+            return False
+    return True
 
 
 def _is_constant(node: fx.Node) -> bool:

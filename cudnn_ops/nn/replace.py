@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from cudnn_ops.nn.merge import SharedProjection, shared_projections
 from cudnn_ops.nn.mlp import MLP, LinearAct, is_linear, is_transposed
 from cudnn_ops.nn.norm import GroupNorm, LayerNorm, RMSNorm, UnitRMSNorm
 from cudnn_ops.ops.activation import ACTIVATIONS, Activation, activate
+from cudnn_ops.ops.group_norm import NormActivation
 
 #: What is not swapped again.
 _OURS = (
@@ -60,6 +63,7 @@ def replace_modules_(
     computes the same on random inputs on the CPU, in eval and in training mode:
 
     - torch's ``RMSNorm``, ``LayerNorm`` and ``GroupNorm``;
+    - a subclass of ``GroupNorm`` with SiLU behind it or nothing (timm's; BiT's in transformers);
     - a module whose only parameter is a one-dimensional ``weight`` and that is an RMS norm,
       zero-centered or not (Llama, Qwen, Mistral, Gemma), or a layer norm without a bias (Cohere);
     - a module without parameters that is an RMS norm (Llama 4's for queries and keys);
@@ -170,6 +174,9 @@ _Candidate = tuple[Callable[[], nn.Module | None], str | None]
 def _candidate(module: nn.Module, merge: bool, merges: bool) -> _Candidate | None:
     if type(module) in (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm):
         return functools.partial(_like_torch, module), "it is another norm"
+    if isinstance(module, nn.GroupNorm):
+        reason = "it is not a group norm of one argument, with SiLU or without"
+        return functools.partial(_like_group_norm, module), reason
     parameters = dict(module.named_parameters())
     if not parameters:
         is_known = type(module).__module__.startswith("torch.nn") or any(module.children())
@@ -214,15 +221,18 @@ def _like_torch(module: nn.Module) -> LayerNorm | RMSNorm | GroupNorm:
     if isinstance(module, nn.RMSNorm):
         return _rms_norm(module.normalized_shape, module.eps, module.weight)
     if isinstance(module, nn.GroupNorm):
-        norm = GroupNorm(
-            module.num_groups, module.num_channels, module.eps, module.affine, device="meta"
-        )
-        norm.weight, norm.bias = module.weight, module.bias
-        return norm
+        return _group_norm(module)
     assert isinstance(module, nn.LayerNorm)
     layer = LayerNorm(list(module.normalized_shape), module.eps, device="meta")
     layer.weight, layer.bias = module.weight, module.bias
     return layer
+
+
+def _group_norm(module: nn.GroupNorm, activation: NormActivation = "none") -> GroupNorm:
+    sizes = module.num_groups, module.num_channels
+    norm = GroupNorm(*sizes, module.eps, module.affine, activation=activation, device="meta")
+    norm.weight, norm.bias = module.weight, module.bias
+    return norm
 
 
 def _rms_norm(
@@ -306,6 +316,24 @@ def _like_norm(module: nn.Module) -> RMSNorm | LayerNorm | None:
             layer = LayerNorm(list(size), eps, bias=False, device="meta")
             layer.weight = weight
             return layer
+    return None
+
+
+def _like_group_norm(module: nn.GroupNorm) -> GroupNorm | None:
+    """Of a subclass, such as those of timm with an activation."""
+    # Of more, one may be a mask, which is not there when it is tried.
+    if len(inspect.signature(module.forward).parameters) != 1:
+        return None
+    size = (module.num_channels,)
+    probe = _probe(module, {"weight": size, "bias": size})
+    if probe is None or not {"weight", "bias"}.issuperset(module.state_dict()):
+        return None
+    x, own = _small(2, *size, 3, 2), dict(probe.named_parameters())
+    weight, bias = own.get("weight"), own.get("bias")
+    normed = nn.functional.group_norm(x, module.num_groups, weight, bias, module.eps)
+    for activation in get_args(NormActivation):
+        if _computes(probe, x, activate(normed, activation)):
+            return _group_norm(module, activation)
     return None
 
 

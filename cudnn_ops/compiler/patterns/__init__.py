@@ -7,6 +7,7 @@ from cudnn_ops.compiler.patterns.attention import Attention
 from cudnn_ops.compiler.patterns.attention_by_matmul import AttentionByMatmul
 from cudnn_ops.compiler.patterns.convolution import Convolution
 from cudnn_ops.compiler.patterns.gated import Gated
+from cudnn_ops.compiler.patterns.group_norm import GroupNorm
 from cudnn_ops.compiler.patterns.layer_norm import LayerNorm
 from cudnn_ops.compiler.patterns.linear import Linear, Mlp
 from cudnn_ops.compiler.patterns.rms_norm import RmsNorm
@@ -20,6 +21,8 @@ PATTERNS: tuple[Pattern, ...] = (
     # Before RMS norm, which it is of numbers whose mean is 0.
     LayerNorm(),
     RmsNorm(),
+    # Before what takes its SiLU (gated activations) or the sum that it is of (convolutions).
+    GroupNorm(),
     Gated(),
     Convolution(),
     Mlp(),
