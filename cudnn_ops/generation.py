@@ -7,9 +7,11 @@ from cudnn_ops.serving import (
     GeneratedToken,
     Model,
     NothingAllowed,
+    PromptLookup,
     Request,
     RequestStats,
     SamplingParams,
+    SpeculationStats,
     TokenLogprobs,
 )
 
@@ -20,8 +22,10 @@ __all__ = [
     "GeneratedToken",
     "Model",
     "NothingAllowed",
+    "PromptLookup",
     "Request",
     "RequestStats",
     "SamplingParams",
+    "SpeculationStats",
     "TokenLogprobs",
 ]

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from cudnn_ops import PagedKVCache
 from cudnn_ops.distributed import heads_of_rank
-from cudnn_ops.generation import Engine, Request, SamplingParams
+from cudnn_ops.generation import Engine, PromptLookup, Request, SamplingParams, SpeculationStats
 from examples.llama import Llama, LlamaConfig, Operators
 from examples.train_llama import (
     CHECKPOINT,
@@ -56,6 +56,7 @@ class GenerateConfig:
     top_k: int = 0
     max_batch: int | None = None
     chunk: int | None = None
+    draft_tokens: int = 0
     pages: int | None = None
     page_size: int = 16
     samples: int = 3
@@ -92,6 +93,7 @@ class Summary:
     pages: int
     steps: int
     replays: int  # steps from a CUDA graph
+    speculation: SpeculationStats
 
 
 def load_model(config: GenerateConfig, device: torch.device) -> Llama:
@@ -181,11 +183,17 @@ def summarize(
         pages=engine.cache.pages,
         steps=overall.steps,
         replays=overall.replays,
+        speculation=overall.speculation,
     )
 
 
 def report(summary: Summary) -> str:
     """The lines printed at the end."""
+    speculation = summary.speculation
+    drafts = [
+        f"draft tokens   {speculation.accepted_tokens:,} of {speculation.draft_tokens:,} accepted, "
+        f"{speculation.mean_acceptance_length:.2f} tokens a verification"
+    ]
     return "\n".join(
         [
             f"served         {summary.requests} requests, {summary.prompt_tokens:,} + "
@@ -198,6 +206,7 @@ def report(summary: Summary) -> str:
             f"pages          {summary.peak_pages} of {summary.pages} at most",
             f"preemptions    {summary.preemptions}",
             f"steps          {summary.steps}, of them {summary.replays} from CUDA graphs",
+            *(drafts if speculation.drafts else []),
         ]
     )
 
@@ -262,6 +271,7 @@ def make_engine(
         chunk=load.chunk if config.chunk is None else config.chunk,
         max_length=sizes.sequence,
         mesh=mesh,
+        speculation=PromptLookup(config.draft_tokens) if config.draft_tokens else None,
     )
     return engine, sizes
 
@@ -319,6 +329,7 @@ def parse_args(argv: Sequence[str] | None = None) -> GenerateConfig:
         ("max_tokens", "tokens to generate for each"),
         ("top_k", "draw from so many tokens; 0: all"),
         ("page_size", "tokens of a page"),
+        ("draft_tokens", "draft tokens of a request in a step, by prompt lookup; 0: none"),
         ("samples", "samples to print"),
         ("seed", "of prompts, sampling and random weights"),
     ):
@@ -341,8 +352,9 @@ def parse_args(argv: Sequence[str] | None = None) -> GenerateConfig:
     for name in ("tp", "prompts", "beginnings", "max_batch", "chunk", "page_size"):
         if (number := getattr(config, name)) is not None and number < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    if config.samples < 0:
-        parser.error("--samples must be at least 0")
+    for name in ("draft_tokens", "samples"):
+        if getattr(config, name) < 0:
+            parser.error(f"--{name.replace('_', '-')} must be at least 0")
     return config
 
 

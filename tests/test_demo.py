@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -90,6 +90,12 @@ def test_serving_a_checkpoint(tmp_path: Path) -> None:
     again = generate(config)
     assert again is not None
     assert [request.output for request in again[1]] == outputs
+    assert "draft tokens" not in report(again[0])
+    speculative = generate(replace(config, draft_tokens=3))
+    assert speculative is not None
+    assert [request.output for request in speculative[1]] == outputs
+    assert speculative[0].speculation.drafts > 0
+    assert "tokens a verification" in report(speculative[0])
 
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     arguments = ["--checkpoint", str(tmp_path / CHECKPOINT), "--device", "cpu", "--tp", "2"]
@@ -132,6 +138,7 @@ def test_no_gpu_is_told_in_a_line(program, capsys) -> None:
         (generate_example, ["--random", "--max-tokens", "9999"], "--max-tokens is 1 to 252"),
         (generate_example, ["--random", "--pages", "1"], "a request has room for 16"),
         (generate_example, ["--samples", "-1"], "--samples must be at least 0"),
+        (generate_example, ["--draft-tokens", "-1"], "--draft-tokens must be at least 0"),
         (generate_example, ["--tp", "0"], "--tp must be at least 1"),
         (generate_example, ["--random", "--tp", "2"], "torchrun --nproc-per-node 2"),
     ],

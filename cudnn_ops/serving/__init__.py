@@ -2,14 +2,16 @@
 
 from cudnn_ops.serving.choosing import NothingAllowed
 from cudnn_ops.serving.contiguous_cache import CachedKV, KVCache
-from cudnn_ops.serving.engine import Engine, GeneratedToken
+from cudnn_ops.serving.engine import Engine
 from cudnn_ops.serving.kv_cache import CacheUsage, PagedKVCache
 from cudnn_ops.serving.model_runner import Attend, Model
 from cudnn_ops.serving.page_pool import OutOfPages
 from cudnn_ops.serving.request import Request, TokenLogprobs
 from cudnn_ops.serving.sampling import SamplingParams
 from cudnn_ops.serving.sequence import KVSequence
-from cudnn_ops.serving.stats import EngineStats, RequestStats
+from cudnn_ops.serving.speculation import PromptLookup
+from cudnn_ops.serving.stats import EngineStats, RequestStats, SpeculationStats
+from cudnn_ops.serving.step import GeneratedToken
 
 __all__ = [
     "Attend",
@@ -24,8 +26,10 @@ __all__ = [
     "NothingAllowed",
     "OutOfPages",
     "PagedKVCache",
+    "PromptLookup",
     "Request",
     "RequestStats",
     "SamplingParams",
+    "SpeculationStats",
     "TokenLogprobs",
 ]

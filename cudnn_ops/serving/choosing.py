@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cudnn_ops.serving.edits import Edits, TokenCounts, upload
-from cudnn_ops.serving.request import Request, TokenLogprobs
+from cudnn_ops.serving.request import Branch, TokenLogprobs
 from cudnn_ops.serving.scheduler import Share
 
 # What stands for a token where none can be chosen.
@@ -30,21 +30,21 @@ class Chosen:
     Args:
         results: int64 [rows], the tokens; or float64 [rows, 2 + 2 n]: the token, its log
             probability, and those and the ids of the n most likely tokens.
-        requests: the rows' requests by row, for what the tokens alone do not tell.
+        branches: what the rows continue, by row, for what the tokens alone do not tell.
         errors: why some of them have none.
     """
 
     def __init__(
         self,
         results: Tensor,
-        requests: Sequence[tuple[int, Request]] = (),
+        branches: Sequence[tuple[int, Branch]] = (),
         errors: dict[int, Exception] | None = None,
     ) -> None:
         self.logprobs: dict[int, TokenLogprobs] = {}
         """Of rows that asked for them, by row; there once ``read`` was called."""
         self.errors = errors or {}
         """Of rows that failed, likewise."""
-        self._results, self._requests = results, requests
+        self._results, self._branches = results, branches
 
     def read(self) -> list[int]:
         """Waits for the device, and returns each row's token; of no account if it failed."""
@@ -54,23 +54,23 @@ class Chosen:
             rows = self._results.tolist()
             tokens = [int(row[0]) for row in rows]
             self._read_logprobs(rows)
-        for row, request in self._requests:
+        for row, branch in self._branches:
             if tokens[row] < 0 and row not in self.errors:
-                self.errors[row] = _why_none(tokens[row], request)
+                self.errors[row] = _why_none(tokens[row], branch)
         return tokens
 
     def _read_logprobs(self, rows: list[list[float]]) -> None:
         count = len(rows[0]) // 2 - 1
-        for row, request in self._requests:
-            asked = request.params.logprobs
+        for row, branch in self._branches:
+            asked = branch.request.params.logprobs
             if asked is not None:
                 token, logprob, *top = rows[row]
                 pairs = zip(map(int, top[count:]), top[: min(asked, count)], strict=False)
                 self.logprobs[row] = TokenLogprobs(int(token), logprob, tuple(pairs))
 
 
-def _why_none(code: int, request: Request) -> Exception:
-    after = f"after {request.stats.output_tokens} tokens of output"
+def _why_none(code: int, branch: Branch) -> Exception:
+    after = f"after {branch.output_tokens} tokens of output"
     if code == _NOT_FINITE:
         return RuntimeError(f"the model's logits {after} are not finite: NaN, or infinity")
     return NothingAllowed(
@@ -87,11 +87,11 @@ class Chooser:
         self._counts: TokenCounts | None = None  # once somebody asks for penalties
 
     def choose(self, logits: Tensor, greedy: Tensor, shares: Sequence[Share]) -> Chosen:
-        """Queues the choice of a token for each share that ends with its request's last one.
+        """Queues the choice of what follows each request's last token and each draft token.
 
         Args:
-            logits: [shares, vocabulary]; not changed.
-            greedy: int64 [shares], the greatest one's token.
+            logits: [rows, vocabulary], a row for each place of a share; not changed.
+            greedy: int64 [rows], the greatest one's token.
             shares: a step's.
         """
         for share in shares:
@@ -99,35 +99,34 @@ class Chooser:
                 break
         else:
             return Chosen(greedy)
-        requests = [(row, share.request) for row, share in enumerate(shares) if share.is_last]
         try:
-            return self._choose(logits, requests)
+            return self._choose(logits, _branches(shares))
         except BaseException:
             self._counts = None  # perhaps not what the host takes them for
             raise
 
-    def _choose(self, logits: Tensor, requests: list[tuple[int, Request]]) -> Chosen:
+    def _choose(self, logits: Tensor, branches: Sequence[tuple[int, Branch]]) -> Chosen:
         batch, vocabulary = logits.shape
         edits = Edits(vocabulary, logits.device)
         errors: dict[int, Exception] = {}
-        penalized: dict[int, Request] = {}
+        penalized: dict[int, Branch] = {}
         options = [(0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0)] * batch  # greedy, no penalties
-        for row, request in requests:
-            params = request.params
+        for row, branch in branches:
+            params = branch.request.params
             if params._edits_logits:
                 try:
-                    edits.add(row, request)
+                    edits.add(row, branch)
                 except Exception as error:  # whatever a function of the user's raises
                     errors[row] = error
                     continue
             if params._has_penalties:
-                penalized[row] = request
+                penalized[row] = branch
             options[row] = (
                 params.temperature,
                 params.top_k,
                 params.top_p,
                 params.min_p,
-                request.number,
+                branch.number,
                 params.repetition_penalty,
                 params.presence_penalty,
                 params.frequency_penalty,
@@ -151,15 +150,28 @@ class Chooser:
             best, tokens = scores.max(-1)
         none = torch.where(best == -torch.inf, _NOTHING_ALLOWED, _NOT_FINITE)
         tokens = torch.where(best.isfinite(), tokens, none)
-        asked = [r.params.logprobs for _, r in requests if r.params.logprobs is not None]
+        counts = (branch.request.params.logprobs for _, branch in branches)
+        asked = [count for count in counts if count is not None]
         if asked:
             tokens = with_logprobs(wide, tokens, min(max(asked), vocabulary))
-        return Chosen(tokens, requests, errors)
+        return Chosen(tokens, branches, errors)
 
     def _counts_for(self, vocabulary: int) -> TokenCounts:
         if self._counts is None:
             self._counts = TokenCounts(self._max_batch, vocabulary, self._device)
         return self._counts
+
+
+def _branches(shares: Sequence[Share]) -> list[tuple[int, Branch]]:
+    """What the rows of a step continue, without those that continue no last token."""
+    branches: list[tuple[int, Branch]] = []
+    row = 0
+    for share in shares:
+        if share.is_last:
+            for count in range(share.places):
+                branches.append((row + count, Branch(share.request, share.drafts[:count])))
+        row += share.places
+    return branches
 
 
 def with_logprobs(logits: Tensor, tokens: Tensor, count: int) -> Tensor:

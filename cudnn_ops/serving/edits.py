@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from cudnn_ops.serving.request import Request
+from cudnn_ops.serving.request import Branch, Request
 from cudnn_ops.serving.sampling import Allowed
 
 
@@ -48,14 +48,14 @@ class Edits:
         """Whether there is any."""
         return bool(self._biased or self._constrained or self._masks or self._excluded)
 
-    def add(self, row: int, request: Request) -> None:
-        """Adds those of one request.
+    def add(self, row: int, branch: Branch) -> None:
+        """Adds those of one row.
 
         Raises:
             Exception: whatever its ``allowed_tokens`` raises.
             ValueError: what it returned is not what it may; a bias of a token that is not there.
         """
-        params, vocabulary = request.params, self._vocabulary
+        params, vocabulary = branch.request.params, self._vocabulary
         start = row * vocabulary
         if params.logit_bias:
             if max(params.logit_bias) >= vocabulary:
@@ -66,15 +66,15 @@ class Edits:
             self._biased.extend([start + token for token in params.logit_bias])
             self._biases.extend(params.logit_bias.values())
         excluded: list[int] = []
-        if request.stats.output_tokens < params.min_tokens:
+        if branch.output_tokens < params.min_tokens:
             excluded.extend(params.stop_tokens)
         for *before, last in params.bad_words:
-            if not before or request.tokens[-len(before) :] == before:
+            if not before or branch.last(len(before)) == before:
                 excluded.append(last)
         # Stop tokens and bad words may be those of a larger vocabulary.
         self._excluded.extend([start + token for token in excluded if 0 <= token < vocabulary])
         if params.allowed_tokens is not None:
-            self._allow(row, params.allowed_tokens(request.output))
+            self._allow(row, params.allowed_tokens(branch.output))
 
     def parts(self) -> dict[str, Tensor]:
         """The lists that must be on the device, those with anything in them."""
@@ -160,20 +160,22 @@ class TokenCounts:
         self._rows: dict[Request, int] = {}
         self._told: dict[Request, int] = {}  # tokens of each that are counted
 
-    def parts(self, requests: Mapping[int, Request], batch: int) -> dict[str, Tensor]:
+    def parts(self, branches: Mapping[int, Branch], batch: int) -> dict[str, Tensor]:
         """What must be on the device for :meth:`penalize`.
 
         Args:
-            requests: those with penalties, by their row of the batch.
+            branches: those with penalties, by their row of the batch.
             batch: rows.
         """
         for request in [request for request in self._rows if request.is_finished]:
             self._forget(request)
-        needed = set(requests.values())
+        needed = {branch.request for branch in branches.values()}
         rows, cleared = array("q", [0]) * batch, array("q")
-        prompt, output = array("q"), array("q")
+        prompt, output, drafted = array("q"), array("q"), array("q")
         vocabulary = self._in_prompt.shape[1]
-        for index, request in requests.items():
+        for index, branch in branches.items():
+            request = branch.request
+            drafted.extend([index * vocabulary + t for t in branch.drafts if t < vocabulary])
             if request not in self._rows:
                 if not self._free:  # of one that was preempted, say
                     self._forget(next(known for known in self._rows if known not in needed))
@@ -188,6 +190,7 @@ class TokenCounts:
                 places.extend([start + token for token in new if token < vocabulary])
             self._told[request] = len(request.tokens)
         lists = {"counted": rows, "cleared": cleared, "prompt": prompt, "output": output}
+        lists["drafted"] = drafted
         return {name: _as_tensor(numbers) for name, numbers in lists.items() if numbers}
 
     def penalize(self, scores: Tensor, options: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
@@ -208,6 +211,9 @@ class TokenCounts:
             self._in_output.view(-1).index_add_(0, parts["output"], ones)
         repetition, presence, frequency = options.to(scores.dtype)[:, :, None].unbind(1)
         count = self._in_output.index_select(0, parts["counted"])
+        if "drafted" in parts:  # of these rows alone, for they may be rejected
+            ones = torch.ones_like(parts["drafted"], dtype=torch.int32)
+            count.view(-1).index_add_(0, parts["drafted"], ones)
         is_there = count > 0
         occurred = is_there | self._in_prompt.index_select(0, parts["counted"])
         repeated = torch.where(scores < 0, scores * repetition, scores / repetition)

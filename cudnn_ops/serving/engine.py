@@ -23,12 +23,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import NamedTuple
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from cudnn_ops.serving.choosing import Chosen
 from cudnn_ops.serving.kv_cache import PagedKVCache
 from cudnn_ops.serving.memory import whole
 from cudnn_ops.serving.model_runner import Model, ModelRunner
@@ -36,27 +34,11 @@ from cudnn_ops.serving.page_pool import OutOfPages
 from cudnn_ops.serving.ranks import Aborted, Message, Order, Ranks, Submitted
 from cudnn_ops.serving.request import Request
 from cudnn_ops.serving.sampling import SamplingParams
-from cudnn_ops.serving.scheduler import Batch, Scheduler
+from cudnn_ops.serving.scheduler import Scheduler
+from cudnn_ops.serving.speculation import Drafter, PromptLookup
 from cudnn_ops.serving.stats import EngineStats
+from cudnn_ops.serving.step import GeneratedToken, Outcome, Step
 from cudnn_ops.serving.text import Decode
-
-
-class GeneratedToken(NamedTuple):
-    """One generated token and its request."""
-
-    request: Request
-    token: int | None
-    """None if the request failed instead: ``request.error`` says why."""
-
-
-class _Step(NamedTuple):
-    """A step that was computed, and whose tokens have not been accepted."""
-
-    batch: Batch
-    tokens: list[int]
-    chosen: Chosen | None  # beside the tokens; None if there was nothing to do
-    pages: int
-    began: float
 
 
 class Engine:
@@ -96,12 +78,15 @@ class Engine:
             several), or a process group. One rank alone is as no mesh.
         decode: the text of a list of tokens, such as ``tokenizer.decode``, for ``stop_strings`` and
             the requests' ``text``. With a mesh, the first rank alone calls it.
+        speculation: how to propose draft tokens, which a step verifies together; None proposes
+            none. The output is the same, up to rounding in other batch shapes.
 
     Raises:
         RuntimeError: another rank does not create its engine within the group's timeout.
         TypeError: ``mesh`` is something else.
-        ValueError: a number less than 1; a mesh of several dimensions, or without this rank;
-            engines or caches that differ between the ranks.
+        ValueError: a number less than 1; a ``decode`` or ``speculation`` of another kind; a mesh of
+            several dimensions, or without this rank; engines or caches that differ between the
+            ranks.
     """
 
     def __init__(
@@ -114,18 +99,24 @@ class Engine:
         max_length: int | None = None,
         mesh: DeviceMesh | ProcessGroup | None = None,
         decode: Decode | None = None,
+        speculation: PromptLookup | None = None,
     ) -> None:
         """Allocates the inputs of a step; captures nothing yet."""
         room = cache.pages * cache.page_size
         max_length = room if max_length is None else max_length
         if decode is not None and not callable(decode):
             raise ValueError(f"decode must be None or a function of token ids, got {decode!r}")
-        self.cache, self._decode = cache, decode
+        if speculation is not None and not isinstance(speculation, PromptLookup):
+            raise ValueError(f"speculation must be None or a PromptLookup, got {speculation!r}")
+        self.cache, self._decode, self.speculation = cache, decode, speculation
         self.max_batch, self.chunk = whole("max_batch", max_batch, 1), whole("chunk", chunk, 1)
         self.max_length = min(whole("max_length", max_length, 1), room)
         self._ranks = None if mesh is None else self._join(mesh)
-        self._scheduler = Scheduler(cache, max_batch, chunk)
-        self._runner = ModelRunner(model, cache, max_batch, chunk, self.max_length, self._ranks)
+        drafter = Drafter(speculation) if speculation else None
+        self._scheduler = Scheduler(cache, max_batch, chunk, drafter)
+        self._runner = ModelRunner(
+            *(model, cache, max_batch, chunk, self.max_length, self._ranks, self._num_draft_tokens)
+        )
         self._stats = EngineStats()
         self._serials = itertools.count()
 
@@ -198,7 +189,7 @@ class Engine:
             )
         request = self._enqueue(next(self._serials), tokens, params)
         if self._ranks:
-            self._ranks.events.append(Submitted(request.serial, tokens))
+            self._ranks.events.append(Submitted(request.serial, tokens, params.max_tokens))
         return request
 
     def abort(self, request: Request) -> None:
@@ -224,8 +215,9 @@ class Engine:
 
         Returns:
             The generated tokens; empty if there was nothing to do, or if no prompt is complete yet.
-            ``request.is_finished`` says whether a token is its request's last. A request that has
-            failed is among them too (``finish_reason`` ``"error"``); the others go on.
+            With speculation a request may have several, one behind the other.
+            ``request.is_finished`` says whether the last of them is its request's last. A request
+            that has failed is among them too (``finish_reason`` ``"error"``); the others go on.
 
         Raises:
             OutOfPages: other users of the cache hold so many pages that the oldest request cannot
@@ -243,9 +235,8 @@ class Engine:
         Requests that are submitted in between are served too.
         """
         while self.running or self.waiting:
-            for request, _ in self.step():
-                if request.is_finished:
-                    yield request
+            # Each once, even if several tokens of it were accepted.
+            yield from dict.fromkeys(request for request, _ in self.step() if request.is_finished)
 
     def follow(self) -> None:
         """Repeats the first rank's steps until it closes the engine. For the mesh's other ranks.
@@ -261,7 +252,7 @@ class Engine:
                 "Engine.follow: this rank is the first one, which the others follow; it calls step "
                 "or run (is_leader tells them apart)"
             )
-        step: _Step | None = None
+        step: Step | None = None
         while True:
             message = ranks.hear()
             self._settle(step, message)
@@ -295,15 +286,21 @@ class Engine:
         with nullcontext() if error is None else suppress(RuntimeError):
             self.close()
 
+    @property
+    def _num_draft_tokens(self) -> int:
+        return self.speculation.num_draft_tokens if self.speculation else 0
+
     def _join(self, mesh: DeviceMesh | ProcessGroup) -> Ranks | None:
         """The ranks, which create equal engines; None if there is one alone."""
         cache = self.cache
         keys = cache.key_cache(0)
-        ranks = Ranks.of(mesh, keys.device, self.max_batch)
+        most = self.max_batch * (1 + self._num_draft_tokens)
+        ranks = Ranks.of(mesh, keys.device, most)
         if ranks is not None:
             sizes = ("layers", "pages", "page_size", "heads_kv", "head_size", "value_size")
             facts = {f"cache.{name}": getattr(cache, name) for name in (*sizes, "prefix_sharing")}
-            facts |= {name: getattr(self, name) for name in ("max_batch", "chunk", "max_length")}
+            names = ("max_batch", "chunk", "max_length", "speculation")
+            facts |= {name: getattr(self, name) for name in names}
             ranks.check_agreement(facts | {"the cache's dtype": str(keys.dtype)})
         return ranks
 
@@ -320,7 +317,7 @@ class Engine:
         if self._ranks:
             self._ranks.tell(order, self._scheduler.state)
 
-    def _settle(self, step: _Step | None, message: Message) -> None:
+    def _settle(self, step: Step | None, message: Message) -> None:
         """Does what the first rank did since its last message.
 
         Args:
@@ -329,18 +326,18 @@ class Engine:
         """
         ranks, scheduler = self._ranks, self._scheduler
         assert ranks is not None
-        shares = step.batch.shares if step else []
-        if len(shares) != len(message.chosen):
+        rows = sum(share.places for share in step.batch.shares) if step else 0
+        if rows != len(message.chosen):
             raise RuntimeError(
-                f"Engine.follow: rank {ranks.rank} of {ranks.size} computed a step of "
-                f"{len(shares)} requests, and rank 0 one of {len(message.chosen)}: it failed "
-                "there, or here before"
+                f"Engine.follow: rank {ranks.rank} of {ranks.size} computed a step of {rows} "
+                f"tokens, and rank 0 one of {len(message.chosen)}: it failed there, or here before"
             )
         if step:
             self._accept(step, message.chosen)
         for event in message.events:
             if isinstance(event, Submitted):
-                self._enqueue(*event, SamplingParams())
+                params = SamplingParams(max_tokens=event.max_tokens)
+                self._enqueue(event.serial, event.prompt, params)
                 continue
             request = scheduler.find(event.serial)
             assert request is not None
@@ -360,13 +357,13 @@ class Engine:
         with self._ranks.computing("warming up") if self._ranks else nullcontext():
             self._runner.warm_up()
 
-    def _compute(self, began: float) -> _Step:
+    def _compute(self, began: float) -> Step:
         """Schedules and computes a step, which is said to have begun then."""
         scheduler = self._scheduler
         batch = scheduler.schedule()
         pages = self.cache.pages - self.cache.available
         if not batch.shares:
-            return _Step(batch, [], None, pages, began)
+            return Step(batch, [], None, pages, began)
         try:
             with self._ranks.computing("computing a step") if self._ranks else nullcontext():
                 chosen = self._runner.launch(batch)
@@ -376,52 +373,34 @@ class Engine:
         except BaseException:
             scheduler.undo(batch)
             raise
-        return _Step(batch, tokens, chosen, pages, began)
+        return Step(batch, tokens, chosen, pages, began)
 
-    def _accept(self, step: _Step, told: list[int] | None = None) -> list[GeneratedToken]:
+    def _accept(self, step: Step, told: list[int] | None = None) -> list[GeneratedToken]:
         """Gives the requests of a step their tokens, and counts it.
 
         Args:
             step: a step that was computed.
-            told: what the first rank says of each share; None there.
+            told: what the first rank says of each row; None there.
         """
-        shares, chosen = step.batch.shares, step.chosen
-        if chosen is None:
+        if step.chosen is None:
             return []
-        generated: list[GeneratedToken] = []
-        ended: list[Request] = []
-        tells = [0] * len(shares)
-        now = time.perf_counter()
-        for row, share in enumerate(shares):
-            if not share.is_last:
-                continue
-            request = share.request
-            token: int | None = step.tokens[row]
-            if told is not None:
-                token = request.repeat(told[row], now)
-            elif row in chosen.errors:
-                token = None
-                request.fail(chosen.errors[row], now)
-            else:
-                request.accept(step.tokens[row], now, chosen.logprobs.get(row))
-            generated.append(GeneratedToken(request, token))
-            if request.finish_reason:
-                ended.append(request)
-            if self._ranks:
-                tells[row] = -1 if token is None else request.told
-        for request in ended:
-            self._scheduler.finish(request)
+        outcome = step.accept(told, time.perf_counter(), self._ranks is not None)
+        scheduler = self._scheduler
+        if step.batch.has_drafts:
+            scheduler.settle(step.batch)
+        for request in outcome.ended:
+            scheduler.finish(request)
         if self._ranks and told is None:
-            self._ranks.chosen = tells
-        self._count(step, generated, ended)
-        return generated
+            self._ranks.chosen = outcome.tells
+        self._count(step, outcome)
+        return outcome.generated
 
-    def _count(self, step: _Step, generated: list[GeneratedToken], ended: list[Request]) -> None:
+    def _count(self, step: Step, outcome: Outcome) -> None:
         """Counts a step, its tokens, and the requests that it ended."""
-        stats, scheduler = self._stats, self._scheduler
+        stats, scheduler, ended = self._stats, self._scheduler, outcome.ended
         failed = [request for request in ended if request.finish_reason == "error"]
         # One that failed before it had a token is among those generated, too.
-        missing = sum(token is None for _, token in generated) if failed else 0
+        missing = sum(token is None for _, token in outcome.generated) if failed else 0
         self._stats = replace(
             stats,
             finished=stats.finished + len(ended) - len(failed),
@@ -429,9 +408,10 @@ class Engine:
             steps=stats.steps + 1,
             replays=self._runner.replays,
             computed_tokens=stats.computed_tokens + len(step.batch.slots),
-            output_tokens=stats.output_tokens + len(generated) - missing,
+            output_tokens=stats.output_tokens + len(outcome.generated) - missing,
             prefix_hits=scheduler.prefix_hits,
             preemptions=scheduler.preemptions,
             peak_pages=max(stats.peak_pages, step.pages),
             seconds=stats.seconds + time.perf_counter() - step.began,
+            speculation=stats.speculation + outcome.speculation,
         )

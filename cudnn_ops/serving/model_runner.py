@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-from array import array
-from collections.abc import Iterable
 from itertools import accumulate
-from math import prod
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from cudnn_ops.ops.paged import paged_attention
 from cudnn_ops.serving.choosing import Chooser, Chosen
+from cudnn_ops.serving.inputs import Inputs, Packed, pack
 from cudnn_ops.serving.kv_cache import PagedKVCache
-from cudnn_ops.serving.memory import ALIGNMENT
 from cudnn_ops.serving.ranks import Ranks
 from cudnn_ops.serving.scheduler import Batch
 from cudnn_ops.serving.sequence import KVSequence
@@ -56,11 +52,12 @@ class Model(Protocol):
         Args:
             tokens: int64 [tokens]. Some may be padding, whose results are not used.
             positions: int64 [tokens], the position of each in its request, from 0.
-            last: int64 [requests], the tokens whose logits are wanted: indices into ``tokens``.
+            last: int64 [rows], the tokens whose logits are wanted: indices into ``tokens``. A row
+                for each request's last token; with speculation for its draft tokens too.
             attend: to be called once for each layer, in any order.
 
         Returns:
-            [requests, vocabulary], in any floating dtype.
+            [rows, vocabulary], in any floating dtype.
         """
         ...
 
@@ -76,85 +73,14 @@ def padded_batch(batch: int) -> int:
     return -(-batch // step) * step
 
 
-# Format codes of array and memoryview.
-_FORMATS: dict[torch.dtype, Literal["q", "i"]] = {torch.int64: "q", torch.int32: "i"}
-
-
-class _Inputs:
-    """A step's inputs at fixed addresses, as CUDA graphs require; filled by a single copy.
-
-    Args:
-        tokens: the largest number of tokens in a step.
-        batch: the largest number of requests.
-        width: columns of the page table.
-        device: where they are.
-    """
-
-    def __init__(self, tokens: int, batch: int, width: int, device: torch.device) -> None:
-        sizes = {  # The table comes last: the copy ends behind the rows that are used.
-            "tokens": (torch.int64, (tokens,)),
-            "positions": (torch.int64, (tokens,)),
-            "slots": (torch.int64, (tokens,)),
-            "last": (torch.int64, (batch,)),
-            "offsets": (torch.int32, (batch + 1,)),
-            "lengths": (torch.int32, (batch,)),
-            "table": (torch.int32, (batch, width)),
-        }
-        lengths = [dtype.itemsize * prod(shape) for dtype, shape in sizes.values()]
-        # Each begins where any kernel may read it in its largest pieces.
-        ends = list(accumulate(-(-length // ALIGNMENT) * ALIGNMENT for length in lengths))
-        self._device = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
-        self._host = self._device
-        if device.type == "cuda":
-            self._host = torch.zeros(ends[-1], dtype=torch.uint8, pin_memory=True)
-        # Written to as memory: a step writes seven inputs, and by way of tensors that would take a
-        # third of a millisecond, in which the GPU waits.
-        memory = memoryview((ctypes.c_ubyte * ends[-1]).from_address(self._host.data_ptr()))
-        self._views: dict[str, Tensor] = {}
-        self._memory: dict[str, memoryview] = {}
-        starts = [0, *ends[:-1]]
-        for (name, (dtype, shape)), start, length in zip(
-            sizes.items(), starts, lengths, strict=True
-        ):
-            part = slice(start, start + length)
-            self._views[name] = self._device[part].view(dtype).view(shape)
-            self._memory[name] = memory[part].cast("B").cast(_FORMATS[dtype])
-        self._width = width
-        self._table_start = starts[-1]
-
-    def __getitem__(self, name: str) -> Tensor:
-        """One of the inputs on the device."""
-        return self._views[name]
-
-    def write(self, name: str, values: Iterable[int], size: int, padding: int) -> None:
-        """Sets the first ``size`` elements of an input, with ``padding`` behind the values."""
-        memory = self._memory[name]
-        words = array(memory.format, values)
-        words.extend([padding] * (size - len(words)))
-        memory[:size] = words
-
-    def clear_table(self, batch: int) -> memoryview:
-        """The first ``batch`` rows of the page table, all of page 0."""
-        memory = self._memory["table"][: batch * self._width]
-        memory[:] = array(memory.format, bytes(memory.nbytes))
-        return memory
-
-    def upload(self, batch: int) -> None:
-        """Copies what was written, of the table ``batch`` rows.
-
-        What is written next must wait until this copy is done.
-        """
-        if self._host is not self._device:
-            size = self._table_start + batch * self._width * self._memory["table"].itemsize
-            self._device[:size].copy_(self._host[:size], non_blocking=True)
-
-
 class ModelRunner:
     """Computes the steps that the scheduler decides on.
 
     A step in which every request has one token is *decoding*: attention is batched, and on a GPU
-    the whole model is replayed from a CUDA graph. Any other packs its queries. On a CPU it is the
-    same code with the same padding, run each time.
+    the whole model is replayed from a CUDA graph. If some have draft tokens besides, all have as
+    many queries as a request may have, with padding before their own, for attention is aligned at
+    the last one. Any other step packs its queries. On a CPU it is the same code with the same
+    padding, run each time.
     """
 
     def __init__(
@@ -165,8 +91,10 @@ class ModelRunner:
         chunk: int,
         max_length: int,
         ranks: Ranks | None = None,
+        num_draft_tokens: int = 0,
     ) -> None:
         self._ranks = ranks
+        self._verified = 1 + num_draft_tokens  # queries of a request that has drafts
         self._model, self._cache, self._chunk = model, cache, chunk
         self._device = cache.key_cache(0).device
         self._max_batch = padded_batch(max_batch)
@@ -175,8 +103,13 @@ class ModelRunner:
         width = 1
         while width * cache.page_size < max_length:
             width *= 2
-        self._inputs = _Inputs(chunk + self._max_batch, self._max_batch, width, self._device)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        verified = self._max_batch * self._verified
+        tokens = max(chunk + self._max_batch, verified)
+        # A step that packs its queries may pad fewer rows than these to more.
+        rows = padded_batch(verified)
+        self._inputs = Inputs(tokens, rows, self._max_batch, width, self._device)
+        # By batch and queries of each request.
+        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         self.replays = 0
         """Steps that were replayed from a CUDA graph."""
@@ -188,21 +121,19 @@ class ModelRunner:
         Its result must have been read before the next one is launched.
 
         Returns:
-            What follows each share's last token. Of no account where a share does not reach its
-            request's last one, and on ranks that follow another.
+            What follows each share's last token and, behind that, each of its draft tokens. Of no
+            account where a share does not reach its request's last token, and on ranks that follow
+            another.
         """
         shares = batch.shares
-        counts = [share.stop - share.start for share in shares]
-        self._fill(
-            [token for share in shares for token in share.request.tokens[share.start : share.stop]],
-            [position for share in shares for position in range(share.start, share.stop)],
-            batch.slots,
-            counts,
-            [share.stop for share in shares],
-            [share.sequence for share in shares],
-        )
-        logits, greedy = self._compute(counts)
-        if self._device.type == "cuda" and max(counts) == 1:
+        queries = 0
+        if batch.is_decoding:
+            queries = self._verified if batch.has_drafts else 1
+        packed = pack(batch, queries)
+        sequences = [share.sequence for share in shares]
+        self._fill(packed, queries, [sequence.length for sequence in sequences], sequences)
+        logits, greedy = self._compute(packed, queries)
+        if self._device.type == "cuda" and queries:
             self.replays += 1
         if self._ranks is not None and not self._ranks.is_leader:
             return Chosen(greedy)
@@ -214,58 +145,74 @@ class ModelRunner:
         sizes = sorted({padded_batch(batch) for batch in range(1, self._max_batch + 1)})
         # From the largest: the smaller graphs then find their memory in the pool that they share.
         for size in reversed(sizes):
-            for counts in ([1] * size, [min(2, self._chunk)] + [1] * (size - 1)):
-                total = sum(counts)
-                self._fill([0] * total, [0] * total, [-1] * total, counts, [0] * size, [])
-                self._compute(counts)[1].tolist()
+            prompt = [min(2, self._chunk)] + [1] * (size - 1)
+            for queries, counts in (
+                *((count, [count] * size) for count in sorted({1, self._verified}, reverse=True)),
+                (0 if self._chunk > 1 else 1, prompt),
+            ):
+                zeros, offsets = [0] * sum(counts), list(accumulate(counts))
+                packed = Packed(zeros, zeros, [-1] * len(zeros), [0] * size, offsets)
+                self._fill(packed, queries, [0] * size, [])
+                self._compute(packed, queries)[1].tolist()
 
     def _fill(
-        self,
-        tokens: list[int],
-        positions: list[int],
-        slots: list[int],
-        counts: list[int],
-        lengths: list[int],
-        sequences: list[KVSequence],
+        self, packed: Packed, queries: int, lengths: list[int], sequences: list[KVSequence]
     ) -> None:
-        """Writes the inputs, with padding that is harmless: it is not stored, and sees nothing."""
-        batch = padded_batch(len(counts))
-        total = len(tokens)
+        """Writes the inputs, with padding that is harmless: it is not stored, and sees nothing.
+
+        Args:
+            packed: the tokens.
+            queries: how many each request has if that is the same number for all, else 0.
+            lengths: of the requests, with these tokens.
+            sequences: where they are stored.
+        """
+        batch = padded_batch(len(packed.offsets))
+        total = len(packed.tokens)
         # Only decoding needs as many tokens as rows.
-        size = batch if total == len(counts) else total
-        offsets = list(accumulate(counts, initial=0))
+        size = batch * queries or total
         inputs = self._inputs
-        inputs.write("tokens", tokens, size, 0)
-        inputs.write("positions", positions, size, 0)
-        inputs.write("slots", slots, size, -1)
-        inputs.write("last", [offset - 1 for offset in offsets[1:]], batch, 0)
-        inputs.write("offsets", offsets, batch + 1, total)
+        inputs.write("tokens", packed.tokens, size, 0)
+        inputs.write("positions", packed.positions, size, 0)
+        inputs.write("slots", packed.slots, size, -1)
+        inputs.write("last", packed.last, batch * queries or padded_batch(len(packed.last)), 0)
+        inputs.write("offsets", [0, *packed.offsets], batch + 1, total)
         inputs.write("lengths", lengths, batch, 0)
         table = inputs.clear_table(batch)
         self._cache.write_page_table(sequences, table, inputs["table"].shape[1])
         inputs.upload(batch)
 
-    def _compute(self, counts: list[int]) -> tuple[Tensor, Tensor]:
-        """Logits [requests, vocabulary] of the step whose inputs are there, and the greatest's."""
-        requests, total = len(counts), sum(counts)
-        batch = padded_batch(requests)
-        if total > requests:
+    def _compute(self, packed: Packed, queries: int) -> tuple[Tensor, Tensor]:
+        """Logits [rows, vocabulary] of the step whose inputs are there, and the greatest's."""
+        rows, batch = len(packed.last), padded_batch(len(packed.offsets))
+        if not queries:
             offsets = self._inputs["offsets"][: batch + 1]
             # The bound is the same for all steps, for plans differ by it.
             logits, greedy = self._call(
-                total, batch, cu_seqlens_q=offsets, max_seqlen_q=self._chunk, is_causal=True
+                len(packed.tokens),
+                padded_batch(rows),
+                batch,
+                cu_seqlens_q=offsets,
+                max_seqlen_q=self._chunk,
+                is_causal=True,
             )
         elif self._device.type == "cuda":
-            if batch not in self._graphs:
-                self._capture(batch)
-            graph, logits, greedy = self._graphs[batch]
+            if (batch, queries) not in self._graphs:
+                self._capture(batch, queries)
+            graph, logits, greedy = self._graphs[batch, queries]
             graph.replay()
         else:
-            logits, greedy = self._call(batch, batch)
-        return logits[:requests], greedy[:requests]
+            logits, greedy = self._decode(batch, queries)
+        return logits[:rows], greedy[:rows]
 
-    def _call(self, tokens: int, batch: int, **packing: Any) -> tuple[Tensor, Tensor]:
-        """The model; without ``packing``, each of the batch has one query."""
+    def _decode(self, batch: int, queries: int) -> tuple[Tensor, Tensor]:
+        """The model where each of the batch has so many queries; all of their logits."""
+        options = {"is_causal": True} if queries > 1 else {}
+        return self._call(batch * queries, batch * queries, batch, queries, **options)
+
+    def _call(
+        self, tokens: int, rows: int, batch: int, queries: int = 0, **masking: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The model on so many tokens, with logits of so many; without ``queries``, packed."""
         inputs, cache = self._inputs, self._cache
         slots, lengths = inputs["slots"][:tokens], inputs["lengths"][:batch]
         table = inputs["table"][:batch]
@@ -273,19 +220,18 @@ class ModelRunner:
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
             cache.append(layer, key, value, slots)
             caches = cache.key_cache(layer), cache.value_cache(layer)
-            rows = query if packing else query.unsqueeze(1)
-            options |= packing
+            each = query.unflatten(0, (batch, queries)) if queries else query
+            options |= masking
             out = paged_attention(
-                rows, *caches, table, lengths, kv_layout=cache.kv_layout, **options
+                each, *caches, table, lengths, kv_layout=cache.kv_layout, **options
             )
-            return out if packing else out.squeeze(1)
+            return out.flatten(0, 1) if queries else out
 
-        logits = self._model(
-            inputs["tokens"][:tokens], inputs["positions"][:tokens], inputs["last"][:batch], attend
-        )
+        last = inputs["last"][:rows]
+        logits = self._model(inputs["tokens"][:tokens], inputs["positions"][:tokens], last, attend)
         return logits, logits.argmax(-1)
 
-    def _capture(self, batch: int) -> None:
+    def _capture(self, batch: int, queries: int) -> None:
         """Captures decoding of a batch. Runs it before, on the inputs that are there.
 
         No plan is built during a capture. That the step then is computed twice does no harm: the
@@ -294,11 +240,11 @@ class ModelRunner:
         current, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            self._call(batch, batch)
+            self._decode(batch, queries)
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # NCCL's own thread asks for events meanwhile, which must not end the capture.
         mode = "thread_local" if self._ranks else "global"
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=mode):
-            outputs = self._call(batch, batch)
-        self._graphs[batch] = (graph, *outputs)
+            outputs = self._decode(batch, queries)
+        self._graphs[batch, queries] = (graph, *outputs)

@@ -39,6 +39,8 @@ class Submitted(NamedTuple):
 
     serial: int
     prompt: list[int]
+    max_tokens: int
+    """All that they must know of its options: it bounds the drafts."""
 
 
 class Aborted(NamedTuple):
@@ -55,7 +57,7 @@ class Message(NamedTuple):
 
     order: Order
     chosen: list[int]
-    """What it chose in the step before, a number for each share: ``Request.told``."""
+    """What it chose in the step before, a number for each row: ``Request.told``."""
     events: list[Event]
     """What happened after that, in this order."""
     state: State
@@ -72,25 +74,23 @@ class Ranks:
     Args:
         group: more than one rank.
         device: where the engine computes.
-        max_batch: the largest number of tokens in a message.
+        most: the largest number of tokens in a message.
     """
 
-    def __init__(self, group: ProcessGroup, device: torch.device, max_batch: int) -> None:
+    def __init__(self, group: ProcessGroup, device: torch.device, most: int) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.chosen: list[int] = []
         """On the first rank: what it chose and has not told yet."""
         self.events: list[Event] = []
         """On the first rank: what it has not told yet."""
-        self._group, self._max_batch = group, max_batch
+        self._group, self._most = group, most
         with self.naming("joining the other ranks"):
             if group not in _hosts:
                 _hosts[group] = _host_group(group, device)
         self._hosts = _hosts[group]
 
     @classmethod
-    def of(
-        cls, mesh: DeviceMesh | ProcessGroup, device: torch.device, max_batch: int
-    ) -> Ranks | None:
+    def of(cls, mesh: DeviceMesh | ProcessGroup, device: torch.device, most: int) -> Ranks | None:
         """Those of a mesh; None if it is one rank alone.
 
         Raises:
@@ -102,7 +102,7 @@ class Ranks:
         from cudnn_ops.distributed.heads import group_of_heads  # a program may need no ranks
 
         group = group_of_heads(OP, mesh)
-        return cls(group, device, max_batch) if group.size() > 1 else None
+        return cls(group, device, most) if group.size() > 1 else None
 
     @property
     def is_leader(self) -> bool:
@@ -153,7 +153,7 @@ class Ranks:
         """Tells the other ranks, as soon as they listen."""
         chosen, events = self.chosen, self.events
         words = [order, len(chosen), len(events), *state, *chosen]
-        words += [0] * (self._max_batch - len(chosen))
+        words += [0] * (self._most - len(chosen))
         with self.naming("telling the other ranks to go on, which must be in follow()"):
             distributed.broadcast(torch.tensor(words), group=self._hosts, group_src=0)
             if events:
@@ -163,7 +163,7 @@ class Ranks:
     def hear(self) -> Message:
         """Waits for what the first rank tells."""
         fields = len(State._fields)
-        words = torch.empty(3 + fields + self._max_batch, dtype=torch.int64)
+        words = torch.empty(3 + fields + self._most, dtype=torch.int64)
         events: list[list[Event]] = [[]]
         with self.naming("waiting for rank 0 to call step() or close()"):
             distributed.broadcast(words, group=self._hosts, group_src=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import deque
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from cudnn_ops.serving.sampling import SamplingParams
@@ -60,8 +61,7 @@ class Request:
         self._text = None if decode is None else TextStream(decode, tuple(params.stop_strings))
         # One generator per request: sampling depends on its seed and its output so far alone.
         self._generator = random.Random(params.seed)
-        self.number = self._generator.random()
-        """Uniform in [0, 1): selects the next token."""
+        self._numbers: deque[float] = deque()  # drawn for tokens that are still to come
 
     @property
     def prompt(self) -> list[int]:
@@ -89,6 +89,12 @@ class Request:
     def is_finished(self) -> bool:
         """Whether its output is complete."""
         return self.finish_reason is not None
+
+    def number(self, ahead: int = 0) -> float:
+        """Uniform in [0, 1): selects the next token, or the one that is so many tokens ahead."""
+        while len(self._numbers) <= ahead:
+            self._numbers.append(self._generator.random())
+        return self._numbers[ahead]
 
     @property
     def told(self) -> int:
@@ -145,7 +151,10 @@ class Request:
     def _append(self, token: int, now: float) -> None:
         stats = self.stats
         self.tokens.append(token)
-        self.number = self._generator.random()
+        if self._numbers:
+            self._numbers.popleft()
+        else:
+            self._generator.random()
         stats.output_tokens += 1
         if stats.time_to_first_token is None:
             stats.time_to_first_token = now - self._submitted
@@ -186,3 +195,30 @@ class Request:
     def __repr__(self) -> str:
         state = self.finish_reason or ("running" if self.sequence else "waiting")
         return f"Request(prompt={len(self.prompt)} tokens, output={self.output}, {state})"
+
+
+class Branch(NamedTuple):
+    """A request as it will be if some draft tokens are accepted."""
+
+    request: Request
+    drafts: tuple[int, ...] = ()
+    """They are assumed to follow its tokens."""
+
+    @property
+    def output(self) -> list[int]:
+        """The output with the drafts, in a new list."""
+        return [*self.request.output, *self.drafts]
+
+    @property
+    def output_tokens(self) -> int:
+        """How many tokens the output has."""
+        return self.request.stats.output_tokens + len(self.drafts)
+
+    @property
+    def number(self) -> float:
+        """Uniform in [0, 1): selects the token that follows."""
+        return self.request.number(len(self.drafts))
+
+    def last(self, count: int) -> list[int]:
+        """The last tokens of the prompt and the output with the drafts; at least one."""
+        return [*self.request.tokens[-count:], *self.drafts][-count:]

@@ -76,7 +76,9 @@ class SamplingParams:
     """For structured output: called with the output so far, it returns what may follow. That is
     token ids, a bool mask [vocabulary] on the CPU or the device, or None for any token. It runs on
     the host while the device computes the logits, and may be called again for the same output.
-    If it raises or allows nothing, its request alone fails."""
+    If it raises or allows nothing, its request alone fails. With speculation it is also called for
+    outputs that end with draft tokens, allowed or not; what it says there counts only if they are
+    accepted."""
     stop_sequences: Collection[Sequence[int]] = ()
     """Sequences of tokens that end a request; the one that did is the end of its output, and not
     part of its text."""

@@ -10,24 +10,33 @@ import zlib
 from array import array
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from cudnn_ops.serving.kv_cache import PagedKVCache
 from cudnn_ops.serving.page_pool import OutOfPages
 from cudnn_ops.serving.request import Request
 from cudnn_ops.serving.sequence import KVSequence
+from cudnn_ops.serving.speculation import Drafter
 
 
 class Share(NamedTuple):
-    """One request's part of a step: tokens ``start`` to ``stop - 1``.
+    """One request's part of a step: tokens ``start`` to ``stop - 1``, and draft tokens after them.
 
-    Their slots are allocated: the sequence's length is ``stop``.
+    Their slots are allocated: the sequence's length is ``stop + len(drafts)``.
     """
 
     request: Request
     sequence: KVSequence
     start: int
     stop: int
+    drafts: tuple[int, ...] = ()
+    """Only where ``start`` is the request's last token."""
+
+    @property
+    def places(self) -> int:
+        """At how many places of the request a next token is chosen."""
+        return 1 + len(self.drafts)
 
     @property
     def is_last(self) -> bool:
@@ -41,6 +50,13 @@ class Batch:
 
     shares: list[Share]
     slots: list[int]
+    has_drafts: bool = False
+    """Whether any of the shares has."""
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether each request has one token, beside drafts."""
+        return max([share.stop - share.start for share in self.shares]) == 1
 
 
 class State(NamedTuple):
@@ -65,8 +81,11 @@ class Scheduler:
     preempted. So the oldest request always makes progress, and no request starves.
     """
 
-    def __init__(self, cache: PagedKVCache, max_batch: int, chunk: int) -> None:
+    def __init__(
+        self, cache: PagedKVCache, max_batch: int, chunk: int, drafter: Drafter | None = None
+    ) -> None:
         self.cache, self.max_batch, self.chunk = cache, max_batch, chunk
+        self._drafter = drafter
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # the oldest first
         self.prefix_hits = self.preemptions = 0
@@ -89,6 +108,8 @@ class Scheduler:
         """
         batch = self._continue_running()
         self._admit(batch)
+        if self._drafter:
+            batch = self._with_drafts(batch, self._drafter)
         self._slots = batch.slots
         return batch
 
@@ -102,14 +123,29 @@ class Scheduler:
         size = self.cache.page_size
         for share in batch.shares:
             stats = share.request.stats
-            stats.peak_pages = max(stats.peak_pages, self._pages(share.stop))
+            stats.peak_pages = max(stats.peak_pages, self._pages(share.sequence.length))
             if share.start // size < share.stop // size:
                 self.cache.commit(share.sequence, share.request.tokens[: share.stop])
+
+    def settle(self, batch: Batch) -> None:
+        """Gives back the slots of draft tokens that were rejected, and commits the others' pages.
+
+        A request's last token has not been computed, so that it has no slot either.
+        """
+        size = self.cache.page_size
+        for share in batch.shares:
+            if share.drafts:
+                tokens = share.request.tokens
+                kept = max(share.stop, len(tokens) - 1)
+                self.cache.truncate(share.sequence, kept)
+                if share.stop // size < kept // size:
+                    self.cache.commit(share.sequence, tokens[:kept])
 
     def finish(self, request: Request) -> None:
         """Removes a running request and frees its pages."""
         self.running.remove(request)
         self._release(request)
+        self._forget(request)
 
     def find(self, serial: int) -> Request | None:
         """The request of this number, if it runs or waits."""
@@ -123,6 +159,7 @@ class Scheduler:
         """Removes a running or waiting request, and frees its pages."""
         if request.sequence is None:
             self.waiting.remove(request)
+            self._forget(request)
         else:
             self.finish(request)
         request.abort(time.perf_counter())
@@ -159,9 +196,7 @@ class Scheduler:
     def _admit(self, batch: Batch) -> None:
         """Admits waiting requests as far as the batch, the pages and the step's budget allow."""
         cache = self.cache
-        budget = self.chunk - sum(
-            share.stop - share.start for share in batch.shares if share.stop - share.start > 1
-        )
+        budget = self._left(batch)
         while self.waiting and len(self.running) < self.max_batch and budget > 0:
             request = self.waiting[0]
             sequence = cache.allocate(request.tokens)
@@ -184,6 +219,31 @@ class Scheduler:
             self.prefix_hits += hits
             batch.shares.append(Share(request, sequence, hits, sequence.length))
             budget -= count
+
+    def _left(self, batch: Batch) -> int:
+        """What the prompts in a batch leave of a step's budget."""
+        counts = (share.stop - share.start for share in batch.shares)
+        return self.chunk - sum(count for count in counts if count > 1)
+
+    def _with_drafts(self, batch: Batch, drafter: Drafter) -> Batch:
+        """The batch with draft tokens, as far as the step's budget and the pages allow.
+
+        They come last: they take nothing from what is certain to be needed, and preempt nobody.
+        """
+        cache, size = self.cache, self.cache.page_size
+        budget = self._left(batch)
+        shares: list[Share] = []
+        slots: list[int] = []
+        known = iter(batch.slots)
+        for share in batch.shares:
+            slots += islice(known, share.stop - share.start)
+            room = -share.stop % size + cache.available * size
+            is_decoding = share.is_last and share.stop - share.start == 1
+            drafts = drafter.propose(share.request, min(budget, room)) if is_decoding else []
+            slots += cache.extend(share.sequence, len(drafts))
+            budget -= len(drafts)
+            shares.append(share._replace(drafts=tuple(drafts)))
+        return Batch(shares, slots, len(slots) > len(batch.slots))
 
     def _has_room(self, candidate: Request, sequence: KVSequence) -> bool:
         """Whether all known tokens find a page, with one to spare for each that runs.
@@ -222,6 +282,10 @@ class Scheduler:
         assert request.sequence is not None
         self.cache.free(request.sequence)
         request.sequence = None
+
+    def _forget(self, request: Request) -> None:
+        if self._drafter:
+            self._drafter.forget(request)
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.cache.page_size)

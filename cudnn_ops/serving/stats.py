@@ -2,7 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class SpeculationStats:
+    """Counters of speculative decoding; those of several requests can be added."""
+
+    drafts: int = 0
+    """How often draft tokens were verified: once for each request and step that had any."""
+    draft_tokens: int = 0
+    """Tokens that were proposed."""
+    accepted_tokens: int = 0
+    """Those of them that became output."""
+
+    def __add__(self, other: SpeculationStats) -> SpeculationStats:
+        return SpeculationStats(
+            self.drafts + other.drafts,
+            self.draft_tokens + other.draft_tokens,
+            self.accepted_tokens + other.accepted_tokens,
+        )
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted tokens over draft tokens; 0 before the first."""
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens that a verification gives on average: the accepted ones and the one behind them.
+
+        As in vLLM. 0 before the first.
+        """
+        return 1 + self.accepted_tokens / self.drafts if self.drafts else 0.0
 
 
 @dataclass
@@ -21,6 +53,7 @@ class RequestStats:
     """Since its submission; None before the first token."""
     seconds: float | None = None
     """From its submission to its end; None before that."""
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
 
     @property
     def tokens_per_second(self) -> float:
@@ -51,6 +84,7 @@ class EngineStats:
     """The largest number of pages in use in any step."""
     seconds: float = 0.0
     """Time spent in steps, in seconds."""
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
 
     @property
     def tokens_per_second(self) -> float:

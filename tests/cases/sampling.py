@@ -41,6 +41,14 @@ def chain(*followers: int, vocabulary: int = VOCABULARY) -> Tensor:
     return table
 
 
+def cycle(*tokens: int, vocabulary: int = 40) -> Tensor:
+    """A table in which the tokens follow one another from token 0, and the first the last one."""
+    table = chain(*tokens, vocabulary=vocabulary)
+    table[tokens[-1]] = 0.0
+    table[tokens[-1], tokens[0]] = 9.0
+    return table
+
+
 def distribution(
     scores: Tensor, prompt: list[int], output: list[int], params: SamplingParams
 ) -> Tensor:

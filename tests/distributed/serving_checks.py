@@ -16,7 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cudnn_ops import OutOfPages, PagedKVCache
 from cudnn_ops.distributed import heads_of_rank
-from cudnn_ops.generation import Attend, Engine, EngineStats, Request, SamplingParams
+from cudnn_ops.generation import (
+    Attend,
+    Engine,
+    EngineStats,
+    PromptLookup,
+    Request,
+    SamplingParams,
+)
 from examples.llama import Llama, LlamaConfig, Operators
 from examples.parallel import shard_for_serving
 from tests.cases.generation import make_prompts, serve_at_random
@@ -204,6 +211,21 @@ def check_options(mesh: DeviceMesh) -> None:
     assert first > 100
 
 
+def check_speculation(mesh: DeviceMesh) -> None:
+    """All ranks propose the same drafts, and keep what the first one accepts."""
+    phrases = [[draw % 7, draw % 5, 3, 9] * 3 for draw in range(16)]
+    jobs = [
+        (prompt, SamplingParams(5 + index, temperature=index % 3 / 2, seed=index, top_k=5))
+        for index, prompt in enumerate(phrases)
+    ]
+    for speculation in (PromptLookup(3, 2, 1), PromptLookup(1, 1, 1)):
+        options: dict[str, Any] = {"pages": 26, "speculation": speculation}
+        stats = check_equal(mesh, lambda e: serve_at_random(e, jobs), **options)
+        assert stats.finished == 16
+        assert stats.preemptions > 0
+        assert 0 < stats.speculation.accepted_tokens < stats.speculation.draft_tokens
+
+
 def check_aborts(mesh: DeviceMesh) -> None:
     """Of requests that run, wait, are in their prompt, or have not been told of; and of none."""
 
@@ -278,6 +300,9 @@ def check_ranks_that_differ(mesh: DeviceMesh) -> None:
     message = rf"Engine: max_batch is 6 on rank 0 and 5 on rank {mesh.size() - 1}; all ranks must"
     with pytest.raises(ValueError, match=message):
         Served(mesh, max_batch=5 if rank == mesh.size() - 1 else 6)
+    message = r"speculation is None on rank 0 and PromptLookup\(.*\) on rank 1; all"
+    with pytest.raises(ValueError, match=message):
+        Served(mesh, speculation=PromptLookup() if rank == 1 else None)
     with pytest.raises(ValueError, match=r"cache\.pages is 40 on rank 0 and 41 on rank 1; all"):
         Served(mesh, pages=41 if rank == 1 else 40)
 
@@ -367,6 +392,7 @@ def check_pairs_and_all() -> None:
         check_greedy,
         check_sampling,
         check_options,
+        check_speculation,
         check_aborts,
         check_missing_pages,
         check_heads_that_cannot_be_shared,
@@ -386,5 +412,12 @@ def check_pairs_and_all() -> None:
 
 def check_on_gpus() -> None:
     mesh = mesh_of()
-    for check in (check_greedy, check_sampling, check_options, check_aborts, check_missing_pages):
+    for check in (
+        check_greedy,
+        check_sampling,
+        check_options,
+        check_speculation,
+        check_aborts,
+        check_missing_pages,
+    ):
         check(mesh)

@@ -1,0 +1,135 @@
+"""The inputs of a step: what the host writes for the model, and where the device reads it."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Iterable
+from itertools import accumulate
+from math import prod
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cudnn_ops.serving.memory import ALIGNMENT
+from cudnn_ops.serving.scheduler import Batch
+
+# Format codes of array and memoryview.
+_FORMATS: dict[torch.dtype, Literal["q", "i"]] = {torch.int64: "q", torch.int32: "i"}
+
+
+class Inputs:
+    """A step's inputs at fixed addresses, as CUDA graphs require; filled by a single copy.
+
+    Args:
+        tokens: the largest number of tokens in a step.
+        rows: the largest number of tokens whose logits are wanted.
+        batch: the largest number of requests.
+        width: columns of the page table.
+        device: where they are.
+    """
+
+    def __init__(
+        self, tokens: int, rows: int, batch: int, width: int, device: torch.device
+    ) -> None:
+        sizes = {  # The table comes last: the copy ends behind the rows that are used.
+            "tokens": (torch.int64, (tokens,)),
+            "positions": (torch.int64, (tokens,)),
+            "slots": (torch.int64, (tokens,)),
+            "last": (torch.int64, (rows,)),
+            "offsets": (torch.int32, (batch + 1,)),
+            "lengths": (torch.int32, (batch,)),
+            "table": (torch.int32, (batch, width)),
+        }
+        lengths = [dtype.itemsize * prod(shape) for dtype, shape in sizes.values()]
+        # Each begins where any kernel may read it in its largest pieces.
+        ends = list(accumulate(-(-length // ALIGNMENT) * ALIGNMENT for length in lengths))
+        self._device = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
+        self._host = self._device
+        if device.type == "cuda":
+            self._host = torch.zeros(ends[-1], dtype=torch.uint8, pin_memory=True)
+        # Written to as memory: a step writes seven inputs, and by way of tensors that would take a
+        # third of a millisecond, in which the GPU waits.
+        memory = memoryview((ctypes.c_ubyte * ends[-1]).from_address(self._host.data_ptr()))
+        self._views: dict[str, Tensor] = {}
+        self._memory: dict[str, memoryview] = {}
+        starts = [0, *ends[:-1]]
+        for (name, (dtype, shape)), start, length in zip(
+            sizes.items(), starts, lengths, strict=True
+        ):
+            part = slice(start, start + length)
+            self._views[name] = self._device[part].view(dtype).view(shape)
+            self._memory[name] = memory[part].cast("B").cast(_FORMATS[dtype])
+        self._width = width
+        self._table_start = starts[-1]
+
+    def __getitem__(self, name: str) -> Tensor:
+        """One of the inputs on the device."""
+        return self._views[name]
+
+    def write(self, name: str, values: Iterable[int], size: int, padding: int) -> None:
+        """Sets the first ``size`` elements of an input, with ``padding`` behind the values."""
+        memory = self._memory[name]
+        words = array(memory.format, values)
+        words.extend([padding] * (size - len(words)))
+        memory[:size] = words
+
+    def clear_table(self, batch: int) -> memoryview:
+        """The first ``batch`` rows of the page table, all of page 0."""
+        memory = self._memory["table"][: batch * self._width]
+        memory[:] = array(memory.format, bytes(memory.nbytes))
+        return memory
+
+    def upload(self, batch: int) -> None:
+        """Copies what was written, of the table ``batch`` rows.
+
+        What is written next must wait until this copy is done.
+        """
+        if self._host is not self._device:
+            size = self._table_start + batch * self._width * self._memory["table"].itemsize
+            self._device[:size].copy_(self._host[:size], non_blocking=True)
+
+
+class Packed(NamedTuple):
+    """The tokens of a step, one request behind the other."""
+
+    tokens: list[int]
+    positions: list[int]
+    slots: list[int]
+    last: list[int]
+    """The tokens whose logits are wanted."""
+    offsets: list[int]
+    """Where each request's tokens end."""
+
+
+def pack(batch: Batch, queries: int) -> Packed:
+    """The tokens of a batch.
+
+    Args:
+        batch: what to compute.
+        queries: how many tokens each request has at least, by padding before its own.
+    """
+    shares = batch.shares
+    if not batch.has_drafts:  # most steps: a list for each request would take the host too long
+        offsets = list(accumulate([share.stop - share.start for share in shares]))
+        return Packed(
+            [token for share in shares for token in share.request.tokens[share.start : share.stop]],
+            [position for share in shares for position in range(share.start, share.stop)],
+            batch.slots,
+            [offset - 1 for offset in offsets],
+            offsets,
+        )
+    packed = Packed([], [], [], [], [])
+    done = 0
+    for share in shares:
+        tokens = [*share.request.tokens[share.start : share.stop], *share.drafts]
+        padding = max(0, queries - len(tokens))
+        packed.tokens.extend([*[0] * padding, *tokens])
+        packed.positions.extend([*[0] * padding, *range(share.start, share.start + len(tokens))])
+        packed.slots.extend([*[-1] * padding, *batch.slots[done : done + len(tokens)]])
+        done += len(tokens)
+        end = len(packed.tokens)
+        packed.last.extend(range(end - share.places, end))
+        packed.offsets.append(end)
+    return packed
