@@ -79,3 +79,10 @@ struct None {
     return {x, 1};
   }
 };
+
+// Of a slope that was kept.
+struct Slope {
+  static __device__ float2 of(float x) {
+    return {x, x};
+  }
+};
