@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
+from typing import Literal
 
 # Before the import: no test reads or writes the user's own store.
 os.environ["CUDNN_OPS_CACHE_DIR"] = ""
@@ -22,7 +23,7 @@ import pytest
 import torch
 
 import cudnn_ops
-from cudnn_ops.ops.activation import ACTIVATIONS
+from cudnn_ops.ops.activation import ACTIVATIONS, Activation
 from cudnn_ops.ops.linear import LINEAR_STEPS
 from cudnn_ops.plans.tables import LinearTiming
 
@@ -108,7 +109,7 @@ def linear_table():
     ) -> None:
         rows = []
         near = sizes if engine == "graph" else sizes[:1]
-        kinds = (*ACTIVATIONS, "slope")
+        kinds: tuple[Activation | Literal["slope"], ...] = (*ACTIVATIONS, "slope")
         for step, activation, m, n, k in product(LINEAR_STEPS, kinds, near, near, near):
             # Beside a graph, a kernel of ours runs what has no plan.
             timing = LinearTiming(step, activation, m, n, k, {"ours": 0.0}, plan_engine)

