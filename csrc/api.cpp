@@ -204,8 +204,8 @@ void set_linear_choices(int64_t sm_version, int64_t cudnn_version, const Rows& c
   std::vector<LinearChoice> table;
   for (size_t i = 0; i < choices.size(); ++i) {
     const auto& choice = choices[i];
-    table.push_back({{static_cast<LinearStep>(choice.at(0)), activation_at(choice.at(1)),
-                      choice.at(2), choice.at(3), choice.at(4)},
+    table.push_back({{static_cast<LinearStep>(choice.at(0)), slope_at(choice.at(1)), choice.at(2),
+                      choice.at(3), choice.at(4)},
                      static_cast<LinearEngine>(choice.at(5)),
                      choice.at(6) != 0,
                      plan_engines.at(i)});

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
+from typing import Literal
 
 # Before the import: no test reads or writes the user's own store.
 os.environ["CUDNN_OPS_CACHE_DIR"] = ""
@@ -22,7 +23,7 @@ import pytest
 import torch
 
 import cudnn_ops
-from cudnn_ops.ops.activation import ACTIVATIONS
+from cudnn_ops.ops.activation import ACTIVATIONS, Activation
 from cudnn_ops.ops.linear import LINEAR_STEPS
 from cudnn_ops.plans.tables import LinearTiming
 
@@ -92,28 +93,33 @@ def engine_table(fresh_cache):
 def linear_table():
     """Names the engine of all steps of linear layers; the package's tables are put back afterwards.
 
-    None: nothing was measured. Where there is no GPU it is for one of compute capability 9.0.
+    None: nothing was measured. Steps by their names have another engine. Where there is no GPU it
+    is for one of compute capability 9.0, or of ``sm``.
     """
-    sm = 90
+    here = 90
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
-        sm = 10 * major + minor
+        here = 10 * major + minor
 
     # A graph runs only near a size that was measured: these are near every size.
     sizes = [round(3.5**power) for power in range(9)]
 
-    def set_table(engine: str | None, plan_engine: str = "") -> None:
+    def set_table(
+        engine: str | None, plan_engine: str = "", *, sm: int = here, **others: str
+    ) -> None:
         rows = []
         near = sizes if engine == "graph" else sizes[:1]
-        for step, activation, m, n, k in product(LINEAR_STEPS, ACTIVATIONS, near, near, near):
+        kinds: tuple[Activation | Literal["slope"], ...] = (*ACTIVATIONS, "slope")
+        for step, activation, m, n, k in product(LINEAR_STEPS, kinds, near, near, near):
             # Beside a graph, a kernel of ours runs what has no plan.
             timing = LinearTiming(step, activation, m, n, k, {"ours": 0.0}, plan_engine)
-            rows.append(timing.as_choice(engine))
+            rows.append(timing.as_choice(others.get(step, engine)))
         version = cudnn_ops._C.cudnn_version()
         cudnn_ops._C.set_linear_table(sm, version, rows if engine else [])
 
     yield set_table
-    cudnn_ops._C.set_linear_table(sm, 0, [])
+    for each in {80, 90, here}:
+        cudnn_ops._C.set_linear_table(each, 0, [])
     cudnn_ops.plans.tables.load_tables()
 
 

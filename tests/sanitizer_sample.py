@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 import cudnn_ops
-from cudnn_ops.ops.conv import ACTIVATIONS
+from cudnn_ops.ops.activation import ACTIVATIONS, SLOPE
+from cudnn_ops.ops.linear import KEEP_SLOPE
 from tests.cases import paged as paged_cases
 from tests.test_paged import DECODE, ONE, PREFILL, SPECULATE
 
@@ -174,6 +175,19 @@ def convolutions() -> Iterator[Sample]:
             for width, channels, pixels in ((wide, 48, 300), (1, 7, 300), (1, 601, 1)):
                 call = partial(run, index, dtype, channels, pixels)
                 yield f"conv_epilogue_{activation}_{name}_{width}", call
+
+    def run_slope(dtype: torch.dtype, columns: int) -> None:
+        """A pair of layers that keeps its activation's slope, and the gradient through that."""
+        x, w1, w2 = (_tensor(*size, dtype=dtype) for size in ((300, 8), (columns, 8), (8, columns)))
+        for number in (1, 2, 3, 4):
+            _, hidden, kept = _ops._mlp(x, w1, None, w2, None, number, False, KEEP_SLOPE)
+            if kept.numel():
+                wanted = [False, False, True, False, False]
+                _ops._mlp_backward(x, x, w1, w2, hidden, kept, SLOPE, False, wanted)
+
+    for name, dtype in TYPES.items():
+        for width, columns in ((16 // dtype.itemsize, 48), (1, 7)):
+            yield f"conv_epilogue_slope_{name}_{width}", partial(run_slope, dtype, columns)
 
     def run_depthwise(dtype: torch.dtype) -> None:
         channels = 16

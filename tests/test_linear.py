@@ -13,7 +13,8 @@ import torch
 from torch.nn import functional as F
 
 import cudnn_ops
-from cudnn_ops.ops.linear import LINEAR_ENGINES, LINEAR_STEPS
+from cudnn_ops.ops.activation import ACTIVATIONS, SLOPE
+from cudnn_ops.ops.linear import KEEP_INPUT, KEEP_SLOPE, LINEAR_ENGINES, LINEAR_STEPS
 from cudnn_ops.plans import linear_tuning
 from cudnn_ops.plans.policy import using_plan_policy
 from cudnn_ops.plans.tables import TABLES, EngineTable, LinearTiming
@@ -24,7 +25,7 @@ from tests.conftest import DEVICES
 _ops = torch.ops.cudnn_ops
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 #: Each in its place in cudnn_ops.ops.activation.ACTIVATIONS.
-RELU, GELU_TANH = 1, 4
+RELU, SILU, GELU, GELU_TANH = 1, 2, 3, 4
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -65,6 +66,62 @@ def test_every_engine(case, dtype, engine, linear_table):
     linear_table(engine)
     with using_plan_policy("exact"):
         linear.check(case, dtype, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sums", ["ours", "epilogue_sum"])
+@pytest.mark.parametrize("keeps", ["ours", "graph"])
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_graphs_of_a_pair(activation, dtype, keeps, sums, linear_table):
+    """With the activation's input kept, or its slope; with the sum for the bias in either place."""
+    linear_table("graph", training_slope=keeps, weight_gradient=sums)
+    with using_plan_policy("exact"):
+        for case in (
+            MlpCase((300,), 128, 264, 128, activation),
+            MlpCase((7, 33), 72, 136, 40, activation, bias=False),
+            MlpCase((1,), 64, 1024, 64, activation),
+        ):
+            linear.check(case, dtype, "cuda")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("number", [SILU, GELU, GELU_TANH, 5, 6, 7])
+@pytest.mark.parametrize("leading", [(2, 17), (), (0,)], ids=str)
+def test_a_slope_is_kept_where_it_is_asked_for(number, dtype, leading, device, poisoned):
+    """What the backward reads of it, and what the derivative of the whole operator is then."""
+    case = MlpCase(leading, 24, 64, 40, ACTIVATIONS[number])
+    tensors, grad_out = linear.make(case, dtype, device, seed=5)
+    out, _, slope = _ops._mlp(*tensors.values(), number, False, KEEP_SLOPE)
+    x, w1, b1 = (tensors[name].detach().double() for name in ("x", "w1", "b1"))
+    before = F.linear(x, w1, b1).requires_grad_()
+    (exact,) = torch.autograd.grad(linear.activate(before, case.activation).sum(), before)
+    if number in (SILU, GELU, GELU_TANH):  # slopes of the others jump within a rounding of "before"
+        sdpa.check(slope, exact, exact.to(dtype), f"{case} slope")
+    found = [out, *torch.autograd.grad(out, list(tensors.values()), grad_out)]
+    results = (linear.reference(case, tensors, grad_out, kind) for kind in (torch.float64, dtype))
+    for mine, right, other in zip(found, *results, strict=True):
+        sdpa.check(mine, right, other, str(case))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_values_far_from_zero(activation, dtype, device):
+    """Of a layer that multiplies by 1: the tails of both sides, each number by itself."""
+    case = LinearCase((4001,), 8, 8, activation)
+    x = torch.linspace(-14, 14, 4001 * 8, device=device, dtype=dtype).view(-1, 8).requires_grad_()
+    weight = torch.eye(8, device=device, dtype=dtype)
+    out = linear.run(case, {"input": x, "weight": weight, "bias": None, "residual": None})
+    (slope,) = torch.autograd.grad(out.sum(), x)
+    exact_x = x.detach().double().requires_grad_()
+    exact = linear.activate(exact_x, activation)
+    (exact_slope,) = torch.autograd.grad(exact.sum(), exact_x)
+    eps = torch.finfo(dtype).eps
+    floor = 5e-6  # of 1 + erf and 1 - tanh^2, by which a CPU computes
+    assert ((out - exact).abs() <= eps * exact.abs() + floor).all()
+    assert ((slope - exact_slope).abs() <= eps * exact_slope.abs() + floor).all()
 
 
 def test_the_package_s_tables_have_every_standard_size():
@@ -194,15 +251,18 @@ def opcheck_arguments(device):
             _ops._linear_backward,
             (residual, x, weight, draw(3, 5, 24), activation, [True, True, True]),
         )
-        yield _ops._mlp, (x, weight, bias, w2, b2, activation, False, True)
+        for keep in (KEEP_INPUT, KEEP_SLOPE):
+            yield _ops._mlp, (x, weight, bias, w2, b2, activation, False, keep)
         before, hidden = draw(3, 5, 24), draw(3, 5, 24)
         mask = [True] * 5
         yield (
             _ops._mlp_backward,
             (grad, x, weight, w2, hidden, before, activation, False, mask),
         )
-    yield _ops._mlp, (x, weight, bias, w2[:, :12], None, 2, True, True)
-    yield _ops._mlp, (x, weight, bias, w2[:, :12], None, 2, True, False)
+    for keep in range(3):
+        yield _ops._mlp, (x, weight, bias, w2[:, :12], None, 2, True, keep)
+    through_slope = (grad, x, weight, w2, hidden, before, SLOPE, False, mask)
+    yield _ops._mlp_backward, through_slope
     half = draw(3, 5, 12)
     yield (
         _ops._mlp_backward,
@@ -362,8 +422,16 @@ def test_mistakes_of_backwards(device):
     grad = torch.ones(3, 5, device=device)
     with pytest.raises(ValueError, match=r"mlp backward: hidden must be \[3, 4\]"):
         _ops._mlp_backward(grad, x, weight, w2, x, None, RELU, False, mask)
-    with pytest.raises(ValueError, match="an activation needs before"):
-        _ops._mlp_backward(grad, x, weight, w2, hidden, None, GELU_TANH, False, mask)
+    for number in (GELU_TANH, SLOPE):
+        with pytest.raises(ValueError, match="an activation needs before"):
+            _ops._mlp_backward(grad, x, weight, w2, hidden, None, number, False, mask)
+    with pytest.raises(ValueError, match="a gated activation must be one of"):
+        _ops._mlp_backward(grad, x, weight, w2[:, :2], x, hidden, SLOPE, True, mask)
+    for keep in (-1, 3):
+        with pytest.raises(ValueError, match=r"mlp: keep must be 0 \(nothing\), 1"):
+            _ops._mlp(x, weight, None, w2, None, GELU_TANH, False, keep)
+    with pytest.raises(ValueError, match=f"there is no activation {SLOPE}"):
+        _ops._mlp(x, weight, None, w2, None, SLOPE, False, KEEP_INPUT)
 
 
 def test_cases_differ():

@@ -62,6 +62,8 @@ PlanPtr plan_or_null(const Call& call, const PlanKey& key);
 // For calls that another kernel can run as well: the exact plan of a shape that is called often,
 // under kExact of any, found or made; null until then, under kPolymorphic, and where cuDNN refuses.
 PlanPtr often_called_plan(const Call& call, const PlanKey& key);
+// Whether that has one, or makes one at the next call; counts a call, as that does.
+bool is_called_often(const PlanKey& key);
 
 // Runs `plan` on the current device and stream.
 void execute(const Call& call, const Plan& plan);

@@ -138,12 +138,25 @@ PlanPtr plan_or_null(const Call& call, const PlanKey& key) {
   }
 }
 
+namespace {
+
+bool is_due(const PlanKey& key) {
+  const auto is_at_hand = [&] { return any_stored() && is_stored(key, live_target().gpu()); };
+  return !is_capturing() && PlanPolicy::global().is_due(key, is_at_hand);
+}
+
+}  // namespace
+
+bool is_called_often(const PlanKey& key) {
+  if (PlanPolicy::global().policy() == Policy::kPolymorphic) return false;
+  return PlanCache::global().contains(key) || is_due(key);
+}
+
 PlanPtr often_called_plan(const Call& call, const PlanKey& key) {
   auto& policy = PlanPolicy::global();
   if (policy.policy() == Policy::kPolymorphic) return nullptr;
   if (auto plan = PlanCache::global().find(key)) return plan;
-  const auto is_at_hand = [&] { return any_stored() && is_stored(key, live_target().gpu()); };
-  if (is_capturing() || !policy.is_due(key, is_at_hand)) return nullptr;
+  if (!is_due(key)) return nullptr;
   PlanPtr plan;
   try {
     plan = plan_or_null(call, key);

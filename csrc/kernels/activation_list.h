@@ -12,3 +12,6 @@
   X(relu6, Relu6)                \
   X(hardswish, HardSwish)        \
   X(leaky_relu, LeakyRelu)
+
+// What a gradient is multiplied with: the slope of one of these, or a slope that was kept.
+#define CUDNN_OPS_SLOPES(X) CUDNN_OPS_ACTIVATIONS(X) X(slope, Slope)

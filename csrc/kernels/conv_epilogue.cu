@@ -47,9 +47,22 @@ __device__ void forward(const ConvEpilogueForwardCall& call) {
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) sum[k] += bias[k];
       if (adds_first) residual[i].add_to(sum);
-      if (call.before != nullptr) ((Vector*)call.before)[index] = Vector::of(sum);
+      if (call.before != nullptr && !call.keeps_slope) {
+        ((Vector*)call.before)[index] = Vector::of(sum);
+      }
+      if (call.keeps_slope) {
+        float slopes[kWidth];
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) sum[k] = Activation::of(sum[k]).x;
+        for (int k = 0; k < kWidth; ++k) {
+          const float2 both = Activation::of(sum[k]);
+          sum[k] = both.x;
+          slopes[k] = both.y;
+        }
+        ((Vector*)call.before)[index] = Vector::of(slopes);
+      } else {
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) sum[k] = Activation::of(sum[k]).x;
+      }
       if (adds_last) residual[i].add_to(sum);
       ((Vector*)call.out)[index] = Vector::of(sum);
     }
@@ -131,16 +144,17 @@ __device__ void epilogue(const ConvEpilogueCall& call) {
 }
 
 // Two blocks a multiprocessor: with fewer registers than that leaves, some of these would spill.
-#define EPILOGUE(name, Type, Activation, suffix, width)                                          \
-  extern "C" __global__ void __launch_bounds__(512, 2)                                           \
-      conv_epilogue_forward_##name##_##suffix##_##width(                                         \
-          const __grid_constant__ ConvEpilogueForwardCall call) {                                \
-    if (call.pieces == 0) {                                                                      \
-      activate<Type, Activation, width>(call);                                                   \
-    } else {                                                                                     \
-      forward<Type, Activation, width>(call);                                                    \
-    }                                                                                            \
-  }                                                                                              \
+#define FORWARD(name, Type, Activation, suffix, width)            \
+  extern "C" __global__ void __launch_bounds__(512, 2)            \
+      conv_epilogue_forward_##name##_##suffix##_##width(          \
+          const __grid_constant__ ConvEpilogueForwardCall call) { \
+    if (call.pieces == 0) {                                       \
+      activate<Type, Activation, width>(call);                    \
+    } else {                                                      \
+      forward<Type, Activation, width>(call);                     \
+    }                                                             \
+  }
+#define BACKWARD(name, Type, Activation, suffix, width)                                          \
   extern "C" __global__ void __launch_bounds__(512, 2)                                           \
       conv_epilogue_##name##_##suffix##_##width(const __grid_constant__ ConvEpilogueCall call) { \
     epilogue<Type, Activation, width>(call);                                                     \
@@ -155,19 +169,32 @@ __device__ void epilogue(const ConvEpilogueCall& call) {
     add_up_columns(call.partial, call.partials, call.columns, write);                \
   }
 
-#define HALF_8(name, Activation) EPILOGUE(name, Half, Activation, half, 8)
-#define HALF_1(name, Activation) EPILOGUE(name, Half, Activation, half, 1)
-#define BFLOAT16_8(name, Activation) EPILOGUE(name, BFloat16, Activation, bfloat16, 8)
-#define BFLOAT16_1(name, Activation) EPILOGUE(name, BFloat16, Activation, bfloat16, 1)
-#define FLOAT_4(name, Activation) EPILOGUE(name, Float, Activation, float, 4)
-#define FLOAT_1(name, Activation) EPILOGUE(name, Float, Activation, float, 1)
+// Of every activation, or slope.
+#define HALF_FORWARD(name, Activation)     \
+  FORWARD(name, Half, Activation, half, 8) \
+  FORWARD(name, Half, Activation, half, 1)
+#define HALF_BACKWARD(name, Activation)     \
+  BACKWARD(name, Half, Activation, half, 8) \
+  BACKWARD(name, Half, Activation, half, 1)
+#define BFLOAT16_FORWARD(name, Activation)         \
+  FORWARD(name, BFloat16, Activation, bfloat16, 8) \
+  FORWARD(name, BFloat16, Activation, bfloat16, 1)
+#define BFLOAT16_BACKWARD(name, Activation)         \
+  BACKWARD(name, BFloat16, Activation, bfloat16, 8) \
+  BACKWARD(name, BFloat16, Activation, bfloat16, 1)
+#define FLOAT_FORWARD(name, Activation)      \
+  FORWARD(name, Float, Activation, float, 4) \
+  FORWARD(name, Float, Activation, float, 1)
+#define FLOAT_BACKWARD(name, Activation)      \
+  BACKWARD(name, Float, Activation, float, 4) \
+  BACKWARD(name, Float, Activation, float, 1)
 
-CUDNN_OPS_ACTIVATIONS(HALF_8)
-CUDNN_OPS_ACTIVATIONS(HALF_1)
-CUDNN_OPS_ACTIVATIONS(BFLOAT16_8)
-CUDNN_OPS_ACTIVATIONS(BFLOAT16_1)
-CUDNN_OPS_ACTIVATIONS(FLOAT_4)
-CUDNN_OPS_ACTIVATIONS(FLOAT_1)
+CUDNN_OPS_ACTIVATIONS(HALF_FORWARD)
+CUDNN_OPS_ACTIVATIONS(BFLOAT16_FORWARD)
+CUDNN_OPS_ACTIVATIONS(FLOAT_FORWARD)
+CUDNN_OPS_SLOPES(HALF_BACKWARD)
+CUDNN_OPS_SLOPES(BFLOAT16_BACKWARD)
+CUDNN_OPS_SLOPES(FLOAT_BACKWARD)
 ADD_UP(Half, half)
 ADD_UP(BFloat16, bfloat16)
 ADD_UP(Float, float)

@@ -10,8 +10,9 @@ struct ConvEpilogueForwardCall {
   void *before, *out;                  // before: null where nobody wants it
   long long rows;
   unsigned columns;
-  unsigned pieces;  // of a row, that a block has; 0: only the activation is left, rows are pieces
-  bool adds_last;   // the residual, to what the activation gives
+  unsigned pieces;   // of a row, that a block has; 0: only the activation is left, rows are pieces
+  bool adds_last;    // the residual, to what the activation gives
+  bool keeps_slope;  // `before` is to hold the activation's slope, not its input
 };
 
 struct ConvEpilogueCall {

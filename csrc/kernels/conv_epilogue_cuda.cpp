@@ -20,11 +20,12 @@ constexpr int64_t kTurnsToAddUp = 8;
 // Of a block that only activates: small ones fill a GPU more evenly.
 constexpr int kThreadsToActivate = 256;
 
-// One for each activation.
+// One for each activation; backward, for a slope too.
 class Kernels {
  public:
-  Kernels(const std::string& prefix, const std::string& suffix) {
-    for (const auto name : kActivations) {
+  Kernels(const std::string& prefix, c10::ArrayRef<std::string_view> names,
+          const std::string& suffix) {
+    for (const auto name : names) {
       names_.push_back("conv_epilogue_" + prefix + std::string(name) + suffix);
       kernels_.emplace_back(kConvEpilogueImages, names_.back().c_str());
     }
@@ -40,10 +41,10 @@ class Kernels {
 
 struct TypeKernels {
   TypeKernels(const std::string& type, const std::string& width)
-      : forward_wide("forward_", "_" + type + "_" + width),
-        forward_narrow("forward_", "_" + type + "_1"),
-        backward_wide("", "_" + type + "_" + width),
-        backward_narrow("", "_" + type + "_1"),
+      : forward_wide("forward_", kActivations, "_" + type + "_" + width),
+        forward_narrow("forward_", kActivations, "_" + type + "_1"),
+        backward_wide("", kSlopes, "_" + type + "_" + width),
+        backward_narrow("", kSlopes, "_" + type + "_1"),
         add_up_name("conv_epilogue_add_up_" + type),
         add_up(kConvEpilogueImages, add_up_name.c_str()) {
   }
@@ -106,9 +107,11 @@ void activate(const at::Tensor& conv, Activation activation, const at::Tensor& o
 
 void conv_epilogue_forward(const at::Tensor& conv, const std::optional<at::Tensor>& bias,
                            const std::optional<at::Tensor>& residual, Activation activation,
-                           const at::Tensor& before, const at::Tensor& out, ResidualPlace place) {
+                           const at::Tensor& before, const at::Tensor& out, ResidualPlace place,
+                           BeforeHolds holds) {
+  const bool keeps_slope = before.defined() && holds == BeforeHolds::kSlope;
   // The activation's input may be there already.
-  const bool has_before = !before.defined() || before.is_same(conv);
+  const bool has_before = !before.defined() || (before.is_same(conv) && !keeps_slope);
   if (!bias && !residual && has_before) return activate(conv, activation, out);
   const int64_t columns = conv.size(1), rows = conv.numel() / columns;
   ConvEpilogueForwardCall call{};
@@ -120,6 +123,7 @@ void conv_epilogue_forward(const at::Tensor& conv, const std::optional<at::Tenso
   call.rows = rows;
   call.columns = static_cast<unsigned>(columns);
   call.adds_last = place == ResidualPlace::kAfter;
+  call.keeps_slope = keeps_slope;
   const auto element = static_cast<int64_t>(conv.element_size());
   const bool is_wide = columns * element % kVectorBytes == 0 && is_aligned(call.conv) &&
                        is_aligned(call.bias) && is_aligned(call.residual) &&

@@ -8,6 +8,7 @@
 #include <ATen/ops/hardtanh_backward.h>
 #include <ATen/ops/leaky_relu.h>
 #include <ATen/ops/leaky_relu_backward.h>
+#include <ATen/ops/mul.h>
 #include <ATen/ops/relu.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/silu_backward.h>
@@ -32,6 +33,11 @@ Activation activation_at(int64_t number) {
   return static_cast<Activation>(number);
 }
 
+Activation slope_at(int64_t number) {
+  return number == static_cast<int64_t>(Activation::kSlope) ? Activation::kSlope
+                                                            : activation_at(number);
+}
+
 at::Tensor activate(const at::Tensor& before, Activation activation) {
   switch (activation) {
     case Activation::kNone: return before;
@@ -42,13 +48,14 @@ at::Tensor activate(const at::Tensor& before, Activation activation) {
     case Activation::kRelu6: return at::hardtanh(before, 0, 6);
     case Activation::kHardSwish: return at::hardswish(before);
     case Activation::kLeakyRelu: return at::leaky_relu(before);
+    case Activation::kSlope: break;
   }
   return before;
 }
 
 at::Tensor activation_gradient(const at::Tensor& grad, const at::Tensor& saved,
                                Activation activation) {
-  constexpr double kSlope = 0.01;  // torch's default
+  constexpr double kLeak = 0.01;  // torch's default
   switch (activation) {
     case Activation::kNone: return grad;
     case Activation::kRelu: return at::threshold_backward(grad, saved, 0);
@@ -57,7 +64,8 @@ at::Tensor activation_gradient(const at::Tensor& grad, const at::Tensor& saved,
     case Activation::kGeluTanh: return at::gelu_backward(grad, saved, "tanh");
     case Activation::kRelu6: return at::hardtanh_backward(grad, saved, 0, 6);
     case Activation::kHardSwish: return at::hardswish_backward(grad, saved);
-    case Activation::kLeakyRelu: return at::leaky_relu_backward(grad, saved, kSlope, false);
+    case Activation::kLeakyRelu: return at::leaky_relu_backward(grad, saved, kLeak, false);
+    case Activation::kSlope: return at::mul(grad, saved);
   }
   return grad;
 }

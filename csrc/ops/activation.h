@@ -15,11 +15,14 @@ Activation activation_of(std::string_view name, const char* op);
 
 // ValueError where there is none of that number.
 Activation activation_at(int64_t number);
+// Of a gradient, which may be through a slope.
+Activation slope_at(int64_t number);
 
 // By torch's operators, which have derivatives.
 at::Tensor activate(const at::Tensor& before, Activation activation);
 
-// Likewise the gradient of what the activation is of. `saved` is that, or of ReLU its result.
+// Likewise the gradient of what the activation is of. `saved` is that, or of ReLU its result, or
+// the slope.
 at::Tensor activation_gradient(const at::Tensor& grad, const at::Tensor& saved,
                                Activation activation);
 

@@ -22,12 +22,13 @@ inline cudnn_frontend::graph::Pointwise_attributes activation_node(Activation ac
     case Activation::kLeakyRelu: return of_mode(Mode::RELU_FWD).set_relu_lower_clip_slope(0.01f);
     // With an upper clip cuDNN 9.19 builds plans that do not execute (measured on an H200).
     case Activation::kRelu6:
-    case Activation::kHardSwish: break;
+    case Activation::kHardSwish:
+    case Activation::kSlope: break;
   }
   throw graph::NotSupported("cuDNN's graphs have no such activation");
 }
 
-// Of a gradient and of what the activation is of; of ReLU its result serves too.
+// Of a gradient and of what the activation is of; of ReLU its result serves too. Or of the slope.
 inline cudnn_frontend::graph::Pointwise_attributes activation_gradient_node(Activation activation) {
   using Mode = cudnn_frontend::PointwiseMode_t;
   const auto of_mode = [](Mode mode) {
@@ -40,6 +41,7 @@ inline cudnn_frontend::graph::Pointwise_attributes activation_gradient_node(Acti
     case Activation::kSilu: return of_mode(Mode::SWISH_BWD);
     case Activation::kGelu: return of_mode(Mode::GELU_BWD);
     case Activation::kGeluTanh: return of_mode(Mode::GELU_APPROX_TANH_BWD);
+    case Activation::kSlope: return of_mode(Mode::MUL);
     default: throw graph::NotSupported("cuDNN's graphs have no gradient of such an activation");
   }
 }

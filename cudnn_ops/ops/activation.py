@@ -16,6 +16,8 @@ Activation = Literal[
 ]
 #: In the order in which C++ counts them (csrc/kernels/activation_list.h).
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+#: A gradient's activation of which the slope was kept, in schemas.
+SLOPE = len(ACTIVATIONS)
 
 
 def require_activation(
@@ -64,6 +66,11 @@ def activate(before: Tensor, activation: Activation) -> Tensor:
 def before_activation(grad: Tensor, saved: Tensor | None, activation: Activation) -> Tensor:
     """The gradient of what the activation is of."""
     return grad if saved is None else _BY_TORCH[activation].backward(grad, saved)
+
+
+def slope(before: Tensor, activation: Activation) -> Tensor:
+    """The activation's derivative there."""
+    return before_activation(torch.ones_like(before), before, activation)
 
 
 def needs_before(activation: Activation) -> bool:

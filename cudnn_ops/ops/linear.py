@@ -14,18 +14,22 @@ from torch.nn import functional as F
 
 from cudnn_ops.ops.activation import (
     ACTIVATIONS,
+    SLOPE,
     Activation,
     activate,
     before_activation,
     needs_before,
+    slope,
     wide,
 )
 from cudnn_ops.ops.arguments import bind, refuse_wrong_types
 from cudnn_ops.ops.kernels import register
 
 #: What a linear layer is made of, and by what: csrc/ops/linear/linear_choice.h says more.
-LINEAR_STEPS = ("inference", "training", "hidden_gradient", "weight_gradient")
+LINEAR_STEPS = ("inference", "training", "hidden_gradient", "weight_gradient", "training_slope")
 LINEAR_ENGINES = ("ours", "epilogue", "epilogue_sum", "graph")
+#: What ``_mlp`` keeps for its backward: ``Keep`` in csrc/ops/linear/linear.h.
+KEEP_NOTHING, KEEP_INPUT, KEEP_SLOPE = range(3)
 
 _ops = torch.ops.cudnn_ops
 #: To look up an overload takes a tenth of a microsecond.
@@ -216,15 +220,15 @@ def _fill_gradients(
 
 
 def _mlp_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _ops._mlp_check.default(*args[:-1])
+    _ops._mlp_check.default(*args)
     call = bind(_ops._mlp.default, args, {})
     out = _rows(call.input, call.weight2.shape[0])
     hidden = _rows(call.input, call.weight2.shape[1])
     before = _rows(call.input, call.weight1.shape[0])
     return (
         out,
-        hidden if call.with_saved else out.new_empty(0),
-        before if call.with_saved and mlp_needs_before(call) else out.new_empty(0),
+        hidden if call.keep else out.new_empty(0),
+        before if call.keep and mlp_needs_before(call) else out.new_empty(0),
     )
 
 
@@ -260,16 +264,18 @@ def mlp_in_torch(call: SimpleNamespace, dtype: torch.dtype) -> tuple[Tensor, Ten
         hidden = activate(before, name)
     hidden = hidden.to(kept).contiguous()
     out = layer(hidden.to(dtype), call.weight2, call.bias2).to(kept)
+    if call.keep == KEEP_SLOPE and not call.gated:
+        before = slope(before, name)
     nothing = call.input.new_empty(0)
     return (
         out.contiguous(),
-        hidden if call.with_saved else nothing,
-        before.to(kept) if call.with_saved and mlp_needs_before(call) else nothing.clone(),
+        hidden if call.keep else nothing,
+        before.to(kept) if call.keep and mlp_needs_before(call) else nothing.clone(),
     )
 
 
 def _mlp_cpu(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _ops._mlp_check.default(*args[:-1])
+    _ops._mlp_check.default(*args)
     call = bind(_ops._mlp.default, args, {})
     return mlp_in_torch(call, torch.promote_types(call.input.dtype, torch.float32))
 
@@ -277,17 +283,19 @@ def _mlp_cpu(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _mlp_backward_cpu(*args: Any) -> tuple[Tensor, ...]:
     results = _mlp_backward_fake(*args)
     call = bind(_ops._mlp_backward.default, args, {})
-    mask, name = call.output_mask, ACTIVATIONS[call.activation]
-    grad = wide(call.grad_out)
+    mask, grad = call.output_mask, wide(call.grad_out)
     _fill_gradients((None, *results[3:]), (False, *mask[3:]), grad, call.hidden, None)
     grad = grad @ wide(call.weight2)
-    if call.gated:
+    if call.activation == SLOPE:
+        grad = grad * wide(call.before)
+    elif call.gated:
+        name = ACTIVATIONS[call.activation]
         gate, up = wide(call.before).chunk(2, -1)
         halves = before_activation(grad * up, gate, name), grad * activate(gate, name)
         grad = torch.cat(halves, -1)
-    elif name != "none":
+    else:
         saved = call.hidden if call.before is None else call.before
-        grad = before_activation(grad, wide(saved), name)
+        grad = before_activation(grad, wide(saved), ACTIVATIONS[call.activation])
     _fill_gradients(results[:3], mask[:3], grad, call.input, call.weight1)
     return results
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from cudnn_ops import _C
-from cudnn_ops.ops.activation import ACTIVATIONS, Activation
+from cudnn_ops.ops.activation import ACTIVATIONS, SLOPE, Activation
+from cudnn_ops.ops.linear import KEEP_INPUT, KEEP_SLOPE
 from cudnn_ops.plans import timing
 from cudnn_ops.plans.policy import using_plan_policy
 from cudnn_ops.plans.tables import EngineTable, LinearTiming, load_tables
@@ -39,8 +42,10 @@ STANDARD_SIZES = (
     (16384, 8192, 2048),
     (32768, 1024, 1024),
 )
-#: What is measured: the step, its activation, and the engines that it can run by.
-_STEPS: tuple[tuple[str, Activation, tuple[str, ...]], ...] = (
+_Slope = Activation | Literal["slope"]
+#: What is measured: the step, its activation, and the engines that it can run by. The last ones go
+#: by what was found for the others.
+_STEPS: tuple[tuple[str, _Slope, tuple[str, ...]], ...] = (
     ("inference", "gelu", ("ours", "graph")),
     ("inference", "silu", ("ours", "graph")),
     ("inference", "relu", ("ours", "epilogue", "graph")),
@@ -52,19 +57,44 @@ _STEPS: tuple[tuple[str, Activation, tuple[str, ...]], ...] = (
     ("hidden_gradient", "silu", ("ours", "graph")),
     ("hidden_gradient", "relu", ("ours", "graph")),
     ("hidden_gradient", "gelu_tanh", ("ours", "epilogue", "epilogue_sum", "graph")),
+    ("hidden_gradient", "slope", ("ours", "graph")),
     ("weight_gradient", "none", ("ours", "epilogue_sum")),
+    ("training_slope", "gelu", ("ours", "graph")),
+    ("training_slope", "silu", ("ours", "graph")),
+    ("training_slope", "gelu_tanh", ("ours", "graph")),
 )
 
 
+def _draw(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+
+
+def make_pair(number: int, rows: int, columns: int, depth: int) -> dict[str, Callable[[], object]]:
+    """Two layers, forward and backward, by what they keep: the engines of "training_slope".
+
+    ``number`` is the activation's.
+    """
+    x, w1, b1 = _draw(rows, depth), _draw(columns, depth), _draw(columns)
+    w2, b2, grad = _draw(depth, columns), _draw(depth), _draw(rows, depth)
+
+    def run(keep: int) -> object:
+        _, hidden, kept = _ops._mlp.default(x, w1, b1, w2, b2, number, False, keep)
+        through = SLOPE if keep == KEEP_SLOPE else number
+        arguments = grad, x, w1, w2, hidden, kept, through, False, (True,) * 5
+        return _ops._mlp_backward.default(*arguments)
+
+    return {"ours": partial(run, KEEP_INPUT), "graph": partial(run, KEEP_SLOPE)}
+
+
+def _number(activation: _Slope) -> int:
+    return SLOPE if activation == "slope" else ACTIVATIONS.index(activation)
+
+
 def make_call(
-    step: str, activation: Activation, rows: int, columns: int, depth: int
+    step: str, activation: _Slope, rows: int, columns: int, depth: int
 ) -> Callable[[], object]:
     """A call of one step, with random tensors: a product of [rows, depth] and [depth, columns]."""
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
-
-    number = ACTIVATIONS.index(activation)
+    number, draw = _number(activation), _draw
     if step == "weight_gradient":
         grad, x = draw(depth, rows), draw(depth, columns)
         mask = (False, True, True)
@@ -78,6 +108,9 @@ def make_call(
         arguments = (grad, x, w1, w2, before, before, number, False, only_bias)
         return lambda: _ops._mlp_backward.default(*arguments)
     x, weight, bias = draw(rows, depth), draw(columns, depth), draw(columns)
+    if step == "training_slope":
+        second = draw(8, columns)
+        return lambda: _ops._mlp.default(x, weight, bias, second, None, number, False, KEEP_SLOPE)
     keeps = step == "training"
     return lambda: _ops._linear.default(x, weight, bias, None, number, keeps)
 
@@ -113,6 +146,7 @@ def _measure_size(size: tuple[int, int, int], rounds: int) -> Iterator[LinearTim
     # What engine is the best depends on the size, and on whether the activation has an erf, which
     # takes as long as part of the product: the first activation of either sort finds it for all.
     best: dict[tuple[str, bool], str] = {}
+    done: list[LinearTiming] = []
     for step, activation, engines in _STEPS:
         found = LinearTiming(step, activation, *size, engine_ms=dict.fromkeys(engines, 0.0))
         call = make_call(step, activation, *size)
@@ -123,15 +157,25 @@ def _measure_size(size: tuple[int, int, int], rounds: int) -> Iterator[LinearTim
             found = replace(found, plan_engine=best[sort])
             if not _runs_by_plan(_by(found, "graph", call)):
                 del found.engine_ms["graph"]
-        calls = {engine: _by(found, engine, call) for engine in found.engine_ms}
+        if step == "training_slope":
+            pair = make_pair(_number(activation), *size)
+            calls = {e: _by(found, e, pair[e], done) for e in found.engine_ms}
+        else:
+            calls = {engine: _by(found, engine, call) for engine in found.engine_ms}
         with using_plan_policy("exact"):
             found.engine_ms.update(timing.gpu_ms(calls, rounds=rounds))
+        done.append(found)
         yield found
 
 
-def _by(found: LinearTiming, engine: str, call: Callable[[], object]) -> Callable[[], object]:
-    """The call by one engine, for any product."""
-    table = [found.as_choice(engine)]
+def _by(
+    found: LinearTiming,
+    engine: str,
+    call: Callable[[], object],
+    others: Iterable[LinearTiming] = (),
+) -> Callable[[], object]:
+    """The call by one engine, for any product; what else it needs by the fastest of the others."""
+    table = [found.as_choice(engine), *(other.as_choice() for other in others)]
 
     def run() -> object:
         _C.set_linear_table(_sm(), _C.cudnn_version(), table)

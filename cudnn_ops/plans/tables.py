@@ -16,12 +16,12 @@ import re
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from cudnn_ops import _C
-from cudnn_ops.ops.activation import ACTIVATIONS, Activation
+from cudnn_ops.ops.activation import ACTIVATIONS, SLOPE, Activation
 from cudnn_ops.ops.linear import LINEAR_ENGINES, LINEAR_STEPS
 
 if TYPE_CHECKING:
@@ -123,16 +123,18 @@ class LinearTiming:
 
     step: str
     """``"inference"`` or ``"training"``, a layer without or with a gradient to follow,
-    ``"hidden_gradient"``, of a hidden layer with its bias's, or ``"weight_gradient"``, with its
-    bias's."""
-    activation: Activation
+    ``"hidden_gradient"``, of a hidden layer with its bias's, ``"weight_gradient"``, with its
+    bias's, or ``"training_slope"``: two layers, forward and backward."""
+    activation: Activation | Literal["slope"]
+    """``"slope"`` of a gradient through a slope that was kept."""
     rows: int
     columns: int
     depth: int
     """Of the product, of [rows, depth] and [depth, columns]."""
     engine_ms: dict[str, float]
     """By ``"ours"``, a kernel of ours behind the product, ``"epilogue"``, cuBLASLt's,
-    ``"epilogue_sum"``, one that sums for the bias too, and ``"graph"``, cuDNN's."""
+    ``"epilogue_sum"``, one that sums for the bias too, and ``"graph"``, cuDNN's. Of
+    ``"training_slope"``: with what the activation is of kept, and with its slope kept by graphs."""
     plan_engine: str = ""
     """The fastest of cuDNN's engines for the graph, where that was measured."""
 
@@ -155,7 +157,7 @@ class LinearTiming:
         without_plan = self._fastest_without_plan if chosen == "graph" else chosen
         numbers = [
             LINEAR_STEPS.index(self.step),
-            ACTIVATIONS.index(self.activation),
+            SLOPE if self.activation == "slope" else ACTIVATIONS.index(self.activation),
             *(self.rows, self.columns, self.depth),
             LINEAR_ENGINES.index(without_plan),
             chosen == "graph",

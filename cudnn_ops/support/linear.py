@@ -9,8 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cudnn_ops.ops.activation import ACTIVATIONS, Activation, needs_before
-from cudnn_ops.ops.linear import LINEAR_ENGINES, LINEAR_STEPS, is_by_before
+from cudnn_ops.ops.activation import ACTIVATIONS, SLOPE, Activation, needs_before
+from cudnn_ops.ops.linear import (
+    KEEP_INPUT,
+    KEEP_NOTHING,
+    KEEP_SLOPE,
+    LINEAR_ENGINES,
+    LINEAR_STEPS,
+    is_by_before,
+)
 from cudnn_ops.support.attempts import Attempt, Kind, Parts
 from cudnn_ops.support.device import offer_wheels
 from cudnn_ops.support.specs import TensorSpec, optional_tensor
@@ -30,8 +37,8 @@ class _Layer(NamedTuple):
     bias: Tensor | None
     residual: Tensor | None
     activation: Activation
-    keeps_before: bool
-    """Whether what the activation is of is a result too."""
+    keep: int
+    """What is a result too: nothing, what the activation is of, or its slope."""
 
     @property
     def rows(self) -> int:
@@ -40,17 +47,17 @@ class _Layer(NamedTuple):
     def words(self) -> tuple[list[int], str]:
         """The key of its plan; or none, and why."""
         number = ACTIVATIONS.index(self.activation)
-        arguments = self.x, self.weight, self.bias, self.residual, number, self.keeps_before
+        arguments = self.x, self.weight, self.bias, self.residual, number, self.keep
         words, reason = _ops._linear_plan_key(*arguments)
         return words, reason
 
 
 def _engine(
-    kind: Kind, step: str, activation: Activation, rows: int, columns: int, depth: int
+    kind: Kind, step: str, activation: int, rows: int, columns: int, depth: int
 ) -> tuple[str, bool]:
     """What was the fastest without a plan, and whether cuDNN's graph is faster."""
     offer_wheels()  # a table is of one version of cuDNN
-    place = LINEAR_STEPS.index(step), ACTIVATIONS.index(activation)
+    place = LINEAR_STEPS.index(step), activation
     engine, is_graph_faster = _ops._linear_engine(kind.sm, *place, rows, columns, depth)
     return LINEAR_ENGINES[engine], is_graph_faster
 
@@ -75,7 +82,8 @@ def linear_parts(
     if kind.backward:
         return _gradients(kind, x, weight, added is not None, activation)
     keeps = kind.training and is_by_before(activation, total is not None)
-    layer = _Layer(x, weight, added, total, activation, keeps)
+    keep = KEEP_INPUT if keeps else KEEP_NOTHING
+    layer = _Layer(x, weight, added, total, activation, keep)
     return [_forward(kind, layer, graph)]
 
 
@@ -99,17 +107,31 @@ def mlp_parts(
     _ops._mlp_check(x, w1, first, w2, second, number, gated)
     hidden = x.new_empty((*x.shape[:-1], w2.shape[1]))
     inner: Activation = "none" if gated else activation
+    keeps_slope = _keeps_slope(kind, _Layer(x, w1, first, None, inner, KEEP_SLOPE))
     if kind.backward:
         grad = x.new_empty((*x.shape[:-1], w2.shape[0]))
-        through = _hidden_gradient(kind, grad, w2, first is not None, inner, graph)
-        products = _products(kind, x, w1, with_bias=gated and first is not None)
+        with_sum = first is not None and not _sums_with_weight(kind, x, w1)
+        slope = SLOPE if keeps_slope else ACTIVATIONS.index(inner)
+        through = _hidden_gradient(kind, grad, w2, with_sum, slope, graph)
+        products = _products(kind, x, w1, with_bias=first is not None and (gated or not with_sum))
         return [through] if graph else [through, products]
-    keeps = kind.training and needs_before(inner)
-    parts = [_forward(kind, _Layer(x, w1, first, None, inner, keeps), graph)]
+    keep = KEEP_NOTHING
+    if kind.training and needs_before(inner):
+        keep = KEEP_SLOPE if keeps_slope else KEEP_INPUT
+    parts = [_forward(kind, _Layer(x, w1, first, None, inner, keep), graph)]
     if gated and not graph:
         why = "a kernel of cudnn_ops multiplies the activated gate with the other half"
         parts.append(iter([Attempt(without_plan=why)]))
-    return [*parts, _forward(kind, _Layer(hidden, w2, second, None, "none", False), graph)]
+    return [*parts, _forward(kind, _Layer(hidden, w2, second, None, "none", KEEP_NOTHING), graph)]
+
+
+def _keeps_slope(kind: Kind, layer: _Layer) -> bool:
+    """As csrc's keeps_slope_by_plan decides for rows that come again."""
+    if not needs_before(layer.activation) or layer.rows == 0:
+        return False
+    number = ACTIVATIONS.index(layer.activation)
+    _, is_faster = _engine(kind, "training_slope", number, layer.rows, *layer.weight.shape)
+    return is_faster and bool(layer.words()[0])
 
 
 def _number_of(activation: str) -> int:
@@ -123,9 +145,10 @@ def _forward(kind: Kind, layer: _Layer, graph: bool) -> Iterator[Attempt]:
     if graph:
         yield Attempt(words, refusal=reason)
         return
-    step = "training" if layer.keeps_before else "inference"
-    columns, depth = layer.weight.shape
-    engine, is_graph_faster = _engine(kind, step, layer.activation, layer.rows, columns, depth)
+    step = {KEEP_NOTHING: "inference", KEEP_INPUT: "training", KEEP_SLOPE: "training_slope"}
+    number = ACTIVATIONS.index(layer.activation)
+    place = step[layer.keep], number, layer.rows, *layer.weight.shape
+    engine, is_graph_faster = _engine(kind, *place)
     if words and is_graph_faster:
         yield Attempt(words)
     yield _without_plan(layer, engine)
@@ -144,9 +167,10 @@ def _without_plan(layer: _Layer, engine: str) -> Attempt:
         dtype in _HALVES
         and name in ("none", "relu", "gelu_tanh")
         and (name == "none" or layer.residual is None)
-        and (name == "gelu_tanh" or not layer.keeps_before)
+        and (name == "gelu_tanh" or layer.keep == KEEP_NOTHING)
+        and layer.keep != KEEP_SLOPE
     )
-    has_matrix = layer.residual is not None or layer.keeps_before
+    has_matrix = layer.residual is not None or layer.keep != KEEP_NOTHING
     if has_matrix and layer.weight.shape[0] % _MATRIX_COLUMNS:
         has_epilogue = False
     behind = "torch's product and a kernel of cudnn_ops behind it run"
@@ -163,25 +187,24 @@ def _by_cublaslt() -> Attempt:
 
 
 def _hidden_gradient(
-    kind: Kind, grad: Tensor, w2: Tensor, with_sum: bool, activation: Activation, graph: bool
+    kind: Kind, grad: Tensor, w2: Tensor, with_sum: bool, number: int, graph: bool
 ) -> Iterator[Attempt]:
-    """Of an MLP's hidden layer, through the activation, with the sum for the bias."""
-    if activation == "none":
+    """Of an MLP's hidden layer, through the activation or its slope, with the sum for the bias."""
+    if number == ACTIVATIONS.index("none"):
         yield Attempt(without_plan="gradients are torch's products", engine="torch")
         return
-    number = ACTIVATIONS.index(activation)
     words, reason = _ops._hidden_gradient_plan_key(grad, w2, number, with_sum)
     if graph:
         yield Attempt(words, refusal=reason)
         return
     rows, depth = math.prod(grad.shape[:-1]), grad.shape[-1]
     size = rows, w2.shape[1], depth
-    engine, is_graph_faster = _engine(kind, "hidden_gradient", activation, *size)
+    engine, is_graph_faster = _engine(kind, "hidden_gradient", number, *size)
     if words and is_graph_faster:
         yield Attempt(words)
     has_epilogue = (
         grad.dtype in _HALVES
-        and activation == "gelu_tanh"
+        and number == ACTIVATIONS.index("gelu_tanh")
         and engine != "ours"
         and w2.shape[1] % _MATRIX_COLUMNS == 0
     )
@@ -207,10 +230,16 @@ def _gradients(
 
 def _products(kind: Kind, x: Tensor, weight: Tensor, with_bias: bool) -> Iterator[Attempt]:
     """The gradients of inputs and weights."""
-    rows, columns, depth = *weight.shape, math.prod(x.shape[:-1])
-    attempt = Attempt(without_plan="gradients are torch's products", engine="torch")
-    if with_bias and x.dtype in _HALVES:
-        engine, _ = _engine(kind, "weight_gradient", "none", rows, columns, depth)
-        if engine == "epilogue_sum":
-            attempt = _by_cublaslt()
-    yield attempt
+    if with_bias and x.dtype in _HALVES and _sums_with_weight(kind, x, weight):
+        yield _by_cublaslt()
+    else:
+        yield Attempt(without_plan="gradients are torch's products", engine="torch")
+
+
+def _sums_with_weight(kind: Kind, x: Tensor, weight: Tensor) -> bool:
+    """Whether the product of a weight's gradient gives the bias's too."""
+    size = *weight.shape, math.prod(x.shape[:-1])
+    if 0 in size:
+        return False
+    engine, _ = _engine(kind, "weight_gradient", ACTIVATIONS.index("none"), *size)
+    return engine == "epilogue_sum"

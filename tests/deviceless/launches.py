@@ -38,7 +38,7 @@ WIDTHS = (
 )
 ROWS = (1, 2, 33, 257, 1000, 4097, 70_001, 1_000_003)
 #: One kernel of each activation's.
-BACKWARD_EPILOGUE = r"conv_epilogue_(?!forward_)\w+_half_1$"
+BACKWARD_EPILOGUE = r"conv_epilogue_(?!forward_|slope_)\w+_half_1$"
 SIZES = [(rows, width) for rows in ROWS for width in WIDTHS if rows * width < 1 << 37]
 
 

@@ -52,6 +52,21 @@ def test_the_gradient_of_a_hidden_layer_is_one_graph(activation, device):
         assert is_plan(answer.engine)
 
 
+@pytest.mark.parametrize("device", ["a100", "h200"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_a_pair_that_keeps_a_slope_is_of_graphs(activation, device, linear_table):
+    """The layer that gives it, and the gradient that it is multiplied with."""
+    sm = {"a100": 80, "h200": 90}[device]
+    linear_table("graph", sm=sm)
+    options = {"b1": True, "activation": activation, "graph": True, "device": device}
+    answer = explain("mlp", *MLP, with_saved=True, **options)
+    assert answer.supported, answer.reason
+    assert all(is_plan(engine) for engine in answer.engine.split(", "))
+    answer = explain("mlp_backward", *MLP, **options)
+    assert answer.supported, answer.reason
+    assert is_plan(answer.engine)
+
+
 def test_both_layers_of_an_mlp_are_graphs():
     answer = explain("mlp", *MLP, b1=True, b2=True, graph=True, with_saved=True, device="h200")
     assert answer.supported

@@ -34,9 +34,10 @@ at::Tensor mlp(const at::Tensor& x, const at::Tensor& w1, const OptionalTensor& 
   const Activation kind = activation_of(activation, kMlp);
   const Borrowed<Mlp> given(x, w1, b1, w2, b2, static_cast<int64_t>(kind), gated);
   return in_lower_precision(*given, x, [](const Mlp& args) {
-    const bool with_saved = torch::autograd::compute_requires_grad(
+    const bool is_saved = torch::autograd::compute_requires_grad(
         args.input, args.weight1, args.bias1, args.weight2, args.bias2);
-    return std::get<0>(mlp_op().call_with(args, with_saved));
+    const auto keep = is_saved ? Keep::kInput : Keep::kNothing;
+    return std::get<0>(mlp_op().call_with(args, static_cast<int64_t>(keep)));
   });
 }
 
@@ -78,6 +79,14 @@ void check_like_result(const char* op, const at::Tensor& tensor, const char* nam
 }
 
 }  // namespace
+
+Keep keep_at(int64_t number) {
+  TORCH_CHECK_VALUE(number >= 0 && number <= static_cast<int64_t>(Keep::kSlope),
+                    "cudnn_ops.mlp: keep must be 0 (nothing), 1 (what the activation is of) or 2 "
+                    "(its slope); got ",
+                    number);
+  return static_cast<Keep>(number);
+}
 
 at::SymDimVector with_columns(const at::Tensor& input, const c10::SymInt& columns) {
   const auto given = input.sym_sizes();
@@ -143,15 +152,21 @@ void check_mlp(const Mlp& args) {
   check_layer(kMlp, input, "x", weight2, "w2", bias2, "b2", hidden);
 }
 
+void check_mlp_forward(const MlpForward& args) {
+  check_mlp(args.mlp);
+  keep_at(args.keep);
+}
+
 void check_mlp_backward(const MlpBackward& args) {
   constexpr const char* kOp = "cudnn_ops.mlp backward";
   const Mlp mlp = args.forward.mlp();
   check_mlp(mlp);
   check_like_result(kOp, args.grad_out, "grad_out", mlp.input, mlp.weight2.sym_size(0));
   check_like_result(kOp, args.forward.hidden, "hidden", mlp.input, mlp.weight2.sym_size(1));
-  if (!needs_before(mlp)) return;
+  if (!mlp.gated && !needs_before(args.forward.slope(), /*has_residual=*/false)) return;
   const auto& before = args.forward.before;
-  TORCH_CHECK_VALUE(before, kOp, ": an activation needs before, what it was computed from");
+  TORCH_CHECK_VALUE(before, kOp,
+                    ": an activation needs before, what it was computed from, or its slope");
   check_like_result(kOp, *before, "before", mlp.input, mlp.weight1.sym_size(0));
 }
 
@@ -196,10 +211,9 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   const std::string mlp_args =
       "(Tensor input, Tensor weight1, Tensor? bias1, Tensor weight2, Tensor? bias2, "
       "int activation, bool gated";
-  m.def(("_mlp" + mlp_args + ", bool with_saved) -> (Tensor out, Tensor hidden, Tensor before)")
-            .c_str(),
+  m.def(("_mlp" + mlp_args + ", int keep) -> (Tensor out, Tensor hidden, Tensor before)").c_str(),
         tags);
-  m.def(("_mlp_check" + mlp_args + ") -> ()").c_str(), kernel<check_mlp>, tags);
+  m.def(("_mlp_check" + mlp_args + ", int keep=0) -> ()").c_str(), kernel<check_mlp_forward>, tags);
   const std::string mlp_saved =
       "(Tensor grad_out, Tensor input, Tensor weight1, Tensor weight2, Tensor hidden, "
       "Tensor? before, int activation, bool gated";

@@ -76,23 +76,33 @@ struct Mlp {
   }
 };
 
+// What a pair of layers keeps for its backward. With kInput: the hidden layer, and what the
+// activation is of where needs_before() says so. With kSlope: in that one's place the activation's
+// slope, with which the backward's product can multiply in its epilogue; a gated activation, which
+// has two, keeps what it is of.
+enum class Keep : int64_t { kNothing, kInput, kSlope };
+
 // cudnn_ops::_mlp.
 struct MlpForward {
   Mlp mlp;
-  bool with_saved = false;
-  CUDNN_OPS_FIELDS(mlp, with_saved)
+  int64_t keep = 0;  // a Keep
+  CUDNN_OPS_FIELDS(mlp, keep)
 };
 
 // What the backward reads of the forward.
 struct MlpSaved {
   at::Tensor input, weight1, weight2, hidden;
-  OptionalTensor before;  // where needs_before() says so
-  int64_t activation = 0;
+  OptionalTensor before;   // where needs_before() says so; or the slope
+  int64_t activation = 0;  // kSlope where that was kept
   bool gated = false;
   CUDNN_OPS_FIELDS(input, weight1, weight2, hidden, before, activation, gated)
+  Activation slope() const {
+    return slope_at(activation);
+  }
   // The forward, as far as it is known.
   Mlp mlp() const {
-    return {input, weight1, /*bias1=*/{}, weight2, /*bias2=*/{}, activation, gated};
+    const auto kind = slope() == Activation::kSlope ? Activation::kNone : slope();
+    return {input, weight1, /*bias1=*/{}, weight2, /*bias2=*/{}, static_cast<int64_t>(kind), gated};
   }
 };
 
@@ -130,10 +140,13 @@ inline bool needs_before(Activation activation, bool has_residual) {
 inline bool needs_before(const Mlp& args) {
   return args.gated || needs_before(args.kind(), /*has_residual=*/false);
 }
+// ValueError where there is no such number.
+Keep keep_at(int64_t number);
 
 void check_linear(const Linear& args);
 void check_linear_backward(const LinearBackward& args);
 void check_mlp(const Mlp& args);
+void check_mlp_forward(const MlpForward& args);
 void check_mlp_backward(const MlpBackward& args);
 
 // The input's sizes with another last one.

@@ -2,6 +2,9 @@
 
 #include "ops/autograd_node.h"
 #include "ops/linear/linear.h"
+#ifdef CUDNN_OPS_WITH_CUDA
+#include "ops/linear/linear_plans.h"
+#endif
 
 #include <torch/library.h>
 
@@ -75,16 +78,30 @@ variable_list mlp_gradients(const variable_list& grads, const Wanted<5>& wanted,
 
 using MlpBackwardNode = BackwardNode<kMlpBackward, mlp_gradients>;
 
+// Where the caller says so; or where it is faster, of a layer whose rows come again.
+bool is_slope_kept(const MlpForward& args) {
+  const Mlp& mlp = args.mlp;
+  if (mlp.gated || !needs_before(mlp.kind(), /*has_residual=*/false)) return false;
+  if (keep_at(args.keep) == Keep::kSlope) return true;
+#ifdef CUDNN_OPS_WITH_CUDA
+  return mlp.input.is_cuda() && keeps_slope_by_plan(mlp);
+#else
+  return false;
+#endif
+}
+
 MlpResults mlp_autograd(c10::DispatchKeySet keys, const MlpForward& args) {
   const Mlp& mlp = args.mlp;
   refuse_forward_mode("cudnn_ops.mlp", mlp);
   const bool requires_grad = torch::autograd::compute_requires_grad(
       mlp.input, mlp.weight1, mlp.bias1, mlp.weight2, mlp.bias2);
   if (!requires_grad) return call_below_autograd(mlp_op(), keys, args);
-  const MlpResults results = call_below_autograd(mlp_op(), keys, mlp, /*with_saved=*/true);
+  const Keep keep = is_slope_kept(args) ? Keep::kSlope : Keep::kInput;
+  const MlpResults results = call_below_autograd(mlp_op(), keys, mlp, static_cast<int64_t>(keep));
   const auto& [out, hidden, before] = results;
   MlpSaved saved{mlp.input, mlp.weight1, mlp.weight2, hidden, {}, mlp.activation, mlp.gated};
   if (needs_before(mlp)) saved.before = before;
+  if (keep == Keep::kSlope) saved.activation = static_cast<int64_t>(Activation::kSlope);
   set_derivative<MlpBackwardNode>(torch::autograd::collect_next_edges(
                                       mlp.input, mlp.weight1, mlp.bias1, mlp.weight2, mlp.bias2),
                                   {out}, saved);

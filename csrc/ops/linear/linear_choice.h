@@ -14,8 +14,16 @@
 namespace cudnn_ops {
 
 // What is computed: a layer for inference; one that a gradient follows; the gradient of a hidden
-// layer, through the activation, and its sum for the bias; that of a weight and of a bias together.
-enum class LinearStep : int64_t { kInference, kTraining, kHiddenGradient, kWeightGradient };
+// layer, through the activation, and its sum for the bias; that of a weight and of a bias together;
+// and the first of two layers that keeps the activation's slope, for which the graph is faster
+// where both layers, forward and backward, are.
+enum class LinearStep : int64_t {
+  kInference,
+  kTraining,
+  kHiddenGradient,
+  kWeightGradient,
+  kTrainingSlope,
+};
 
 // What runs without a plan.
 enum class LinearEngine : int64_t {

@@ -49,13 +49,6 @@ void fill_with_zeros(std::initializer_list<at::Tensor> tensors) {
 void layer(const char* op, const LinearStepCall& call) {
   if (!run_layer_by_plan(op, call)) run_layer(call);
 }
-at::Tensor hidden_gradient(const at::Tensor& grad_out, const at::Tensor& weight,
-                           const OptionalTensor& saved, Activation activation,
-                           const at::Tensor& grad_bias) {
-  const at::Tensor grad =
-      into_hidden_by_plan(kMlpBackward, grad_out, weight, saved, activation, grad_bias);
-  return grad.defined() ? grad : into_hidden(grad_out, weight, saved, activation, grad_bias);
-}
 
 LinearResults linear_cuda(const LinearForward& forward) {
   const auto& [args, with_before] = forward;
@@ -143,17 +136,19 @@ at::Tensor gate_gradient(const at::Tensor& grad_hidden, const at::Tensor& before
 }
 
 MlpResults mlp_cuda(const MlpForward& forward) {
-  const auto& [args, with_saved] = forward;
+  const auto& [args, keep_number] = forward;
   const auto& [input, weight1, bias1, weight2, bias2, activation, gated] = args;
-  check_mlp(args);
+  check_mlp_forward(forward);
   const c10::cuda::CUDAGuard device_guard(input.device());
   graph::require_sm80(kMlp, input.get_device());
   const OnlyKernels guard;
   const Activation kind = args.kind();
+  const Keep keep = keep_at(keep_number);
+  const bool is_saved = keep != Keep::kNothing;
   const at::Tensor out = empty_rows(input, weight2.size(0));
   const at::Tensor hidden = empty_rows(input, weight2.size(1));
   at::Tensor before;
-  if (gated || (with_saved && needs_before(args))) before = empty_rows(input, weight1.size(0));
+  if (gated || (is_saved && needs_before(args))) before = empty_rows(input, weight1.size(0));
   if (hidden.numel() > 0) {
     const at::Tensor x = as_matrix(input), first = as_matrix(before);
     const at::Tensor second = as_matrix(hidden);
@@ -161,7 +156,8 @@ MlpResults mlp_cuda(const MlpForward& forward) {
       layer(kMlp, {x, weight1, bias1, /*residual=*/{}, Activation::kNone, first, at::Tensor()});
       gate(first, kind, second);
     } else {
-      layer(kMlp, {x, weight1, bias1, /*residual=*/{}, kind, second, first});
+      layer(kMlp, {x, weight1, bias1, /*residual=*/{}, kind, second, first,
+                   first.defined() && keep == Keep::kSlope});
     }
   }
   if (out.numel() > 0) {
@@ -169,7 +165,7 @@ MlpResults mlp_cuda(const MlpForward& forward) {
                  as_matrix(out), at::Tensor()});
   }
   const auto kept = [&](const at::Tensor& tensor) {
-    return or_none(with_saved ? tensor : at::Tensor(), input, input.scalar_type());
+    return or_none(is_saved ? tensor : at::Tensor(), input, input.scalar_type());
   };
   return {out, kept(hidden), kept(before)};
 }
@@ -181,7 +177,7 @@ MlpGradients mlp_backward_cuda(const MlpMaskedBackward& masked) {
   const c10::cuda::CUDAGuard device_guard(input.device());
   graph::require_sm80(kMlpBackward, input.get_device());
   const OnlyKernels guard;
-  const Activation kind = activation_at(activation);
+  const Activation kind = backward.forward.slope();
   at::Tensor of_input, of_weight1, of_bias1, of_weight2, of_bias2;
   if (mask[0]) of_input = empty(input.sizes(), input);
   if (mask[1]) of_weight1 = empty(weight1.sizes(), weight1);
@@ -201,9 +197,16 @@ MlpGradients mlp_backward_cuda(const MlpMaskedBackward& masked) {
         grad = gate_gradient(of_hidden, as_matrix(*before), kind);
         weight_gradient(grad, as_matrix(input), of_weight1, of_bias1);
       } else {
-        const auto& saved = before ? *before : hidden;
-        grad = hidden_gradient(grad_out, weight2, as_matrix(saved), kind, of_bias1);
-        weight_gradient(grad, as_matrix(input), of_weight1, at::Tensor());
+        const at::Tensor saved = as_matrix(before ? *before : hidden), x = as_matrix(input);
+        // A graph sums with atomics, which takes longer than the product of the weight's gradient
+        // does for it.
+        const bool is_sum_free =
+            of_bias1.defined() && of_weight1.defined() && sums_with_weight(saved, x);
+        grad = into_hidden_by_plan(kMlpBackward, grad_out, weight2, saved, kind,
+                                   is_sum_free ? at::Tensor() : of_bias1);
+        const bool is_sum_due = is_sum_free && grad.defined();
+        if (!grad.defined()) grad = into_hidden(grad_out, weight2, saved, kind, of_bias1);
+        weight_gradient(grad, x, of_weight1, is_sum_due ? of_bias1 : at::Tensor());
       }
       if (of_input.defined() && of_input.numel() > 0) {
         input_gradient(grad, weight1, as_matrix(of_input));

@@ -5,6 +5,7 @@
 #include "graph/frontend.h"
 #include "graph/plan_kind.h"
 #include "ops/activation_graph.h"
+#include "ops/activation_slope_graph.h"
 #include "ops/linear/linear_choice.h"
 
 namespace cudnn_ops::linear_graph {
@@ -42,9 +43,15 @@ std::shared_ptr<graph::FrontendGraph> make_forward(const LinearParams& params,
   if (params.bias.rank > 0) {
     out = add(out, graph::input(*graph, "bias", kBias, params.bias), "add_bias");
   }
-  if (params.before.rank > 0) graph::output(out, kBefore, params.before);
-  if (params.activation != Activation::kNone) {
-    out = graph->pointwise(out, activation_node(params.activation));
+  if (params.keeps_slope) {
+    const auto [value, slope] = value_and_slope(*graph, out, params.activation);
+    graph::output(slope, kBefore, params.before);
+    out = value;
+  } else {
+    if (params.before.rank > 0) graph::output(out, kBefore, params.before);
+    if (params.activation != Activation::kNone) {
+      out = graph->pointwise(out, activation_node(params.activation));
+    }
   }
   if (params.residual.rank > 0) {
     out = add(out, graph::input(*graph, "residual", kResidual, params.residual), "add_residual");

@@ -13,11 +13,12 @@ struct LinearParams {
   static constexpr const char* kName = "linear";
   graph::TensorDesc input, weight, bias, residual, before, out;
   Activation activation = Activation::kNone;
-  CUDNN_OPS_FIELDS(input, weight, bias, residual, before, out, activation)
+  bool keeps_slope = false;  // `before` is the activation's slope, not its input
+  CUDNN_OPS_FIELDS(input, weight, bias, residual, before, out, activation, keeps_slope)
 };
 
 // The gradient of a hidden layer, grad @ weight, through the activation whose input, or of ReLU
-// whose result, is `saved`; and its sum over the rows, in float32.
+// whose result, or of which the slope, is `saved`; and its sum over the rows, in float32.
 struct HiddenGradientParams {
   static constexpr const char* kName = "hidden_gradient";
   graph::TensorDesc grad, weight, saved, sum, out;

@@ -18,21 +18,20 @@ std::vector<int64_t> words_of(const Params& params) {
   return graph::PlanKey::of(params, 0).words().vec();
 }
 
-KeyOrReason plan_key(const LinearForward& forward) {
-  check_linear(forward.linear);
-  Linear args = forward.linear;
+KeyOrReason plan_key(const Linear& given, int64_t keep) {
+  check_linear(given);
+  Linear args = given;
   args.input = as_matrix(args.input);
   args.residual = as_matrix(args.residual);
   const auto reason = reason_for_no_plan(args);
   if (!reason.empty()) return {std::vector<int64_t>(), std::string(reason)};
-  const bool with_before =
-      forward.with_before && needs_before(args.kind(), args.residual.has_value());
-  return {words_of(linear_params(args, with_before)), ""};
+  const bool is_kept = needs_before(args.kind(), args.residual.has_value());
+  return {words_of(linear_params(args, is_kept ? keep_at(keep) : Keep::kNothing)), ""};
 }
 
 KeyOrReason hidden_gradient_plan_key(const at::Tensor& grad, const at::Tensor& weight,
                                      int64_t activation, bool with_sum) {
-  const HiddenGradient args{as_matrix(grad), weight, activation_at(activation), with_sum};
+  const HiddenGradient args{as_matrix(grad), weight, slope_at(activation), with_sum};
   const auto reason = reason_for_no_plan(args);
   if (!reason.empty()) return {std::vector<int64_t>(), std::string(reason)};
   return {words_of(hidden_gradient_params(args)), ""};
@@ -41,8 +40,8 @@ KeyOrReason hidden_gradient_plan_key(const at::Tensor& grad, const at::Tensor& w
 // A LinearEngine, and whether cuDNN's graph is faster.
 std::tuple<int64_t, bool> engine(int64_t sm_version, int64_t step, int64_t activation, int64_t rows,
                                  int64_t columns, int64_t depth) {
-  const LinearProblem problem{static_cast<LinearStep>(step), activation_at(activation), rows,
-                              columns, depth};
+  const LinearProblem problem{static_cast<LinearStep>(step), slope_at(activation), rows, columns,
+                              depth};
   const int sm = static_cast<int>(sm_version);
   return {static_cast<int64_t>(choose_engine(sm, problem)), is_graph_faster(sm, problem)};
 }
@@ -54,8 +53,10 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   using namespace cudnn_ops;
   m.def(
       "_linear_plan_key(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, "
-      "int activation, bool with_before) -> (int[] words, str reason)",
-      kernel<plan_key>);
+      "int activation, int keep) -> (int[] words, str reason)",
+      [](const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
+         const OptionalTensor& residual, int64_t activation,
+         int64_t keep) { return plan_key({input, weight, bias, residual, activation}, keep); });
   m.def(
       "_hidden_gradient_plan_key(Tensor grad, Tensor weight, int activation, bool with_sum) "
       "-> (int[] words, str reason)",

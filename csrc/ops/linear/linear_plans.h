@@ -15,4 +15,9 @@ at::Tensor into_hidden_by_plan(const char* op, const at::Tensor& grad_out, const
                                const OptionalTensor& saved, Activation activation,
                                const at::Tensor& grad_bias);
 
+// Whether a pair of layers keeps the slope of its activation: where that was measured to be faster
+// and rows come as often as a plan needs. Counts the call. Of tensors without memory, by which
+// torch.compile traces, the measurement alone says it, and sizes that are not known say no.
+bool keeps_slope_by_plan(const Mlp& args);
+
 }  // namespace cudnn_ops

@@ -1,5 +1,4 @@
 #include "ops/linear/linear_plans.h"
-#include "ops/linear/linear_choice.h"
 #include "ops/linear/linear_problem.h"
 
 #include "graph/autotune.h"
@@ -7,7 +6,9 @@
 #include "graph/plan_policy.h"
 #include "kernels/device_kernel.h"
 
+#include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/EmptyTensor.h>
+#include <c10/cuda/CUDAGuard.h>
 #include <c10/util/FunctionRef.h>
 
 #include <mutex>
@@ -88,9 +89,7 @@ struct PlannedStep {
 }  // namespace
 
 bool run_layer_by_plan(const char* op, const LinearStepCall& call) {
-  const bool with_before = call.before.defined();
-  const bool is_faster = is_graph_for(with_before ? LinearStep::kTraining : LinearStep::kInference,
-                                      call.activation, call.input, call.out.size(1));
+  const bool is_faster = is_graph_for(call.step(), call.activation, call.input, call.out.size(1));
   // With a bare product there is nothing to fuse.
   const bool is_bare = call.activation == Activation::kNone && !call.residual;
   if (!is_faster && (is_bare || !is_autotuned())) return false;
@@ -100,11 +99,32 @@ bool run_layer_by_plan(const char* op, const LinearStepCall& call) {
   at::Tensor bias, residual;
   if (call.bias) bias = graph::dense(*call.bias);
   if (call.residual) residual = graph::dense(*call.residual);
-  PlannedStep<LinearParams> step{op, linear_params(args, with_before), {}};
+  PlannedStep<LinearParams> step{op, linear_params(args, call.keep()), {}};
   for (const auto& tensor : {call.input, call.weight, bias, residual}) step.pointers.read(tensor);
   step.pointers.write(call.before);
   step.pointers.write(call.out);
   return step.run(call.input.get_device(), is_faster, [&] { run_layer(call); });
+}
+
+bool keeps_slope_by_plan(const Mlp& mlp) {
+  const at::Tensor &input = mlp.input, &weight = mlp.weight1;
+  const auto is_symbolic = [](const at::Tensor& tensor) {
+    return tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+  };
+  if (is_symbolic(input) || is_symbolic(weight) || input.numel() == 0 || weight.numel() == 0 ||
+      !input.is_contiguous() || at::cuda::device_count() == 0) {
+    return false;
+  }
+  const c10::cuda::CUDAGuard device_guard(input.device());
+  const int64_t depth = input.size(-1);
+  const LinearProblem problem{LinearStep::kTrainingSlope, mlp.kind(), input.numel() / depth,
+                              weight.size(0), depth};
+  if (!is_graph_faster(current_limits().sm_version, problem)) return false;
+  if (input.unsafeGetTensorImpl()->is_python_dispatch()) return true;
+  const Linear args{as_matrix(input), weight, mlp.bias1, /*residual=*/{}, mlp.activation};
+  if (!reason_for_no_plan(args).empty()) return false;
+  return graph::is_called_often(
+      graph::PlanKey::of(linear_params(args, Keep::kSlope), input.get_device()));
 }
 
 at::Tensor into_hidden_by_plan(const char* op, const at::Tensor& grad_out, const at::Tensor& weight,

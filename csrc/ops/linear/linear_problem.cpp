@@ -56,7 +56,7 @@ std::string_view reason_for_no_plan(const HiddenGradient& args) {
   return reason_of(args.grad, args.weight, args.weight.size(1));
 }
 
-LinearParams linear_params(const Linear& args, bool with_before) {
+LinearParams linear_params(const Linear& args, Keep keep) {
   LinearParams params;
   const auto dtype = args.input.scalar_type();
   const int64_t columns = args.weight.size(0);
@@ -65,7 +65,8 @@ LinearParams linear_params(const Linear& args, bool with_before) {
   params.out = dense_desc(dtype, args.input.size(0), columns);
   if (args.bias) params.bias = dense_desc(dtype, 1, columns);
   if (args.residual) params.residual = params.out;
-  if (with_before) params.before = params.out;
+  if (keep != Keep::kNothing) params.before = params.out;
+  params.keeps_slope = keep == Keep::kSlope;
   params.activation = args.kind();
   return params;
 }

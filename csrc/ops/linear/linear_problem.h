@@ -21,8 +21,8 @@ struct HiddenGradient {
 std::string_view reason_for_no_plan(const Linear& args);
 std::string_view reason_for_no_plan(const HiddenGradient& args);
 
-// `args` are of matrices. `with_before`: what the activation is of is a result too.
-LinearParams linear_params(const Linear& args, bool with_before);
+// `args` are of matrices. What is kept of the activation is a result too.
+LinearParams linear_params(const Linear& args, Keep keep);
 HiddenGradientParams hidden_gradient_params(const HiddenGradient& args);
 
 }  // namespace cudnn_ops

@@ -1,5 +1,4 @@
 #include "ops/linear/linear_steps.h"
-#include "ops/linear/linear_choice.h"
 #include "ops/linear/lt_product.h"
 
 #include "kernels/conv_epilogue.h"
@@ -9,6 +8,7 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/ones_like.h>
 
 namespace cudnn_ops {
 namespace {
@@ -36,6 +36,9 @@ void product(const at::Tensor& left, const at::Tensor& right, const OptionalTens
 // In float64, of which there is no kernel of ours.
 void run_rest_by_torch(const LinearStepCall& call, const at::Tensor& before) {
   at::Tensor result = activate(before, call.activation);
+  if (call.keeps_slope) {
+    before.copy_(activation_gradient(at::ones_like(before), before, call.activation));
+  }
   if (call.residual) result = at::add(result, *call.residual);
   at::Tensor(call.out).copy_(result);
 }
@@ -46,11 +49,11 @@ bool run_layer_by_epilogue(const LinearStepCall& call, const at::Tensor& weight,
   const bool is_linear = kind == Activation::kNone;
   // A residual is added before an activation, of which only GELU's input is given out.
   if ((call.residual && !is_linear) || (call.before.defined() && kind != Activation::kGeluTanh) ||
-      !has_lt_epilogue(call.out.scalar_type(), kind) || call.input.size(1) == 0) {
+      call.keeps_slope || !has_lt_epilogue(call.out.scalar_type(), kind) ||
+      call.input.size(1) == 0) {
     return false;
   }
-  const auto step = call.before.defined() ? LinearStep::kTraining : LinearStep::kInference;
-  if (engine_of(step, kind, call.input, call.out) == LinearEngine::kOurs) return false;
+  if (engine_of(call.step(), kind, call.input, call.out) == LinearEngine::kOurs) return false;
   OptionalTensor added;
   if (call.residual) added = call.residual->contiguous();
   LtProduct product{call.input, weight, call.out, bias, added, kind, call.before};
@@ -72,8 +75,9 @@ void run_layer(const LinearStepCall& call) {
   if (call.out.scalar_type() == at::kDouble) return run_rest_by_torch(call, before);
   OptionalTensor residual;
   if (call.residual) residual = call.residual->contiguous();
-  conv_epilogue_forward(before, /*bias=*/{}, residual, call.activation, at::Tensor(), call.out,
-                        ResidualPlace::kAfter);
+  const at::Tensor slope = call.keeps_slope ? before : at::Tensor();
+  conv_epilogue_forward(before, /*bias=*/{}, residual, call.activation, slope, call.out,
+                        ResidualPlace::kAfter, BeforeHolds::kSlope);
 }
 
 at::Tensor through_activation(const at::Tensor& grad_out, const OptionalTensor& saved,
@@ -123,14 +127,19 @@ void input_gradient(const at::Tensor& grad, const at::Tensor& weight,
   product(grad, weight, /*bias=*/{}, grad_input);
 }
 
+bool sums_with_weight(const at::Tensor& grad, const at::Tensor& input) {
+  const LinearProblem problem{LinearStep::kWeightGradient, Activation::kNone, grad.size(1),
+                              input.size(1), grad.size(0)};
+  return input.size(1) > 0 &&
+         choose_engine(current_limits().sm_version, problem) == LinearEngine::kEpilogueSum;
+}
+
 void weight_gradient(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& grad_weight,
                      const at::Tensor& grad_bias) {
-  if (grad_weight.defined() && grad_bias.defined() && input.size(1) > 0) {
+  if (grad_weight.defined() && grad_bias.defined() && sums_with_weight(grad, input)) {
     LtProduct product{grad.t(), input, grad_weight};
     product.row_sums = grad_bias;
-    const auto engine =
-        engine_of(LinearStep::kWeightGradient, Activation::kNone, product.left, grad_weight);
-    if (engine == LinearEngine::kEpilogueSum && run_lt(product)) return;
+    if (run_lt(product)) return;
   }
   if (grad_bias.defined()) through_activation(grad, /*saved=*/{}, Activation::kNone, grad_bias);
   if (grad_weight.defined()) product(grad.t(), input, /*bias=*/{}, grad_weight);

@@ -84,8 +84,8 @@ def _mlp_forward(schema: OpSchema) -> OpStrategy:
     call = call_of(schema)
 
     def kept(placement: Placement) -> tuple[Placement, Placement]:
-        keeps = call.with_saved and mlp_needs_before(call)
-        return _if(call.with_saved, placement), _if(keeps, placement)
+        keeps = bool(call.keep) and mlp_needs_before(call)
+        return _if(bool(call.keep), placement), _if(keeps, placement)
 
     rules = [Rule({"input": rows}, (rows, *kept(rows))) for rows in map(Shard, range(_last(call)))]
     if not call.gated:  # of which a shard would have a part of gate and none of up
