@@ -140,11 +140,12 @@ __device__ void keep_sums(const AdaptiveNormCall& call, unsigned worker, unsigne
 }
 
 // The end: adds up the parts of a sample's sums, or those of weight or bias, for a strip of 32
-// columns a block. Blocks of samples come first, `strips` of them each.
+// columns a block. Blocks of samples come first, where there are parts, `strips` of them each.
 template <int kSums>
 __device__ void totals(const AdaptiveNormCall& call) {
   const unsigned strips = (call.columns + 31) / 32, strip = blockIdx.x % strips;
-  const unsigned sample = blockIdx.x / strips, samples = call.rows / call.tokens;
+  const unsigned sample = blockIdx.x / strips;
+  const unsigned samples = call.partial == nullptr ? 0 : call.rows / call.tokens;
   wait_for_inputs();  // also where there is nothing to do: the next kernel waits for this one alone
   if (sample >= samples) {
     const unsigned kind = sample - samples;
@@ -162,7 +163,7 @@ __device__ void totals(const AdaptiveNormCall& call) {
   }
   const unsigned first = sample * call.tokens / call.stretch;
   const unsigned last = (sample * call.tokens + call.tokens - 1) / call.stretch;
-  if (first == last || call.partial == nullptr) return;  // its worker has written what is wanted
+  if (first == last) return;  // its worker has written them
   // The sample begins in the first worker's rows, be it at the beginning.
   float sums[kSums][1];
   unsigned at = 0;

@@ -246,7 +246,7 @@ class Sums {
     if (!memory_.defined()) return;
     constexpr int kThreads = 512;
     constexpr int64_t kStrip = 32;
-    const int64_t samples = call.rows / call.tokens;
+    const int64_t samples = has_parts_ ? call.rows / call.tokens : 0;
     void* argument = &call;
     totals.launch(divide_up(call.columns, kStrip) * (samples + (has_parameters_ ? 2 : 0)), 1,
                   kThreads, &argument);

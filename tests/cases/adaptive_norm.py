@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,8 +124,11 @@ def make(case: AdaptiveNormCase, dtype: torch.dtype, device: str, seed: int) -> 
         parameter(case.weight),
         parameter(case.bias),
     )
-    leaves = (None if one is None else one.detach().requires_grad_() for one in tensors)
-    return Tensors(*leaves, rows(), rows())
+    x, update, gate, scale, shift, weight, bias = (
+        None if one is None else one.detach().requires_grad_() for one in tensors
+    )
+    assert x is not None
+    return Tensors(x, update, gate, scale, shift, weight, bias, rows(), rows())
 
 
 def beside(modulation: Tensor, input: Tensor) -> Tensor:
@@ -160,16 +164,14 @@ def formula(
 
 def run(case: AdaptiveNormCase, t: Tensors) -> list[Tensor]:
     """The norm, and the sum if there is one."""
-    options = {"weight": t.weight, "eps": case.eps, **({"bias": t.bias} if case.is_layer else {})}
+    options: dict[str, Any] = {"weight": t.weight, "eps": case.eps}
+    kind = "layer" if case.is_layer else "rms"
+    if case.is_layer:
+        options["bias"] = t.bias
     if case.gated:
-        of_sum = (
-            cudnn_ops.gate_add_adaptive_layer_norm
-            if case.is_layer
-            else cudnn_ops.gate_add_adaptive_rms_norm
-        )
-        return list(of_sum(t.input, t.update, t.gate, t.scale, t.shift, **options))  # type: ignore[operator]
-    norm = cudnn_ops.adaptive_layer_norm if case.is_layer else cudnn_ops.adaptive_rms_norm
-    return [norm(t.input, t.scale, t.shift, **options)]  # type: ignore[operator]
+        of_sum = getattr(cudnn_ops, f"gate_add_adaptive_{kind}_norm")
+        return list(of_sum(t.input, t.update, t.gate, t.scale, t.shift, **options))
+    return [getattr(cudnn_ops, f"adaptive_{kind}_norm")(t.input, t.scale, t.shift, **options)]
 
 
 def reference(

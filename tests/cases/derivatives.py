@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 import cudnn_ops
 from tests.cases import adaptive_norm, conv, group_norm, linear, norm, sdpa, sdpa_features, varlen
-from tests.cases.conv import ConvCase
 from tests.cases.adaptive_norm import AdaptiveNormCase
+from tests.cases.conv import ConvCase
 from tests.cases.group_norm import GroupNormCase
 from tests.cases.norm import NormCase
 from tests.cases.sdpa_features import Features

@@ -304,9 +304,20 @@ def _add_group(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Ten
     return cudnn_ops.add_group_norm(x, residual, 2, weight)
 
 
-CHANNELS_OF_def _adaptive(
-    x: Tensor, scale: Tensor, shift: Tensor, weight: Tensor | None = None
-) -> Tensor:
+CHANNELS_OF_IMAGES: Tensors = {"x": (B, 4, 6, 5), "weight": (4,)}
+IN_GROUPS: Tensors = {**CHANNELS_OF_IMAGES, "bias": (4,)}
+ADDED_IN_GROUPS: Tensors = {**CHANNELS_OF_IMAGES, "residual": (B, 4, 6, 5)}
+
+GROUP_NORMS = [
+    Case("group norm by batch", _group, IN_GROUPS, {"x": S0}, silent=True),
+    Case("group norm by channels", _group, IN_GROUPS, {"x": S1, "weight": S0, "bias": S0}),
+    Case("group norm by rows", _group, IN_GROUPS, {"x": S2}),
+    Case("group norm of partial sums", _group, IN_GROUPS, {"x": Partial()}),
+    Case("group sum", _add_group, ADDED_IN_GROUPS, {"x": S0, "residual": S0}, silent=True),
+]
+
+
+def _adaptive(x: Tensor, scale: Tensor, shift: Tensor, weight: Tensor | None = None) -> Tensor:
     return cudnn_ops.adaptive_layer_norm(x, scale, shift, weight=weight)
 
 
@@ -344,18 +355,6 @@ ADAPTIVE_NORMS = [
         silent=True,
     ),
     Case("gated sum by tokens", _gate_add, GATED_SUM, {"x": S1, "update": S1}),
-]
-
-IMAGES: Tensors = {"x": (B, 4, 6, 5), "weight": (4,)}
-IN_GROUPS: Tensors = {**CHANNELS_OF_IMAGES, "bias": (4,)}
-ADDED_IN_GROUPS: Tensors = {**CHANNELS_OF_IMAGES, "residual": (B, 4, 6, 5)}
-
-GROUP_NORMS = [
-    Case("group norm by batch", _group, IN_GROUPS, {"x": S0}, silent=True),
-    Case("group norm by channels", _group, IN_GROUPS, {"x": S1, "weight": S0, "bias": S0}),
-    Case("group norm by rows", _group, IN_GROUPS, {"x": S2}),
-    Case("group norm of partial sums", _group, IN_GROUPS, {"x": Partial()}),
-    Case("group sum", _add_group, ADDED_IN_GROUPS, {"x": S0, "residual": S0}, silent=True),
 ]
 
 IMAGES: Tensors = {"input": (B, 4, 6, 5), "weight": (8, 4, 3, 3), "bias": (8,)}
