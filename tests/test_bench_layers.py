@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks import (
-    bench_conv,
     bench_adaptive_norms,
+    bench_conv,
     bench_image_norms,
     bench_linear,
     bench_norms,
