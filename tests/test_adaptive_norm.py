@@ -363,7 +363,7 @@ def test_autocast_is_that_of_torch(device):
         )
     assert layer.dtype == (torch.float32 if device == "cuda" else torch.bfloat16)
     assert mixed.dtype == out.dtype == total.dtype == torch.float32
-    expected = F.rms_norm(x, (24,), eps=1e-6) * (1 + low_modulation[:, None])
+    expected = F.rms_norm(x, (24,), eps=1e-6) * (1 + low_modulation[:, None].float())
     torch.testing.assert_close(mixed, expected, rtol=1e-5, atol=1e-5)
     expected = x + low_modulation[:, None].float() * low.float()
     torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
