@@ -9,12 +9,19 @@ from cudnn_ops import _library as _library  # first: it registers the operators
 from cudnn_ops import support
 from cudnn_ops._library import cmake_prefix_path
 from cudnn_ops.compiler.report import Candidate, CompileReport, compile_report
+from cudnn_ops.ops import _vmap_adaptive_norm as _vmap_adaptive_norm
 from cudnn_ops.ops import _vmap_attention as _vmap_attention
 from cudnn_ops.ops import _vmap_conv as _vmap_conv
 from cudnn_ops.ops import _vmap_group_norm as _vmap_group_norm
 from cudnn_ops.ops import _vmap_linear as _vmap_linear
 from cudnn_ops.ops import _vmap_rows as _vmap_rows
 from cudnn_ops.ops._when_imported import when_imported as _when_imported
+from cudnn_ops.ops.adaptive_norm import (
+    adaptive_layer_norm,
+    adaptive_rms_norm,
+    gate_add_adaptive_layer_norm,
+    gate_add_adaptive_rms_norm,
+)
 from cudnn_ops.ops.alibi import alibi_slopes
 from cudnn_ops.ops.checkpointing import checkpoint_ops
 from cudnn_ops.ops.conv import conv1d, conv2d, conv3d
@@ -113,6 +120,8 @@ __all__ = [
     "StoreInfo",
     "TunedPlan",
     "WarmupReport",
+    "adaptive_layer_norm",
+    "adaptive_rms_norm",
     "add_group_norm",
     "add_layer_norm",
     "add_rms_norm",
@@ -127,6 +136,8 @@ __all__ = [
     "conv2d",
     "conv3d",
     "decompositions",
+    "gate_add_adaptive_layer_norm",
+    "gate_add_adaptive_rms_norm",
     "geglu",
     "group_norm",
     "known_bad",

@@ -158,6 +158,34 @@ def group_norms() -> Iterator[Sample]:
                 )
 
 
+def adaptive_norms() -> Iterator[Sample]:
+    """Of few rows of each width, as parts of two samples and as numbers of each token."""
+
+    def run(dtype: torch.dtype, columns: int, shift: int, is_gated: bool) -> None:
+        def rows(tokens: int) -> Tensor:
+            return _tensor(2, tokens, columns, dtype=dtype, shift=shift).requires_grad_()
+
+        for tokens, counted in ((11, 1), (3, 3)):
+            scale, offset, gate = (rows(counted) for _ in range(3))
+            weight, bias = (_tensor(columns, dtype=dtype).requires_grad_() for _ in range(2))
+            if is_gated:
+                out = cudnn_ops.gate_add_adaptive_layer_norm(
+                    rows(tokens), rows(tokens), gate, scale, offset, weight=weight, bias=bias
+                )
+                _backward(out)
+            else:
+                _backward(cudnn_ops.adaptive_rms_norm(rows(tokens), scale, offset, weight=weight))
+
+    for name, dtype in TYPES.items():
+        widths = [16 // dtype.itemsize * count for count in _VECTORS]
+        for columns in (*widths, *_NUMBERS):
+            for is_gated in (False, True):
+                yield (
+                    f"adaptive_norm_forward and adaptive_norm_backward, {name}, {columns} columns",
+                    partial(run, dtype, columns, columns % 2, is_gated),
+                )
+
+
 def convolutions() -> Iterator[Sample]:
     def run(activation: int, dtype: torch.dtype, channels: int, pixels: int) -> None:
         """The epilogue's gradients alone, which need no plan."""
@@ -262,9 +290,15 @@ def decoding() -> Iterator[Sample]:
             yield f"paged_merge_{name}_{suffix}, sinks", partial(run, single, dtype)
 
 
+FAMILIES = (
+    *(gated, rotary, norms, group_norms, adaptive_norms, convolutions),
+    *(appending, decoding),
+)
+
+
 def samples() -> Iterator[Sample]:
     """All of them; nothing is computed until it is called."""
-    for family in (gated, rotary, norms, group_norms, convolutions, appending, decoding):
+    for family in FAMILIES:
         yield from family()
 
 

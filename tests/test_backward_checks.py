@@ -50,6 +50,24 @@ def group_norm(device: str) -> Arguments:
     }
 
 
+def adaptive_norm(device: str) -> Arguments:
+    x, columns = torch.ones(2, 5, 24, device=device), torch.ones(24, device=device)
+    modulation, stats = torch.ones(2, 24, device=device), torch.ones(2, 5, device=device)
+    return {
+        "grad_out": x,
+        "grad_sum": x,
+        "input": x,
+        "update": x,
+        **dict.fromkeys(("gate", "scale", "shift"), modulation),
+        "weight": columns,
+        "bias": columns,
+        "mean": stats,
+        "rstd": stats,
+        "is_layer": True,
+        "output_mask": [True] * 7,
+    }
+
+
 def gated(device: str, activation: int) -> Arguments:
     x = torch.ones(3, 64, device=device)
     return {"grad_out": x, "gate": x, "up": x, "activation": activation}
@@ -105,6 +123,7 @@ CALLS: dict[str, tuple[str, Callable[[str], Arguments]]] = {
     "rms_norm": ("_norm_backward", lambda device: norm(device, False)),
     "layer_norm": ("_norm_backward", lambda device: norm(device, True)),
     "group_norm": ("_group_norm_backward", group_norm),
+    "gate_add_adaptive_layer_norm": ("_adaptive_norm_backward", adaptive_norm),
     "swiglu": ("_gated_backward", lambda device: gated(device, 0)),
     "geglu": ("_gated_backward", lambda device: gated(device, 2)),
     "rotary_embedding": ("_rotary", rotary),
@@ -167,6 +186,27 @@ MISTAKES = [
     ("group_norm", "activation", lambda _: 1, ValueError, "activation must be 0 or 2, got 1"),
     ("group_norm", "weight", lambda _: None, ValueError, "the gradient of a weight or bias"),
     ("group_norm", "bias", lambda _: None, ValueError, "the gradient of a weight or bias"),
+    *[
+        ("gate_add_adaptive_layer_norm", name, change, error, f"norm backward: {name} must be")
+        for name in ("grad_out", "grad_sum")
+        for change, error in ((narrow, ValueError), (short, ValueError), (half, TypeError))
+    ],
+    *[
+        ("gate_add_adaptive_layer_norm", name, change, ValueError, rf"{name} must be .*\[2, 5\]")
+        for name in ("mean", "rstd")
+        for change in (narrow, half, repeated)
+    ],
+    *[
+        ("gate_add_adaptive_layer_norm", name, change, error, f"norm: {name} must be")
+        for name in ("gate", "scale", "shift")
+        for change, error in ((narrow, ValueError), (half, TypeError))
+    ],
+    *[
+        ("gate_add_adaptive_layer_norm", name, lambda _: None, ValueError, "that is not there")
+        for name in ("scale", "shift", "weight", "bias")
+    ],
+    ("gate_add_adaptive_layer_norm", "gate", lambda _: None, ValueError, "update and gate go"),
+    ("gate_add_adaptive_layer_norm", "is_layer", lambda _: False, ValueError, "no bias"),
     *[
         (op, name, change, error, rf"{op}.*: .*{name}")
         for op in ("swiglu", "geglu")
@@ -236,6 +276,7 @@ def test_fake(mistake, device):
     [
         *[("layer_norm", name) for name in ("grad_out", "grad_sum", "weight", "mean", "rstd")],
         *[("group_norm", name) for name in ("grad_out", "grad_sum", "weight", "mean", "rstd")],
+        *[("gate_add_adaptive_layer_norm", name) for name in ("grad_out", "gate", "bias", "rstd")],
         *[("swiglu", name) for name in ("grad_out", "up")],
         *[("rotary_embedding", name) for name in ("cos", "sin")],
         # Of views.
@@ -262,7 +303,9 @@ def test_one_tensor_left_on_the_cpu(op, name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("op", ["rms_norm", "group_norm", "swiglu", "rotary_embedding"])
+@pytest.mark.parametrize(
+    "op", ["rms_norm", "group_norm", "gate_add_adaptive_layer_norm", "swiglu", "rotary_embedding"]
+)
 def test_float64_is_for_cpus(op):
     backward, make = CALLS[op]
     arguments = {

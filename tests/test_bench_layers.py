@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks import (
+    bench_adaptive_norms,
     bench_conv,
     bench_image_norms,
     bench_linear,
@@ -56,6 +57,25 @@ def test_image_norms(on_cpu, monkeypatch):
     assert [case.rsplit(" ", 1)[1] for case in found] == ["fwd", "bwd"] * 2
     assert list(found)[2] == "two 1,4,3 by 2 channels first silu fwd"
     assert all(list(impls) == ["cudnn_ops", "eager", "compile", "copy"] for impls in found.values())
+
+
+def test_adaptive_norms(on_cpu, monkeypatch):
+    bench = bench_adaptive_norms
+    monkeypatch.setattr(bench, "gpu_ms", bench_sdpa.gpu_ms)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    small = bench.with_sums(
+        bench.Case("one", 2, 5, 8), bench.Case("two", 1, 3, 8, is_layer=False, of_each_token=True)
+    )
+    monkeypatch.setattr(bench, "CASES", small)
+    monkeypatch.setattr(bench, "PARTS", ("one", "two"))
+    rows = Rows(ENV)
+    bench.run(rows, 1)
+    found = harness.pivot(rows.rows, "gpu_ms")
+    assert list(found)[2] == "one 2,5,8 gated sum fwd"
+    assert list(found)[-1] == "two 1,3,8 rms gated sum by token bwd"
+    assert all(list(impls) == ["cudnn_ops", "eager", "compile", "copy"] for impls in found.values())
+    cases = list(map(str, bench_adaptive_norms.CASES))
+    assert len(set(cases)) == len(cases)
 
 
 def test_there_are_image_norms_of_every_kind():

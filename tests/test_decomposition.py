@@ -83,6 +83,11 @@ def _pointwise(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor):
     yield cudnn_ops.layer_norm(x, size)
     yield from cudnn_ops.add_rms_norm(x, y, size, weight, zero_centered=True)
     yield from cudnn_ops.add_layer_norm(x, y, size, weight, bias, 1e-4)
+    modulation = x[:, :1].sin(), y[:, :1], x[:, :1]
+    yield cudnn_ops.adaptive_layer_norm(x, *modulation[:2], weight=weight, bias=bias)
+    yield cudnn_ops.adaptive_rms_norm(x, modulation[0], eps=1e-3)
+    yield from cudnn_ops.gate_add_adaptive_layer_norm(x, y, *modulation)
+    yield from cudnn_ops.gate_add_adaptive_rms_norm(x, y, x[:, 0], weight=weight)
     yield cudnn_ops.swiglu(x, y)
     yield cudnn_ops.geglu(x, y)
     yield cudnn_ops.geglu(x, y, approximate="tanh")

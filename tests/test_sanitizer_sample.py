@@ -31,12 +31,21 @@ def group_norm_kernels() -> set[str]:
     return {"group_norm_totals"} | {f"group_norm_{'_'.join(each)}" for each in found}
 
 
+def adaptive_norm_kernels() -> set[str]:
+    text = "".join(
+        (KERNELS / f"adaptive_norm_{way}.cu").read_text() for way in ("forward", "backward")
+    )
+    found = re.findall(r"^ADAPTIVE_NORM\((\w+),", text, re.MULTILINE)
+    return {f"adaptive_norm_{name}" for name in found}
+
+
 def test_every_source_is_in_the_sample():
     named = " ".join(name for name, _ in samples())
     missing = [path.stem for path in KERNELS.glob("*.cu") if path.stem not in named]
     assert not missing
     assert len(norm_kernels()) > 30
     assert len(group_norm_kernels()) == 22
+    assert len(adaptive_norm_kernels()) == 21
 
 
 @pytest.mark.gpu
@@ -58,6 +67,5 @@ def test_the_sample_runs_the_kernels_that_it_is_named_for():
         )
         for name in ("half", "bfloat16", "float")
     }
-    assert (
-        sorted((named | backward | others | norm_kernels() | group_norm_kernels()) - set(ran)) == []
-    )
+    norms = norm_kernels() | group_norm_kernels() | adaptive_norm_kernels()
+    assert sorted((named | backward | others | norms) - set(ran)) == []

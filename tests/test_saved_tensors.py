@@ -169,6 +169,24 @@ def _calls() -> dict[str, Call]:
             ("input", "residual"),
             3,
         ),
+        "adaptive_layer_norm": Call(
+            lambda input, scale, shift: cudnn_ops.adaptive_layer_norm(input, scale, shift),
+            {"input": _leaf(3, 4, 8), "scale": _leaf(3, 8), "shift": _leaf(3, 8)},
+            (),
+            2,
+        ),
+        "gate_add_adaptive_rms_norm": Call(
+            lambda input, update, gate, scale, weight: cudnn_ops.gate_add_adaptive_rms_norm(
+                input, update, gate, scale, weight=weight
+            ),
+            {
+                **{name: _leaf(3, 4, 8) for name in ("input", "update")},
+                **{name: _leaf(3, 8) for name in ("gate", "scale")},
+                "weight": _leaf(8),
+            },
+            ("input",),
+            3,
+        ),
         "conv": Call(_convolve("none"), image, ("bias", "residual")),
         "conv_relu": Call(_convolve("relu"), image, ("bias", "residual"), 1),
         "conv_gelu": Call(_convolve("gelu"), image, ("bias", "residual"), 1),

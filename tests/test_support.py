@@ -101,7 +101,10 @@ def test_every_operator_can_be_asked_about():
     assert named - {"sdpa"} <= set(cudnn_ops.__all__)
     assert {op for op in cudnn_ops.__all__ if "norm" in op or op.startswith("conv")} - named == {
         "tune_norms",
-        *("group_norm", "add_group_norm"),  # by kernels of our own alone
+        # By kernels of our own alone.
+        *("group_norm", "add_group_norm"),
+        *("adaptive_layer_norm", "gate_add_adaptive_layer_norm"),
+        *("adaptive_rms_norm", "gate_add_adaptive_rms_norm"),
     }
     assert {"sdpa", "varlen_attention", "paged_attention", "linear", "mlp"} <= named
 

@@ -38,7 +38,9 @@ def compile_for(
     nvrtc.nvrtcCreateProgram(
         ctypes.byref(program), source.read_bytes(), source.name.encode(), 0, None, None
     )
-    words = [f"--gpu-architecture=sm_{architecture}", f"--include-path={source.parent}", *macros]
+    # Headers for both sides name others from the root, as C++ does.
+    folders = (f"--include-path={folder}" for folder in (source.parent, source.parents[1]))
+    words = [f"--gpu-architecture=sm_{architecture}", *folders, *macros]
     options = (ctypes.c_char_p * len(words))(*(word.encode() for word in words))
     status = nvrtc.nvrtcCompileProgram(program, len(words), options)
     if status != 0:

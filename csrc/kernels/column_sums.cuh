@@ -1,19 +1,18 @@
 // The end of a sum over many rows, of which blocks have each added up some.
 #pragma once
 
-// Adds up the `rows` rows of `sums`, the 32 columns of a strip by a block of whole warps, in a
-// fixed order; `write` gets each column and its sum.
-template <class Write>
-__device__ void add_up_columns(const float* sums, unsigned rows, unsigned columns,
-                               const Write& write, unsigned strip = blockIdx.x) {
+// Adds up `rows` rows, the 32 columns of a strip by a block of whole warps, in a fixed order:
+// `row_at` says where each row is, and `write` gets each column and its sum.
+template <class RowAt, class Write>
+__device__ void add_up_rows_at(const RowAt& row_at, unsigned rows, unsigned columns,
+                               const Write& write, unsigned strip) {
   __shared__ float by_warp[32][33];
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const unsigned column = strip * 32 + lane;
   float sum = 0;
   if (column < columns) {
 #pragma unroll 8
-    for (unsigned row = warp; row < rows; row += warps)
-      sum += sums[(long long)row * columns + column];
+    for (unsigned row = warp; row < rows; row += warps) sum += row_at(row)[column];
   }
   by_warp[warp][lane] = sum;
   __syncthreads();
@@ -21,4 +20,12 @@ __device__ void add_up_columns(const float* sums, unsigned rows, unsigned column
   sum = 0;
   for (unsigned other = 0; other < warps; ++other) sum += by_warp[other][lane];
   write(column, sum);
+}
+
+// Of rows that lie one behind the other.
+template <class Write>
+__device__ void add_up_columns(const float* sums, unsigned rows, unsigned columns,
+                               const Write& write, unsigned strip = blockIdx.x) {
+  const auto row_at = [&](unsigned row) { return sums + (long long)row * columns; };
+  add_up_rows_at(row_at, rows, columns, write, strip);
 }

@@ -6,100 +6,12 @@
 
 #include "column_sums.cuh"
 #include "norm_rows.cuh"
+#include "row_pipeline.cuh"
 
 namespace {
 
 // Numbers a thread keeps in registers beside those that it works on.
 constexpr int kMostKept = 16;
-
-// Of fewer bytes than kSize the rest is zero.
-template <int kSize>
-__device__ void copy_async(void* shared, const void* global, unsigned bytes) {
-  const auto to = (unsigned)__cvta_generic_to_shared(shared);
-  if constexpr (kSize == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global),
-                 "r"(bytes));
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global), "n"(kSize));
-  }
-}
-
-// Rows to come, on their way through shared memory. A thread copies the pieces that it needs, so
-// that nobody waits for another. cp.async takes 4 bytes or more: where pieces are smaller the
-// threads of a row copy all 16 bytes at a time that it lies in, and wait for each other.
-template <int kBytes, int kVectors, int kStages>
-struct Pipeline {
-  using Vector = Piece<Type, kBytes / sizeof(Bits)>;
-  static constexpr unsigned kTensors = 2;  // the input and the gradient of the output
-  static constexpr bool kIsWhole = kBytes < 4;
-
-  unsigned group, row_bytes;  // NormCall's
-
-  __device__ void load(unsigned stage, unsigned tensor, const Bits* row, unsigned vectors) const {
-    const unsigned thread = threadIdx.x % group;
-    if constexpr (kIsWhole) {
-      const auto *first = (const unsigned char*)row, *end = first + vectors * kBytes;
-      const unsigned char* from = first - (unsigned long long)first % 16;
-      unsigned char* to = whole(stage, tensor);
-      for (unsigned at = 16 * thread; from + at < end; at += 16 * group) {
-        const auto left = end - (from + at);
-        copy_async<16>(to + at, from + at, left < 16 ? left : 16);
-      }
-    } else {
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        const unsigned at = thread + v * group;
-        if (at < vectors)
-          copy_async<kBytes>(slot(stage, tensor, v), (const Vector*)row + at, kBytes);
-      }
-    }
-  }
-  // The thread's pieces of a row.
-  struct Pieces {
-    const Vector* first;
-    unsigned step;
-    __device__ const Vector& operator[](int v) const {
-      return first[v * step];
-    }
-  };
-  // Those of `row`, once it has arrived.
-  __device__ Pieces pieces(unsigned stage, unsigned tensor, const Bits* row) const {
-    if constexpr (kIsWhole) {
-      const unsigned char* first = whole(stage, tensor) + (unsigned long long)row % 16;
-      return {(const Vector*)first + threadIdx.x % group, group};
-    } else {
-      return {(const Vector*)slot(stage, tensor, 0), blockDim.x};
-    }
-  }
-  static __device__ void commit() {
-    asm volatile("cp.async.commit_group;");
-  }
-  // For all but the `kStages` - 1 last that were committed.
-  __device__ void wait() const {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
-    if constexpr (kIsWhole) {
-      if (group > 32) {
-        __syncthreads();
-      } else {
-        __syncwarp();
-      }
-    }
-  }
-
- private:
-  static __device__ unsigned char* shared() {
-    extern __shared__ uint4 memory[];
-    return (unsigned char*)memory;
-  }
-  __device__ unsigned char* slot(unsigned stage, unsigned tensor, int v) const {
-    return shared() +
-           (((stage * kTensors + tensor) * kVectors + v) * blockDim.x + threadIdx.x) * kBytes;
-  }
-  __device__ unsigned char* whole(unsigned stage, unsigned tensor) const {
-    const unsigned groups = blockDim.x / group;
-    return shared() + ((stage * kTensors + tensor) * groups + threadIdx.x / group) * row_bytes;
-  }
-};
 
 __device__ void write_gradient(const NormCall& call, bool is_weight, unsigned column, float value) {
   void* out = is_weight ? call.grad_weight : call.grad_bias;

@@ -5,58 +5,9 @@
 // blocks that come and go as many are on a multiprocessor as it takes to keep memory busy. Blocks
 // that stay, with the next row on its way, were measured slower in every form.
 
-#include "norm_rows.cuh"
+#include "norm_moments.cuh"
 
 namespace {
-
-// Calls `visit` with the index of each of a thread's pieces, and where in the row it is; kIsFull:
-// every thread has kVectors of them.
-template <int kVectors, bool kIsFull, class Visit>
-__device__ void each(unsigned group, unsigned vectors, const Visit& visit) {
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    const unsigned at = threadIdx.x % group + v * group;
-    if (kIsFull || at < vectors) visit(v, at);
-  }
-}
-
-// Numbers unpacked before this are unpacked again behind it: kept, they would take twice the
-// registers, which decide how many blocks a multiprocessor has.
-template <int kVectors, int kWidth>
-__device__ void stay_packed(Piece<Type, kWidth> (&pieces)[kVectors]) {
-  if constexpr (sizeof(Bits) * kWidth >= 4 && sizeof(Bits) < 4) {
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-      for (int k = 0; k < kWidth / 2; ++k) asm volatile("" : "+r"(((unsigned*)pieces[v].bits)[k]));
-    }
-  }
-}
-
-// The mean of a row. Its numbers are added up by a power of two, one of their count or less, for
-// the sum of large ones to stay finite; and exactly where there are not too many for their digits,
-// else less the first of them. Equal numbers so are their own mean: a little beside it all of them
-// would be far from zero where eps is small.
-struct Mean {
-  float scale, count, inverse, base;
-
-  __device__ Mean(unsigned columns, float per_column, float base) : base(base) {
-    const unsigned exponent = 32 - __clz(columns - 1);
-    scale = __uint_as_float((127 - exponent) << 23);
-    count = columns * scale;
-    inverse = per_column * __uint_as_float((127 + exponent) << 23);
-  }
-  __device__ void add(float value, float& sum) const {
-    sum += (value - base) * scale;
-  }
-  // As exact as a division, in less time.
-  __device__ float of(float sum) const {
-    const float quotient = sum * inverse;
-    return base + fmaf(fmaf(-count, quotient, sum), inverse, quotient);
-  }
-};
-
-constexpr unsigned kExactColumns = 1u << (24 - Type::kDigits);
 
 __device__ float first_of(const NormCall& call, unsigned row) {
   const float input = Type::read(*row_of(call.input, row));
@@ -100,8 +51,6 @@ __device__ void write(const NormCall& call, const Piece<Type, kWidth> (&pieces)[
   });
 }
 
-constexpr unsigned kMostThreads = 1024;  // that share a row
-
 template <int kBytes, int kVectors, bool kIsLayer, bool kIsFull>
 __device__ void forward_rows(const NormCall& call) {
   constexpr int kWidth = kBytes / sizeof(Bits);
@@ -110,7 +59,6 @@ __device__ void forward_rows(const NormCall& call) {
   const unsigned group = call.group;
   const unsigned row = blockIdx.x * (blockDim.x / group) + threadIdx.x / group;
   const unsigned vectors = kIsFull || row < call.rows ? call.columns / kWidth : 0;
-  const float per_column = 1.0f / call.columns;
   Vector pieces[kVectors];
   const auto* input = (const Vector*)row_of(call.input, row);
   each<kVectors, kIsFull>(group, vectors, [&](int v, unsigned at) { pieces[v] = input[at]; });
@@ -126,35 +74,9 @@ __device__ void forward_rows(const NormCall& call) {
       sum[at] = pieces[v] = Vector::of(values);  // the norm is of what is written
     });
   }
-  float sums[1] = {0};
-  float mean = 0;
-  if constexpr (kIsLayer) {
-    float base = 0;
-    if constexpr (kVectors * kWidth * kMostThreads > kExactColumns) {
-      if (vectors > 0) base = first_of(call, row);
-    }
-    const Mean mean_of(call.columns, per_column, base);
-    each<kVectors, kIsFull>(group, vectors, [&](int v, unsigned) {
-      float values[kWidth];
-      pieces[v].read(values);
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k) mean_of.add(values[k], sums[0]);
-    });
-    sum_up(sums, group, scratch);
-    stay_packed(pieces);
-    mean = mean_of.of(sums[0]);
-    sums[0] = 0;
-  }
-  each<kVectors, kIsFull>(group, vectors, [&](int v, unsigned) {
-    float values[kWidth];
-    pieces[v].read(values);
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) sums[0] += (values[k] - mean) * (values[k] - mean);
-  });
-  sum_up(sums, group, scratch + 1);
-  stay_packed(pieces);
+  const auto first = [&] { return first_of(call, row); };
+  const auto [mean, rstd] = moments_of<kIsFull>(pieces, vectors, call, kIsLayer, first, scratch);
   if (!kIsFull && row >= call.rows) return;
-  const float rstd = rsqrtf(sums[0] * per_column + call.eps);
   if (threadIdx.x % group == 0) {
     if (call.rstd != nullptr) call.rstd[row] = rstd;
     if (kIsLayer && call.mean != nullptr) call.mean[row] = mean;

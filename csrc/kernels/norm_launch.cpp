@@ -39,17 +39,6 @@ NormSpread spread_forward(unsigned bytes, int64_t pieces, int64_t rows) {
   return pieces <= 8 * kMost ? within_block(bytes, 8, pieces) : kAnyRows;
 }
 
-// Few pieces per thread as long as a warp or a block holds the row, for more loads in flight.
-NormSpread spread_backward(unsigned bytes, int64_t pieces) {
-  constexpr unsigned kMost = 512;
-  if (bytes < 16) return spread_small(bytes, pieces, kMost);
-  if (pieces <= kWarp) return within_warp(bytes, 1, pieces);
-  if (pieces <= 2 * kWarp) return within_warp(bytes, 2, pieces);
-  if (pieces <= 2 * kMost) return within_block(bytes, 2, pieces);
-  if (pieces <= 4 * kMost) return within_block(bytes, 4, pieces);
-  return pieces <= 8 * kMost ? within_block(bytes, 8, pieces) : kAnyRows;
-}
-
 int64_t pieces_of(const NormProblem& problem) {
   return problem.columns * problem.number_bytes / problem.piece_bytes;
 }
@@ -91,6 +80,17 @@ unsigned stages_that_fit(const NormProblem& problem, const NormSpread& how, int6
 
 }  // namespace
 
+// Few pieces per thread as long as a warp or a block holds the row, for more loads in flight.
+NormSpread norm_backward_spread(unsigned bytes, int64_t pieces) {
+  constexpr unsigned kMost = 512;
+  if (bytes < 16) return spread_small(bytes, pieces, kMost);
+  if (pieces <= kWarp) return within_warp(bytes, 1, pieces);
+  if (pieces <= 2 * kWarp) return within_warp(bytes, 2, pieces);
+  if (pieces <= 2 * kMost) return within_block(bytes, 2, pieces);
+  if (pieces <= 4 * kMost) return within_block(bytes, 4, pieces);
+  return pieces <= 8 * kMost ? within_block(bytes, 8, pieces) : kAnyRows;
+}
+
 NormForwardLaunch norm_forward_launch(const NormProblem& problem) {
   const NormSpread how = spread_forward(problem.piece_bytes, pieces_of(problem), problem.rows);
   if (how.vectors == 0) return {how, problem.rows, 1024};
@@ -103,7 +103,7 @@ NormBackwardLaunch norm_backward_launch(const NormBackwardProblem& problem,
   constexpr int64_t kDeclared = 1 << 10;
   constexpr int kFewThreads = 512;
   NormBackwardLaunch launch{};
-  launch.how = spread_backward(problem.piece_bytes, pieces_of(problem));
+  launch.how = norm_backward_spread(problem.piece_bytes, pieces_of(problem));
   if (launch.how.vectors > 0) {
     launch.stages = stages_that_fit(problem, launch.how, limits.shared_bytes - kDeclared);
     if (launch.stages == 0) launch.how = kAnyRows;

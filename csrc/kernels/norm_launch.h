@@ -27,6 +27,9 @@ struct NormForwardLaunch {
 
 NormForwardLaunch norm_forward_launch(const NormProblem& problem);
 
+// How the backward spreads rows of so many pieces, of `bytes` each.
+NormSpread norm_backward_spread(unsigned bytes, int64_t pieces);
+
 struct NormBackwardProblem : NormProblem {
   bool needs_rows, needs_columns;  // the gradient of the input; those of weight and bias
 };

@@ -9,14 +9,19 @@
 using Type = KERNEL_TYPE;
 using Bits = Type::Bits;
 
-__device__ const Bits* row_of(const NormRows& rows, unsigned row) {
+// Of the first number, in numbers.
+__device__ long long offset_of(const NormRows& rows, unsigned row) {
   long long offset = row * rows.stride;
   if (rows.inner != 0) {
     const unsigned outer = row / rows.inner, index = row - outer * rows.inner;
     const unsigned outermost = outer / rows.middle, middle = outer - outermost * rows.middle;
     offset = outermost * rows.stride + middle * rows.middle_stride + index * rows.inner_stride;
   }
-  return (const Bits*)rows.data + offset;
+  return offset;
+}
+
+__device__ const Bits* row_of(const NormRows& rows, unsigned row) {
+  return (const Bits*)rows.data + offset_of(rows, row);
 }
 
 // A weight or bias, of the rows' type or float32.
@@ -37,12 +42,15 @@ struct Parameter {
 #pragma unroll
       for (int k = 0; k < kWidth; k += kPart) {
         float part[kPart];
-        ((const Piece<Float, kPart>*)data)[(vector * kWidth + k) / kPart].read(part);
+        // One load, not one for each number.
+        const auto piece = ((const Piece<Float, kPart>*)data)[(vector * kWidth + k) / kPart];
+        piece.read(part);
 #pragma unroll
         for (int i = 0; i < kPart; ++i) values[k + i] = part[i];
       }
     } else {
-      ((const Piece<Type, kWidth>*)data)[vector].read(values);
+      const auto piece = ((const Piece<Type, kWidth>*)data)[vector];
+      piece.read(values);
     }
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) values[k] += shift;

@@ -9,6 +9,7 @@
 #include "kernels/device_kernel.h"
 #include "kernels/norm_launch.h"
 #include "kernels/norm_rows_call.h"
+#include "kernels/tensor_rows.h"
 
 #include <ATen/cuda/EmptyTensor.h>
 #include <c10/util/accumulate.h>
@@ -18,69 +19,6 @@
 
 namespace cudnn_ops {
 namespace {
-
-// The rows of a tensor: as they lie, or copied where three strides cannot describe them.
-class Rows {
- public:
-  // No rows where the tensor is not defined.
-  Rows(const at::Tensor& tensor, int64_t row_dims) : tensor_(tensor) {
-    if (!tensor_.defined()) return;
-    if (!tensor_.is_contiguous() && !see(row_dims)) tensor_ = tensor_.contiguous();
-    if (tensor_.is_contiguous()) {
-      int64_t columns = 1;
-      for (int64_t dim = row_dims; dim < tensor_.dim(); ++dim) columns *= tensor_.size(dim);
-      rows_ = {nullptr, columns, 0, 0, 0, 0};
-    }
-    rows_.data = tensor_.const_data_ptr();
-  }
-
-  const NormRows& get() const {
-    return rows_;
-  }
-  // The bits that are set in the address of some row.
-  uint64_t address_bits() const {
-    const int64_t strides = rows_.stride | rows_.middle_stride | rows_.inner_stride;
-    const int64_t bytes = tensor_.defined() ? static_cast<int64_t>(tensor_.element_size()) : 0;
-    return reinterpret_cast<uintptr_t>(rows_.data) | static_cast<uint64_t>(strides * bytes);
-  }
-
- private:
-  bool see(int64_t row_dims) {
-    const auto sizes = tensor_.sizes(), strides = tensor_.strides();
-    int64_t expected = 1;
-    for (int64_t dim = tensor_.dim() - 1; dim >= row_dims; --dim) {
-      if (sizes[dim] != 1 && strides[dim] != expected) return false;
-      expected *= sizes[dim];
-    }
-    // From the innermost outwards, merging dimensions that continue one another.
-    std::array<int64_t, 3> size{1, 1, 1}, stride{0, 0, 0};
-    size_t levels = 0;
-    for (int64_t dim = row_dims - 1; dim >= 0; --dim) {
-      if (sizes[dim] == 1) continue;
-      if (levels > 0 && strides[dim] == size[levels - 1] * stride[levels - 1]) {
-        size[levels - 1] *= sizes[dim];
-      } else {
-        if (levels == size.size()) return false;
-        size[levels] = sizes[dim];
-        stride[levels++] = strides[dim];
-      }
-    }
-    if (levels <= 1) {
-      rows_ = {nullptr, stride[0], 0, 0, 0, 0};
-    } else {
-      rows_ = {nullptr,
-               stride[2],
-               stride[1],
-               stride[0],
-               static_cast<unsigned>(size[1]),
-               static_cast<unsigned>(size[0])};
-    }
-    return true;
-  }
-
-  at::Tensor tensor_;
-  NormRows rows_{};
-};
 
 template <class T = void>
 T* data_of(const at::Tensor& tensor) {
@@ -92,7 +30,7 @@ at::Tensor dense(const std::optional<at::Tensor>& parameter) {
 }
 
 // What both directions have in common.
-NormCall call_of(const NormOfRows& args, const Rows& input, const at::Tensor& weight) {
+NormCall call_of(const NormOfRows& args, const TensorRows& input, const at::Tensor& weight) {
   NormCall call{};
   const auto sizes = args.input.sizes().slice(static_cast<size_t>(args.row_dims));
   const int64_t columns = c10::multiply_integers(sizes);
@@ -230,8 +168,8 @@ void launch_backward(NormCall& call, int type, const NormBackwardProblem& proble
 
 void norm_rows(const NormOfRows& args, const at::Tensor& out, const at::Tensor& sum,
                const at::Tensor& mean, const at::Tensor& rstd) {
-  const Rows input(args.input, args.row_dims);
-  const Rows residual(args.residual.value_or(at::Tensor()), args.row_dims);
+  const TensorRows input(args.input, args.row_dims);
+  const TensorRows residual(args.residual.value_or(at::Tensor()), args.row_dims);
   at::Tensor weight = dense(args.weight), bias = dense(args.bias);
   const auto is_float = [](const at::Tensor& parameter) {
     return parameter.defined() && parameter.scalar_type() == at::kFloat;
@@ -257,7 +195,7 @@ void norm_rows_backward(const NormOfRows& args, const at::Tensor& grad_out,
                         const at::Tensor& grad_input, const at::Tensor& grad_weight,
                         const at::Tensor& grad_bias) {
   const int64_t row_dims = args.row_dims;
-  const Rows input(args.input, row_dims), grads(grad_out, row_dims), more(grad_sum, row_dims);
+  const TensorRows input(args.input, row_dims), grads(grad_out, row_dims), more(grad_sum, row_dims);
   const at::Tensor weight = dense(args.weight);
   NormCall call = call_of(args, input, weight);
   call.grad_out = grads.get();

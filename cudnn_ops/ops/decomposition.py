@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cudnn_ops.ops import conv, group_norm, linear, norm, paged, sdpa_cpu, varlen
+from cudnn_ops.ops import adaptive_norm, conv, group_norm, linear, norm, paged, sdpa_cpu, varlen
 from cudnn_ops.ops.activation import ACTIVATIONS, activate, needs_before
 from cudnn_ops.ops.arguments import bind
 from cudnn_ops.ops.gated import gated_in_torch
@@ -62,6 +62,7 @@ def decompositions() -> _Decompositions:
         _ops.paged_attention_with_lse.default: _paged,
         _ops._norm.default: _norm,
         _ops._group_norm.default: _group_norm,
+        _ops._adaptive_norm.default: _adaptive_norm,
         _ops._gated.default: gated_in_torch,
         _ops._rotary.default: rotary_in_torch,
         _ops._conv.default: _conv,
@@ -71,6 +72,8 @@ def decompositions() -> _Decompositions:
     for name in (
         *("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"),
         *("group_norm", "add_group_norm"),
+        *("adaptive_layer_norm", "gate_add_adaptive_layer_norm"),
+        *("adaptive_rms_norm", "gate_add_adaptive_rms_norm"),
         *("swiglu", "geglu", "rotary_embedding"),
         *("conv1d", "conv2d", "conv3d", "_conv1d", "_conv2d", "_conv3d"),
         *("linear", "mlp"),
@@ -163,6 +166,12 @@ def _group_norm(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = bind(_ops._group_norm.default, args, {})
     dtype = torch.promote_types(call.input.dtype, torch.float32)
     return group_norm.group_norm_in_torch(call, dtype)
+
+
+def _adaptive_norm(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    call = bind(_ops._adaptive_norm.default, args, {})
+    dtype = torch.promote_types(call.input.dtype, torch.float32)
+    return adaptive_norm.adaptive_norm_in_torch(call, dtype)
 
 
 def _linear(*args: Any) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import cudnn_ops
-from tests.cases import conv, group_norm, linear, norm, sdpa, sdpa_features, varlen
+from tests.cases import adaptive_norm, conv, group_norm, linear, norm, sdpa, sdpa_features, varlen
+from tests.cases.adaptive_norm import AdaptiveNormCase
 from tests.cases.conv import ConvCase
 from tests.cases.group_norm import GroupNormCase
 from tests.cases.norm import NormCase
@@ -113,6 +114,13 @@ def _group_norm(name: str, case: GroupNormCase) -> Derivative:
     return Derivative(name, check)
 
 
+def _adaptive_norm(name: str, case: AdaptiveNormCase) -> Derivative:
+    def check(device: str, within: AbstractContextManager[object]) -> None:
+        adaptive_norm.check(case, adaptive_norm.make(case, DTYPE, device, seed=0), within)
+
+    return Derivative(name, check)
+
+
 def _check_add_norm(device: str, within: AbstractContextManager[object]) -> None:
     """Through the norm and the sum."""
 
@@ -172,6 +180,9 @@ DERIVATIVES: list[Derivative] = [
     Derivative("add_rms_norm", _check_add_norm),
     _group_norm("group_norm", GroupNormCase((2, 12, 5, 7), 3, layout="last")),
     _group_norm("group_norm_silu", GroupNormCase((2, 12, 9), 3, "silu", residual=True)),
+    _adaptive_norm("adaptive_layer_norm", AdaptiveNormCase((2, 7, 48), weight="same")),
+    _adaptive_norm("adaptive_rms_norm", AdaptiveNormCase((2, 7, 48), False, gate="", shift="")),
+    _adaptive_norm("gate_add_adaptive_layer_norm", AdaptiveNormCase((2, 7, 48), gated=True)),
     _conv("conv", replace(_IMAGE, activation="none")),
     _conv("conv_relu", _IMAGE),
     _conv("conv_silu", replace(_IMAGE, activation="silu", residual=False)),

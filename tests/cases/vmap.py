@@ -142,6 +142,41 @@ def _group_norm(name: str, shape: tuple[int, ...], groups: int, activation: str)
     return Problem(name, ours, reference, drawing(**shapes), tuple(shapes))
 
 
+def _adaptive_norm(name: str, shape: tuple[int, ...], kind: tuple[int, ...]) -> Problem:
+    is_layer, is_sum = "layer" in name, name.startswith("gate")
+    names = ("scale", "shift", *(["gate"] * is_sum))
+    shapes = {"input": shape, **dict.fromkeys(names, kind), "weight": shape[-1:]}
+    if is_sum:
+        shapes["update"] = shape
+
+    def ours(**tensors: Tensor) -> Results:
+        out: Results = getattr(cudnn_ops, name.split("-")[0])(**tensors)
+        return out
+
+    def reference(
+        input: Tensor,
+        scale: Tensor,
+        shift: Tensor,
+        weight: Tensor,
+        update: Tensor | None = None,
+        gate: Tensor | None = None,
+    ) -> Results:
+        def beside(modulation: Tensor) -> Tensor:
+            return modulation if len(kind) == len(shape) else modulation.unsqueeze(1)
+
+        total = input
+        if update is not None and gate is not None:
+            total = input + beside(gate) * update
+        if is_layer:
+            out = F.layer_norm(total, shape[-1:], weight, None, 1e-6)
+        else:
+            out = F.rms_norm(total, shape[-1:], weight, 1e-6)
+        out = out * (1 + beside(scale)) + beside(shift)
+        return (out, total) if is_sum else out
+
+    return Problem(name, ours, reference, drawing(**shapes), tuple(shapes))
+
+
 def _without_weight(input: Tensor) -> Tensor:
     return cudnn_ops.rms_norm(input, (24,))
 
@@ -178,6 +213,10 @@ ROWS = [
     _group_norm("group_norm", (2, 6, 5), 3, "none"),
     _group_norm("group_norm-silu", (3, 4, 3, 2), 1, "silu"),
     _group_norm("add_group_norm", (2, 6, 5), 2, "silu"),
+    _adaptive_norm("adaptive_layer_norm", (2, 5, 8), (2, 8)),
+    _adaptive_norm("adaptive_rms_norm", (2, 5, 8), (1, 5, 8)),
+    _adaptive_norm("gate_add_adaptive_layer_norm", (2, 5, 8), (2, 1, 8)),
+    _adaptive_norm("gate_add_adaptive_rms_norm", (3, 5, 8), (3, 8)),
     Problem(
         "swiglu",
         cudnn_ops.swiglu,

@@ -215,6 +215,36 @@ def run_group_norms(recorder: Recorder, device: torch.device) -> None:
                 )
 
 
+def run_adaptive_norms(recorder: Recorder, device: torch.device) -> None:
+    """One sample and many, of few tokens and many, and numbers of each token."""
+    for dtype, (rows, width) in itertools.product(DTYPES, SIZES):
+        for start in (0, 1) if rows in (1, 4097) else (0,):
+            x = memory(device, dtype, rows, width, start=start)
+            stats = memory(device, torch.float32, 1, rows)
+            weight = memory(device, torch.float32, width)
+            for samples, modulation in (
+                (x[None], memory(device, dtype, 1, width)),
+                (x[:, None], memory(device, torch.float32, rows, width)),
+            ):
+                words = ("adaptive norm", dtype, rows, width, start, len(modulation))
+                options = (weight, weight, 1e-6, True, True)
+                stats = stats.view(samples.shape[:2])
+                for update in (None, samples):
+                    gate = None if update is None else modulation
+                    tensors = (samples, update, gate, modulation, modulation)
+                    with recorder.calling(*words):
+                        _ops._adaptive_norm.default(*tensors, *options)
+                    is_gated = update is not None
+                    for mask in (
+                        (True, is_gated, is_gated, True, True, True, True),
+                        (True, False, False, True, True, False, False),
+                    ):
+                        with recorder.calling(*words, mask):
+                            _ops._adaptive_norm_backward.default(
+                                samples, update, *tensors, weight, weight, stats, stats, True, mask
+                            )
+
+
 def run_gated(recorder: Recorder, device: torch.device) -> None:
     for dtype, (rows, width), start in itertools.product(DTYPES, SIZES, (0, 1)):
         x = memory(device, dtype, rows, width, start=start)
@@ -300,6 +330,7 @@ def run_append(recorder: Recorder, device: torch.device) -> None:
 RUNS = (
     run_norms,
     run_group_norms,
+    run_adaptive_norms,
     run_gated,
     run_rotary,
     run_epilogues,

@@ -316,6 +316,47 @@ GROUP_NORMS = [
     Case("group sum", _add_group, ADDED_IN_GROUPS, {"x": S0, "residual": S0}, silent=True),
 ]
 
+
+def _adaptive(x: Tensor, scale: Tensor, shift: Tensor, weight: Tensor | None = None) -> Tensor:
+    return cudnn_ops.adaptive_layer_norm(x, scale, shift, weight=weight)
+
+
+def _gate_add(x: Tensor, update: Tensor, gate: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return cudnn_ops.gate_add_adaptive_rms_norm(x, update, gate, scale)
+
+
+MODULATED: Tensors = {"x": (B, 6, 8), "scale": (B, 8), "shift": (B, 8), "weight": (8,)}
+OF_EACH_TOKEN: Tensors = {**MODULATED, "scale": (B, 6, 8), "shift": (1, 6, 8)}
+GATED_SUM: Tensors = {"x": (B, 6, 8), "update": (B, 6, 8), "gate": (B, 8), "scale": (B, 1, 8)}
+
+ADAPTIVE_NORMS = [
+    Case(
+        "adaptive norm by batch",
+        _adaptive,
+        MODULATED,
+        {"x": S0, "scale": S0, "shift": S0},
+        silent=True,
+    ),
+    Case("adaptive norm by tokens", _adaptive, MODULATED, {"x": S1}),
+    Case("adaptive norm by columns", _adaptive, MODULATED, {"x": S2, "weight": S0}),
+    Case("adaptive norm of partial sums", _adaptive, MODULATED, {"x": Partial()}),
+    Case(
+        "adaptive norm of each token",
+        _adaptive,
+        OF_EACH_TOKEN,
+        {"x": S1, "scale": S1, "shift": S1},
+        silent=True,
+    ),
+    Case(
+        "gated sum",
+        _gate_add,
+        GATED_SUM,
+        {"x": S0, "update": S0, "gate": S0, "scale": S0},
+        silent=True,
+    ),
+    Case("gated sum by tokens", _gate_add, GATED_SUM, {"x": S1, "update": S1}),
+]
+
 IMAGES: Tensors = {"input": (B, 4, 6, 5), "weight": (8, 4, 3, 3), "bias": (8,)}
 CHANNELS = {"weight": S0, "bias": S0}
 silu = partial(_conv, activation="silu")
@@ -389,7 +430,8 @@ LAYERS = [
     ),
 ]
 
-DIFFERENTIABLE = [*ATTENTION, *PACKED, *NORMS, *GROUP_NORMS, *POINTWISE, *CONVOLUTIONS, *LAYERS]
+DIFFERENTIABLE = [*ATTENTION, *PACKED, *NORMS, *GROUP_NORMS, *ADAPTIVE_NORMS]
+DIFFERENTIABLE += [*POINTWISE, *CONVOLUTIONS, *LAYERS]
 
 #: Over a mesh of two dimensions, with a placement for each.
 TWO_DIMENSIONS = [

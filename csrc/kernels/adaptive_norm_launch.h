@@ -1,0 +1,32 @@
+// How the kernels of adaptive_norm_forward.cu and adaptive_norm_backward.cu are launched. Depends
+// on the problem and the GPU's limits alone, so that tests on any machine can check the launches of
+// any GPU.
+#pragma once
+
+#include "kernels/norm_launch.h"
+
+namespace cudnn_ops {
+
+struct AdaptiveNormProblem : NormProblem {
+  int64_t tokens;  // rows of a sample
+  bool is_gated;   // the backward reads the update too
+};
+
+struct AdaptiveNormBackwardLaunch {
+  NormSpread how;  // of no pieces: kernels for rows of any size
+  int64_t shared_bytes;
+};
+
+AdaptiveNormBackwardLaunch adaptive_norm_backward_launch(const AdaptiveNormProblem& problem,
+                                                         const DeviceLimits& limits);
+
+// The rows of all workers, `stretch` each (adaptive_norm.cuh).
+struct AdaptiveNormShares {
+  int64_t stretch, workers;
+  bool has_parts;  // samples are not each one worker's
+};
+
+// `at_once`: how many workers the GPU runs at the same time.
+AdaptiveNormShares adaptive_norm_shares(const AdaptiveNormProblem& problem, int64_t at_once);
+
+}  // namespace cudnn_ops

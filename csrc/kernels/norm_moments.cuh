@@ -1,0 +1,98 @@
+// Rows that stay in the registers of the threads that share them, and what a norm needs of them:
+// the mean and 1 / deviation.
+#pragma once
+
+#include "norm_rows.cuh"
+
+// Calls `visit` with the index of each of a thread's pieces, and where in the row it is; kIsFull:
+// every thread has kVectors of them.
+template <int kVectors, bool kIsFull, class Visit>
+__device__ void each(unsigned group, unsigned vectors, const Visit& visit) {
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const unsigned at = threadIdx.x % group + v * group;
+    if (kIsFull || at < vectors) visit(v, at);
+  }
+}
+
+// Numbers unpacked before this are unpacked again behind it: kept, they would take twice the
+// registers, which decide how many blocks a multiprocessor has.
+template <int kVectors, int kWidth>
+__device__ void stay_packed(Piece<Type, kWidth> (&pieces)[kVectors]) {
+  if constexpr (sizeof(Bits) * kWidth >= 4 && sizeof(Bits) < 4) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int k = 0; k < kWidth / 2; ++k) asm volatile("" : "+r"(((unsigned*)pieces[v].bits)[k]));
+    }
+  }
+}
+
+// The mean of a row. Its numbers are added up by a power of two, one of their count or less, for
+// the sum of large ones to stay finite; and exactly where there are not too many for their digits,
+// else less the first of them. Equal numbers so are their own mean: a little beside it all of them
+// would be far from zero where eps is small.
+struct Mean {
+  float scale, count, inverse, base;
+
+  __device__ Mean(unsigned columns, float per_column, float base) : base(base) {
+    const unsigned exponent = 32 - __clz(columns - 1);
+    scale = __uint_as_float((127 - exponent) << 23);
+    count = columns * scale;
+    inverse = per_column * __uint_as_float((127 + exponent) << 23);
+  }
+  __device__ void add(float value, float& sum) const {
+    sum += (value - base) * scale;
+  }
+  // As exact as a division, in less time.
+  __device__ float of(float sum) const {
+    const float quotient = sum * inverse;
+    return base + fmaf(fmaf(-count, quotient, sum), inverse, quotient);
+  }
+};
+
+constexpr unsigned kExactColumns = 1u << (24 - Type::kDigits);
+
+constexpr unsigned kMostThreads = 1024;  // that share a row
+
+struct Moments {
+  float mean, rstd;
+};
+
+// Of the row that a thread has `pieces` of, `vectors` in all; 0: of none. Every thread must come
+// here. `call` has the sizes, and `first` gives a row's first number. RMS norm has no mean.
+template <bool kIsFull, int kVectors, int kWidth, class Call, class First>
+__device__ Moments moments_of(Piece<Type, kWidth> (&pieces)[kVectors], unsigned vectors,
+                              const Call& call, bool is_layer, const First& first,
+                              float (*scratch)[32]) {
+  const unsigned group = call.group;
+  const float per_column = 1.0f / call.columns;
+  float sums[1] = {0};
+  float mean = 0;
+  if (is_layer) {
+    float base = 0;
+    if constexpr (kVectors * kWidth * kMostThreads > kExactColumns) {
+      if (vectors > 0) base = first();
+    }
+    const Mean mean_of(call.columns, per_column, base);
+    each<kVectors, kIsFull>(group, vectors, [&](int v, unsigned) {
+      float values[kWidth];
+      pieces[v].read(values);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) mean_of.add(values[k], sums[0]);
+    });
+    sum_up(sums, group, scratch);
+    stay_packed(pieces);
+    mean = mean_of.of(sums[0]);
+    sums[0] = 0;
+  }
+  each<kVectors, kIsFull>(group, vectors, [&](int v, unsigned) {
+    float values[kWidth];
+    pieces[v].read(values);
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) sums[0] += (values[k] - mean) * (values[k] - mean);
+  });
+  sum_up(sums, group, scratch + 1);
+  stay_packed(pieces);
+  return {mean, rsqrtf(sums[0] * per_column + call.eps)};
+}
