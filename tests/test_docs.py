@@ -50,6 +50,14 @@ def needs_gpu(example: Example) -> bool:
     return example.parsed.startswith(NEEDS_GPU)
 
 
+@pytest.fixture(autouse=True)
+def attention_of_transformers() -> Iterator[None]:
+    """What an example registers under our name is put back, for the process's other tests."""
+    yield
+    if transformers := sys.modules.get("cudnn_ops.integrations.transformers"):
+        transformers.register()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "example", EXAMPLES, ids=[f"{Path(e.path).relative_to(ROOT)}:{e.line}" for e in EXAMPLES]
