@@ -5,11 +5,15 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch.nn import functional as F
 
 import cudnn_ops
@@ -303,6 +307,32 @@ def test_compiled_without_a_break(device):
             out = function(x)
             results.append((out, *torch.autograd.grad(out.sum(), leaves)))
         torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_trace_decides_what_a_pair_keeps(dynamic, device, linear_table):
+    """By the table of a GPU; of sizes that are not known, what the activation is of."""
+    linear_table("graph")
+    torch._dynamo.reset()
+    case, dtype = MlpCase((300,), 128, 264, 128, "gelu"), torch.bfloat16
+    tensors, grad_out = linear.make(case, dtype, device, seed=0)
+    kept: list[int] = []
+
+    def look(module: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        calls = [node for node in module.graph.nodes if node.target is _ops._mlp.default]
+        kept.extend(node.args[-1] for node in calls)
+        return make_boxed_func(module.forward)
+
+    backend = aot_autograd(fw_compiler=look, bw_compiler=look)
+    compiled = torch.compile(partial(linear.run, case), backend=backend, dynamic=dynamic)
+    with using_plan_policy("exact"):
+        out = compiled(tensors)
+        found = [out, *torch.autograd.grad(out, list(tensors.values()), grad_out)]
+    assert kept == [KEEP_SLOPE if device == "cuda" and not dynamic else KEEP_INPUT]
+    results = (linear.reference(case, tensors, grad_out, kind) for kind in (torch.float64, dtype))
+    for mine, right, other in zip(found, *results, strict=True):
+        sdpa.check(mine, right, other, str(case))
 
 
 @pytest.mark.parametrize("device", DEVICES)
