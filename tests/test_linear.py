@@ -110,6 +110,21 @@ def test_a_slope_is_kept_where_it_is_asked_for(number, dtype, leading, device, p
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("number", [SILU, GELU, GELU_TANH])
+def test_slopes_of_huge_numbers(number, device, linear_table):
+    """They are 0 and 1, as long as the numbers' squares are finite."""
+    linear_table("graph")
+    sizes = torch.logspace(1.5, 18, 64, dtype=torch.bfloat16, device=device)
+    x = torch.cat([sizes, -sizes]).unsqueeze(1) * torch.eye(64, 64, device=device)[0].bfloat16()
+    w1 = torch.zeros(8, 64, device=device, dtype=torch.bfloat16)
+    w1[:, 0] = 1
+    with using_plan_policy("exact"):
+        _, hidden, slope = _ops._mlp(x, w1, None, w1.t(), None, number, False, KEEP_SLOPE)
+    expected = (x[:, :1] > 0).to(slope).expand_as(slope), x[:, :1].clamp(0).expand_as(hidden)
+    torch.testing.assert_close((slope, hidden), expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_values_far_from_zero(activation, dtype, device):

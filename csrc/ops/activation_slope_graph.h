@@ -66,7 +66,10 @@ value_and_slope(graph::FrontendGraph& graph,
     derivative.push_back(p[i] * static_cast<float>(2 * i + 1));
   }
   const Tensor half = number(0.5f), one = number(1.0f);
-  const Tensor square = p.size() > 1 ? mul(x, x) : nullptr;
+  // From |x| = 10 on the logistic function is 0 or 1; the powers of large numbers were infinite,
+  // and the slope infinity times 0.
+  const Tensor square =
+      p.size() > 1 ? graph.pointwise(mul(x, x), number(100.0f), node(Mode::MIN)) : nullptr;
   const Tensor scaled = p.size() > 1 ? polynomial(square, halves) : half;
   // s(y) = (1 + tanh(y / 2)) / 2
   const Tensor tanh = graph.pointwise(mul(x, scaled), node(Mode::TANH_FWD));
