@@ -15,14 +15,14 @@ import argparse
 import os
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tqdm import tqdm
 
@@ -30,6 +30,7 @@ from cudnn_ops import PagedKVCache
 from cudnn_ops.distributed import heads_of_rank
 from cudnn_ops.generation import Engine, PromptLookup, Request, SamplingParams, SpeculationStats
 from examples.llama import Llama, LlamaConfig, Operators
+from examples.processes import process_group
 from examples.train_llama import (
     CHECKPOINT,
     RECIPES,
@@ -211,29 +212,21 @@ def report(summary: Summary) -> str:
     )
 
 
-@contextmanager
-def mesh_of(config: GenerateConfig, kind: str) -> Iterator[DeviceMesh | None]:
-    """The processes that torchrun has started; None for one process.
+def processes(config: GenerateConfig) -> AbstractContextManager[None]:
+    """The processes that torchrun has started; nothing for one process.
 
     Raises:
-        ValueError: they are not as many as `config` says.
+        ValueError: they are not as many as `config` says; no GPU is there for "cuda".
     """
     if config.tp == 1:
-        yield None
-        return
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if processes != config.tp:
+        return nullcontext()
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count != config.tp:
         raise ValueError(
-            f"--tp {config.tp} needs as many processes, and there are {processes}: start it by "
+            f"--tp {config.tp} needs as many processes, and there are {count}: start it by "
             f"torchrun --nproc-per-node {config.tp}"
         )
-    if kind == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    distributed.init_process_group("nccl" if kind == "cuda" else "gloo")
-    try:
-        yield init_device_mesh(kind, (processes,))
-    finally:
-        distributed.destroy_process_group()
+    return process_group(kind_of_device(config.device))
 
 
 def make_engine(
@@ -277,32 +270,33 @@ def make_engine(
 
 
 def generate(config: GenerateConfig) -> tuple[Summary, list[Request]] | None:
-    """Serves the prompts that `config` asks for; None in processes that follow the first one."""
+    """Serves the prompts that `config` asks for; None in processes that follow the first one.
+
+    With more than one process, the default process group must be there.
+    """
     kind = kind_of_device(config.device)
-    with mesh_of(config, kind) as mesh:
-        device = torch.device(kind)
-        load = LOADS[kind]
-        engine, sizes = make_engine(config, load, device, mesh)
-        with engine:
-            if not engine.is_leader:
-                engine.follow()
-                return None
-            engine.warm_up()
-            params = SamplingParams(
-                config.max_tokens, config.temperature, config.top_k, config.top_p, config.seed
-            )
-            _, heldout = load_text(torch.device("cpu"))
-            prompts = load.prompts if config.prompts is None else config.prompts
-            requests = [
-                # Same seed, same choices: each has its own, so that equal prompts may go on
-                # differently.
-                engine.submit(prompt, replace(params, seed=config.seed + index))
-                for index, prompt in enumerate(
-                    make_prompts(heldout, config, prompts, sizes.sequence)
-                )
-            ]
-            serve(engine, requests)
-        return summarize(engine, requests, device, config.tp), requests
+    device = torch.device(kind)
+    load = LOADS[kind]
+    mesh = init_device_mesh(kind, (config.tp,)) if config.tp > 1 else None
+    engine, sizes = make_engine(config, load, device, mesh)
+    with engine:
+        if not engine.is_leader:
+            engine.follow()
+            return None
+        engine.warm_up()
+        params = SamplingParams(
+            config.max_tokens, config.temperature, config.top_k, config.top_p, config.seed
+        )
+        _, heldout = load_text(torch.device("cpu"))
+        prompts = load.prompts if config.prompts is None else config.prompts
+        requests = [
+            # Same seed, same choices: each has its own, so that equal prompts may go on
+            # differently.
+            engine.submit(prompt, replace(params, seed=config.seed + index))
+            for index, prompt in enumerate(make_prompts(heldout, config, prompts, sizes.sequence))
+        ]
+        serve(engine, requests)
+    return summarize(engine, requests, device, config.tp), requests
 
 
 def sample_text(request: Request) -> str:
@@ -364,7 +358,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # For the CPU: its model is so small that threads wait for each other longer than they compute.
     torch.set_num_threads(1)
     try:
-        result = generate(config)
+        with processes(config):
+            result = generate(config)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -40,6 +40,7 @@ from examples.parallel import (
     shard_tensors,
     split_sequence,
 )
+from examples.processes import process_group
 from examples.train_llama import (
     RECIPES,
     Recipe,
@@ -223,35 +224,29 @@ def train(config: Config) -> Summary:
     """Trains, and writes the results to `config.out`."""
     kind = kind_of_device(config.device)
     recipe = RECIPES[kind]
-    if kind == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    distributed.init_process_group("nccl" if kind == "cuda" else "gloo")
-    try:
-        groups = check_mesh(config, recipe, distributed.get_world_size())
-        config.out.mkdir(parents=True, exist_ok=True)
-        sizes = {DATA: groups, CONTEXT: config.cp, TENSOR: config.tp}
-        mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        trainer = Trainer(config, recipe, mesh)
-        parameters = sum(weight.numel() for weight in trainer.model.parameters())
-        steps = recipe.steps if config.steps is None else config.steps
-        progress = run_steps(trainer, config, recipe, steps)
-        tokens = recipe.batch * recipe.model.sequence / mesh.size()
-        summary = Summary(
-            device=torch.cuda.get_device_name() if kind == "cuda" else kind,
-            operators=config.operators,
-            mesh=sizes,
-            fsdp=config.fsdp,
-            compiled=config.compile,
-            parameters=parameters,
-            tokens_per_second_each=tokens / statistics.median(progress.step_seconds),
-            peak_mib=torch.cuda.max_memory_allocated() / 2**20 if kind == "cuda" else None,
-            progress=progress,
-        )
-        if distributed.get_rank() == 0:
-            write_results(summary, config.out)
-        return summary
-    finally:
-        distributed.destroy_process_group()
+    groups = check_mesh(config, recipe, distributed.get_world_size())
+    config.out.mkdir(parents=True, exist_ok=True)
+    sizes = {DATA: groups, CONTEXT: config.cp, TENSOR: config.tp}
+    mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    trainer = Trainer(config, recipe, mesh)
+    parameters = sum(weight.numel() for weight in trainer.model.parameters())
+    steps = recipe.steps if config.steps is None else config.steps
+    progress = run_steps(trainer, config, recipe, steps)
+    tokens = recipe.batch * recipe.model.sequence / mesh.size()
+    summary = Summary(
+        device=torch.cuda.get_device_name() if kind == "cuda" else kind,
+        operators=config.operators,
+        mesh=sizes,
+        fsdp=config.fsdp,
+        compiled=config.compile,
+        parameters=parameters,
+        tokens_per_second_each=tokens / statistics.median(progress.step_seconds),
+        peak_mib=torch.cuda.max_memory_allocated() / 2**20 if kind == "cuda" else None,
+        progress=progress,
+    )
+    if distributed.get_rank() == 0:
+        write_results(summary, config.out)
+    return summary
 
 
 def write_results(summary: Summary, out: Path) -> None:
@@ -305,7 +300,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The program; arguments that only it can judge end it with a line and status 2."""
     config = parse_args(argv)
     try:
-        summary = train(config)
+        with process_group(kind_of_device(config.device)):
+            summary = train(config)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

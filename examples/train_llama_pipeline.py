@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional as F
 
 from examples.llama import Llama, Operators
+from examples.processes import process_group
 from examples.train_llama import (
     RECIPES,
     check_seed,
@@ -114,26 +115,20 @@ def train(config: Config) -> list[float]:
     recipe = RECIPES[kind]
     if recipe.batch % config.microbatches != 0:
         raise ValueError(f"--microbatches {config.microbatches} does not divide {recipe.batch}")
-    if kind == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    distributed.init_process_group("nccl" if kind == "cuda" else "gloo")
-    try:
-        torch.manual_seed(config.seed)
-        device = torch.device(kind)
-        model = Llama(recipe.model, Operators.named(config.operators)).to(device)
-        trainer = Trainer(model, config.microbatches, recipe.learning_rate)
-        text, _ = load_text(device)
-        generator = torch.Generator(device).manual_seed(config.seed)
-        batches = random_batches(text, recipe, generator)
-        losses = []
-        for step, windows in enumerate(itertools.islice(batches, config.steps), 1):
-            loss = trainer.step(windows)
-            if loss is not None:
-                losses.append(loss)
-                print(f"step {step}: loss {loss:.3f}", flush=True)
-        return losses
-    finally:
-        distributed.destroy_process_group()
+    torch.manual_seed(config.seed)
+    device = torch.device(kind)
+    model = Llama(recipe.model, Operators.named(config.operators)).to(device)
+    trainer = Trainer(model, config.microbatches, recipe.learning_rate)
+    text, _ = load_text(device)
+    generator = torch.Generator(device).manual_seed(config.seed)
+    batches = random_batches(text, recipe, generator)
+    losses = []
+    for step, windows in enumerate(itertools.islice(batches, config.steps), 1):
+        loss = trainer.step(windows)
+        if loss is not None:
+            losses.append(loss)
+            print(f"step {step}: loss {loss:.3f}", flush=True)
+    return losses
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Config:
@@ -160,7 +155,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The program; arguments that only it can judge end it with a line and status 2."""
     config = parse_args(argv)
     try:
-        train(config)
+        with process_group(kind_of_device(config.device)):
+            train(config)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -98,10 +98,11 @@ def test_serving_a_checkpoint(tmp_path: Path) -> None:
     assert "tokens a verification" in report(speculative[0])
 
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = ["tests.distributed.ended", "examples.generate"]
     arguments = ["--checkpoint", str(tmp_path / CHECKPOINT), "--device", "cpu", "--tp", "2"]
     arguments += ["--prompts", "9", "--max-tokens", "16", "--max-batch", "3"]
     shared = subprocess.run(
-        [sys.executable, "-m", *torchrun, "-m", "examples.generate", *arguments],
+        [sys.executable, "-m", *torchrun, "-m", *program, *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,

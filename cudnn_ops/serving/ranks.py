@@ -6,6 +6,10 @@ that the first rank tells: once a step, in a message between hosts, before the s
 others choose no token, and do not know by which options tokens are chosen. They learn what the
 first rank chose in one step, and which requests it ended, from the message of the next. So no
 rank's rounding matters but the first one's, nor does any other call a user's function.
+
+Messages are sent to each rank, not broadcast: gloo's threads let go of a broadcast's tensor some
+time after the call has returned, and need the interpreter for it. A process that ends just then
+aborts, and the last message is the one after which the others end.
 """
 
 from __future__ import annotations
@@ -154,10 +158,14 @@ class Ranks:
         chosen, events = self.chosen, self.events
         words = [order, len(chosen), len(events), *state, *chosen]
         words += [0] * (self._most - len(chosen))
+        tensor, others = torch.tensor(words), range(1, self.size)
         with self.naming("telling the other ranks to go on, which must be in follow()"):
-            distributed.broadcast(torch.tensor(words), group=self._hosts, group_src=0)
-            if events:
-                distributed.broadcast_object_list([events], group=self._hosts, group_src=0)
+            sent = [distributed.isend(tensor, group=self._hosts, group_dst=rank) for rank in others]
+            for work in sent:
+                assert work is not None  # this rank is in the group
+                work.wait()
+            for rank in others if events else ():
+                distributed.send_object_list([events], group=self._hosts, group_dst=rank)
         self.chosen, self.events = [], []
 
     def hear(self) -> Message:
@@ -166,10 +174,10 @@ class Ranks:
         words = torch.empty(3 + fields + self._most, dtype=torch.int64)
         events: list[list[Event]] = [[]]
         with self.naming("waiting for rank 0 to call step() or close()"):
-            distributed.broadcast(words, group=self._hosts, group_src=0)
+            distributed.recv(words, group=self._hosts, group_src=0)
             order, count, happened, *rest = words.tolist()
             if happened:
-                distributed.broadcast_object_list(events, group=self._hosts, group_src=0)
+                distributed.recv_object_list(events, group=self._hosts, group_src=0)
         state, chosen = State(*rest[:fields]), rest[fields : fields + count]
         return Message(Order(order), chosen, events[0], state)
 
