@@ -28,4 +28,6 @@ def process_group(kind: str) -> Iterator[None]:
         yield
     finally:
         distributed.destroy_process_group()
-        gc.collect()  # models and their hooks refer to one another
+        # Models and their hooks refer to one another. Where a cache of torch keeps a group, this
+        # gives its threads the time to let go.
+        gc.collect()
