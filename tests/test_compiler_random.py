@@ -124,6 +124,19 @@ def _group_norm(rng: random.Random) -> Step:
     return step
 
 
+def _adaptive_norm(rng: random.Random) -> Step:
+    scale, shift, gate = (_row(rng, B * D).view(B, 1, 1, D) for _ in range(3))
+    is_rms, is_gated = rng.random() < 0.5, rng.random() < 0.5
+    norm = F.rms_norm if is_rms else F.layer_norm
+
+    def step(x: Tensor, other: Tensor) -> Tensor:
+        if is_gated:
+            x = x + gate * other
+        return norm(x, (D,), eps=1e-5) * (1 + scale) + shift
+
+    return step
+
+
 def _attention(rng: random.Random) -> Step:
     is_causal, is_written_out = rng.random() < 0.5, rng.random() < 0.5
 
@@ -152,7 +165,7 @@ def _layout(rng: random.Random) -> Step:
     return rng.choice(steps)
 
 
-PARTS = (_convolution, _rotary, _gated, _norm, _group_norm, _attention, _layout)
+PARTS = (*(_convolution, _rotary, _gated, _norm, _group_norm, _adaptive_norm, _attention, _layout),)
 
 
 def _function(seed: int) -> Callable[..., tuple[Tensor, ...]]:
@@ -196,6 +209,6 @@ def test_these_functions_have_every_pattern():
         rewritten = Rewritten(_function(seed))
         rewritten(*_inputs(seed))
         found.update(rewritten.swapped)
-    norms = {"group_norm", "layer_norm", "rms_norm"}
+    norms = {"adaptive_norm", "group_norm", "layer_norm", "rms_norm"}
     assert set(found) >= {"attention", "convolution", "gated", "rotary", *norms}
     assert found.total() > 2 * len(SEEDS)

@@ -55,6 +55,7 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "sub": _operation("input other alpha", operator.sub, torch.sub, ".sub", ".__sub__", alpha=1),
     "mul": _operation("input other", operator.mul, torch.mul, ".mul", ".__mul__", ".__rmul__"),
+    "addcmul": _operation("input tensor1 tensor2 value", torch.addcmul, ".addcmul", value=1),
     "div": _operation(
         "input other rounding_mode",
         *(operator.truediv, torch.div, torch.true_divide, ".div", ".true_divide", ".__truediv__"),

@@ -185,8 +185,9 @@ def objection(found: Found, facts: GraphFacts) -> str:
     changed = facts.mutated & inside
     if is_input_changed or not all(_is_changed_within(node, inside, facts) for node in changed):
         return "a tensor that it reads is changed in place"
-    first = min(facts.place[node] for node in found.outputs)
-    if any(facts.place[node] > first for node in found.inputs):
+    first = facts.place[_place_of(found, facts)]
+    users = {user for node in found.outputs for user in node.users}.difference(inside)
+    if any(facts.place[user] < first for user in users):
         return "an input is computed only after a result is used"
     try:
         with _unlogged():
@@ -197,6 +198,15 @@ def objection(found: Found, facts: GraphFacts) -> str:
         if difference := _difference(value_of(output), result):
             return difference
     return ""
+
+
+def _place_of(found: Found, facts: GraphFacts) -> fx.Node:
+    """The node before which the replacement is put: among the match's own, behind all inputs."""
+    last = max((facts.place[node] for node in found.inputs), default=-1)
+    least = max(last + 1, min(facts.place[node] for node in found.outputs))
+    computed = (node for node in found.nodes if not _is_constant(node))
+    after = (node for node in computed if facts.place[node] >= least)
+    return min(after, key=facts.place.__getitem__)
 
 
 @contextlib.contextmanager
@@ -287,8 +297,7 @@ def _autocast(modes: Sequence[fx.Node]) -> Iterator[None]:
 def _replace(graph: fx.Graph, facts: GraphFacts, found: Found) -> None:
     if facts.before is None:
         facts.before = _copy_of(graph)
-    outputs = sorted(found.outputs, key=facts.place.__getitem__)
-    like = outputs[0]
+    like = _place_of(found, facts)
     last_before = like.prev
     with graph.inserting_before(like):
         tracer = fx.proxy.GraphAppendingTracer(graph)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cudnn_ops.compiler.pattern import Pattern
+from cudnn_ops.compiler.patterns.adaptive_norm import AdaptiveNorm
 from cudnn_ops.compiler.patterns.attention import Attention
 from cudnn_ops.compiler.patterns.attention_by_matmul import AttentionByMatmul
 from cudnn_ops.compiler.patterns.convolution import Convolution
@@ -18,6 +19,8 @@ PATTERNS: tuple[Pattern, ...] = (
     Attention(),
     # Before norms, which take a sum that they are of.
     Rotary(),
+    # Before the norms that it is made of.
+    AdaptiveNorm(),
     # Before RMS norm, which it is of numbers whose mean is 0.
     LayerNorm(),
     RmsNorm(),

@@ -40,7 +40,9 @@ _SCALED = OneOf(Op("mul", Cast(_NORMED), _WEIGHT), _NORMED)
 _WRITTEN_OUT = Cast(OneOf(Op("add", Cast(_SCALED), _BIAS), _SCALED))
 
 
-class _Norm(NamedTuple):
+class LayerNormCall(NamedTuple):
+    """A layer norm, and the nodes that compute it."""
+
     x: fx.Node
     weight: fx.Node | None
     bias: fx.Node | None
@@ -55,7 +57,7 @@ class LayerNorm(Pattern):
     ends_in = frozenset({"layer_norm", "add", "mul", "div", "cast"})
 
     def find(self, node: fx.Node) -> Iterator[Found]:
-        for norm in _norms(node):
+        for norm in layer_norms(node):
             weights = [norm.weight, norm.bias]
             sizes = shape_of(norm.x)[-1:]
             has = tuple(weight is not None for weight in weights)
@@ -65,17 +67,18 @@ class LayerNorm(Pattern):
             yield Found(norm.nodes, [node], inputs, _alone(sizes, norm.eps, has))
 
 
-def _norms(node: fx.Node) -> Iterator[_Norm]:
+def layer_norms(node: fx.Node) -> Iterator[LayerNormCall]:
+    """The layer norms that a node is the result of."""
     call = call_of(node)
     if call is not None and call.name == "layer_norm":
         eps = number_of(call["eps"])
         if len(call["normalized_shape"]) == 1 and eps is not None:
-            yield _Norm(call["input"], call["weight"], call["bias"], eps, [node])
+            yield LayerNormCall(call["input"], call["weight"], call["bias"], eps, [node])
         return
     for bound in match(_WRITTEN_OUT, node):
         weight, bias = bound.get("weight"), bound.get("bias")
         if all(one is None or is_scale(one, bound["x"]) for one in (weight, bias)):
-            yield _Norm(bound["x"], weight, bias, float(bound["eps"]), list(bound.nodes))
+            yield LayerNormCall(bound["x"], weight, bias, float(bound["eps"]), list(bound.nodes))
 
 
 def _alone(sizes: tuple[Any, ...], eps: float, has: tuple[bool, ...]) -> Any:

@@ -32,7 +32,9 @@ _WRITTEN_OUT = Cast(
 )
 
 
-class _Norm(NamedTuple):
+class RmsNormCall(NamedTuple):
+    """An RMS norm, and the nodes that compute it."""
+
     x: fx.Node
     weight: fx.Node | None
     eps: float
@@ -47,7 +49,7 @@ class RmsNorm(Pattern):
     ends_in = frozenset({"mul", "div", "cast", "rms_norm"})
 
     def find(self, node: fx.Node) -> Iterator[Found]:
-        for norm in _norms(node):
+        for norm in rms_norms(node):
             sizes = shape_of(norm.x)[-1:]
             weights = [] if norm.weight is None else [norm.weight]
             added = _added(sizes, norm.eps, norm.zero_centered)
@@ -56,7 +58,8 @@ class RmsNorm(Pattern):
             yield Found(norm.nodes, [node], [norm.x, *weights], alone)
 
 
-def _norms(node: fx.Node) -> Iterator[_Norm]:
+def rms_norms(node: fx.Node) -> Iterator[RmsNormCall]:
+    """The RMS norms that a node is the result of."""
     call = call_of(node)
     if call is not None and call.name == "rms_norm":
         if len(call["normalized_shape"]) == 1:
@@ -65,13 +68,13 @@ def _norms(node: fx.Node) -> Iterator[_Norm]:
             if call["eps"] is None:
                 eps = torch.finfo(tensor(call["input"]).dtype).eps
             if eps is not None:
-                yield _Norm(call["input"], call["weight"], eps, False, [node])
+                yield RmsNormCall(call["input"], call["weight"], eps, False, [node])
         return
     for bound in match(_WRITTEN_OUT, node):
         weight = bound.get("weight")
         if weight is None or is_scale(weight, bound["x"]):
             eps = float(bound["eps"])
-            yield _Norm(bound["x"], weight, eps, "one" in bound, list(bound.nodes))
+            yield RmsNormCall(bound["x"], weight, eps, "one" in bound, list(bound.nodes))
 
 
 def _alone(sizes: tuple[Any, ...], eps: float, zero_centered: bool) -> Any:
