@@ -11,6 +11,7 @@ and the activation are one call::
     fused = cudnn_ops.nn.fuse_conv_bn_act_(model.eval())
 """
 
+from cudnn_ops.nn.attention import Attention, Cache
 from cudnn_ops.nn.conv import ConvAct1d, ConvAct2d, ConvAct3d
 from cudnn_ops.nn.fuse import FusedConv, UnfusedActivation, fuse_conv_bn_act_
 from cudnn_ops.nn.gated import PackedSwiGLU, SwiGLU
@@ -18,12 +19,17 @@ from cudnn_ops.nn.linear import FusedQKV, MergedLinear, MergedSwiGLU
 from cudnn_ops.nn.mlp import MLP, LinearAct
 from cudnn_ops.nn.norm import GroupNorm, LayerNorm, RMSNorm, UnitRMSNorm
 from cudnn_ops.nn.replace import Replacement, replace_modules_
+from cudnn_ops.nn.transformer import CrossAttentionBlock, TransformerBlock
+from cudnn_ops.nn.vision import VisionTransformer
 
 __all__ = [
     "MLP",
+    "Attention",
+    "Cache",
     "ConvAct1d",
     "ConvAct2d",
     "ConvAct3d",
+    "CrossAttentionBlock",
     "FusedConv",
     "FusedQKV",
     "GroupNorm",
@@ -35,8 +41,10 @@ __all__ = [
     "RMSNorm",
     "Replacement",
     "SwiGLU",
+    "TransformerBlock",
     "UnfusedActivation",
     "UnitRMSNorm",
+    "VisionTransformer",
     "fuse_conv_bn_act_",
     "replace_modules_",
 ]
