@@ -25,6 +25,7 @@ from cudnn_ops.ops.adaptive_norm import (
 from cudnn_ops.ops.alibi import alibi_slopes
 from cudnn_ops.ops.checkpointing import checkpoint_ops
 from cudnn_ops.ops.conv import conv1d, conv2d, conv3d
+from cudnn_ops.ops.conv_transpose import conv_transpose1d, conv_transpose2d, conv_transpose3d
 from cudnn_ops.ops.decomposition import decompositions
 from cudnn_ops.ops.gated import geglu, swiglu
 from cudnn_ops.ops.group_norm import add_group_norm, group_norm
@@ -135,6 +136,9 @@ __all__ = [
     "conv1d",
     "conv2d",
     "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
     "decompositions",
     "gate_add_adaptive_layer_norm",
     "gate_add_adaptive_rms_norm",

@@ -245,6 +245,46 @@ def convolutions() -> Iterator[Sample]:
             yield f"depthwise_conv1d_{rows}_{name}, stride {stride}", call
 
 
+def depthwise_images() -> Iterator[Sample]:
+    """Our kernels for every step, whether or not they are the faster ones."""
+
+    def run(dtype: torch.dtype, channels: int, kernel: int, stride: int, depth: int) -> None:
+        shape = (3, channels, depth, 10, 11) if depth else (3, channels, 10, 11)
+        format = torch.channels_last_3d if depth else torch.channels_last
+        x = _tensor(*shape, dtype=dtype).to(memory_format=format).requires_grad_()
+        taps = [kernel] * (len(shape) - 2)
+        weight = _tensor(channels, 1, *taps, dtype=dtype).requires_grad_()
+        bias = _tensor(channels, dtype=dtype).requires_grad_()
+        function = cudnn_ops.conv3d if depth else cudnn_ops.conv2d
+        for step in range(3):
+            _ops._conv_use_depthwise(step, 2)
+        try:
+            call = partial(function, x, weight, bias, stride, kernel // 2, 1, channels)
+            out = call()
+            _backward(out)
+            _backward(call(activation="silu", residual=out.detach()))
+        finally:
+            for step in range(3):
+                _ops._conv_use_depthwise(step, 0)
+
+    for name, dtype in TYPES.items():
+        for kernel in (3, 5, 7):
+            for stride in (1, 2):
+                call = partial(run, dtype, 72, kernel, stride, 0)
+                yield f"depthwise_conv_forward_{kernel}_{stride}, {name}", call
+        for kind, channels in (("pairs", 66), ("singles", 5)):
+            call = partial(run, dtype, channels, 3, 2, 4)
+            yield f"depthwise_conv_forward_{kind}, {name}", call
+            yield (
+                f"depthwise_conv_weight_{kind}, {name}, 9 taps",
+                partial(run, dtype, channels, 9, 1, 0),
+            )
+            yield (
+                f"depthwise_conv_input_{kind}, {name}, stride 3",
+                partial(run, dtype, channels, 4, 3, 0),
+            )
+
+
 def appending() -> Iterator[Sample]:
     def run(dtype: torch.dtype, size: int, head_major: bool) -> None:
         pages, page_size, heads = 4, 8, 3
@@ -291,7 +331,7 @@ def decoding() -> Iterator[Sample]:
 
 
 FAMILIES = (
-    *(gated, rotary, norms, group_norms, adaptive_norms, convolutions),
+    *(gated, rotary, norms, group_norms, adaptive_norms, convolutions, depthwise_images),
     *(appending, decoding),
 )
 

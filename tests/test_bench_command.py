@@ -24,6 +24,15 @@ CALLS = {
         ["2,8,9,9 x 8,8,3,3", "2,8,5,5 x 8,8,3,3"],
     ),
     "conv3d": ("-q 1,4,5,6,7 -k 4,2,3,3,3 --groups 2 --dtype fp32", ["1,4,5,6,7 x 4,2,3,3,3"]),
+    "conv_transpose1d": ("-q 2,8,20 -k 8,4,4 --stride 2 --padding 1", ["2,8,20 x 8,4,4"]),
+    "conv_transpose2d": (
+        "-q 2,8,5,5 -k 8,4,3,3 --stride 2 --output-padding 1 0 --bias --activation relu",
+        ["2,8,5,5 x 8,4,3,3"],
+    ),
+    "conv_transpose3d": (
+        "-q 1,4,3,4,5 -k 4,2,2,2,2 --stride 2 --groups 2 --dtype fp32",
+        ["1,4,3,4,5 x 4,2,2,2,2"],
+    ),
 }
 
 

@@ -8,6 +8,8 @@ import torch
 from benchmarks import (
     bench_adaptive_norms,
     bench_conv,
+    bench_conv_transpose,
+    bench_depthwise,
     bench_image_norms,
     bench_linear,
     bench_norms,
@@ -76,6 +78,41 @@ def test_adaptive_norms(on_cpu, monkeypatch):
     assert all(list(impls) == ["cudnn_ops", "eager", "compile", "copy"] for impls in found.values())
     cases = list(map(str, bench_adaptive_norms.CASES))
     assert len(set(cases)) == len(cases)
+
+
+def test_depthwise(on_cpu, monkeypatch):
+    bench = bench_depthwise
+    monkeypatch.setattr(bench, "gpu_ms", bench_sdpa.gpu_ms)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    small = (
+        bench.Case("one", 2, 4, (5, 6), 3, 2),
+        bench.Case("one", 2, 4, (3, 4, 5), 3, dilation=2),
+        bench.Case("two", 2, 4, (9,), 4, is_causal=True),
+    )
+    monkeypatch.setattr(bench, "CASES", small)
+    monkeypatch.setattr(bench, "MODELS", ("one", "two"))
+    rows = Rows(ENV)
+    bench.run(rows, 1)
+    found = harness.pivot(rows.rows, "gpu_ms")
+    assert [case.rsplit(" ", 1)[1] for case in found] == ["fwd", "bwd"] * 3
+    assert list(found)[::2] == [
+        "one 2,4,5x6 k3x3 s2 fwd",
+        "one 2,4,3x4x5 k3x3x3 d2 fwd",
+        "two 2,4,9 k4 causal fwd",
+    ]
+    assert all(list(impls) == ["cudnn_ops", "eager", "compile", "copy"] for impls in found.values())
+    steps = Rows(ENV)
+    bench.run_part("steps", steps, 1)
+    by_step = harness.pivot(steps.rows, "gpu_ms")
+    assert list(by_step)[:3] == [f"one 2,4,5x6 k3x3 s2 {step}" for step in bench.STEPS]
+    assert len(by_step) == 2 * len(bench.STEPS)
+    assert all(list(impls) == ["kernel", "torch"] for impls in by_step.values())
+
+
+def test_there_are_depthwise_convolutions_of_every_kind():
+    cases = bench_depthwise.CASES
+    assert len(set(map(str, cases))) == len(cases) >= 24
+    assert len(bench_depthwise.MODELS) == 6
 
 
 def test_there_are_image_norms_of_every_kind():
@@ -255,6 +292,31 @@ def test_bench_conv_rows_make_its_table(monkeypatch: pytest.MonkeyPatch) -> None
         ["2, 3, 8, 8, 4, 4, 0 patches", *same],
         ["geometric mean without patches", "", "", *same[2:]],
     ]
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_transposed_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_conv_transpose
+    cases = list(map(str, bench.CASES))
+    assert len(set(cases)) == len(cases)
+    small = tuple(
+        bench.Case("some", 2, 6, (5, 4, 3)[:dims], 4, 4, 2, 1, "relu") for dims in (1, 2, 3)
+    )
+    monkeypatch.setattr(bench, "CASES", small)
+    monkeypatch.setattr(bench, "PARTS", ("some",))
+    monkeypatch.setattr(bench_conv, "gpu_ms", bench_sdpa.gpu_ms)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    randn = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *a, **k: randn(*a, **{**k, "device": "cpu"}))
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    rows = Rows(ENV)
+    bench.run(rows, 1)
+    found = harness.pivot(rows.rows, "gpu_ms")
+    assert list(found)[2] == "some 2,6,5x4,4,4,2,1 relu fwd"
+    for case, impls in found.items():
+        last = [bench.BARE] if case.endswith("fwd") else []
+        peers = ["cudnn_ops", "eager", *(["compile"] if last else [])]
+        assert list(impls) == [*peers, *last]
 
 
 @pytest.mark.usefixtures("on_cpu")

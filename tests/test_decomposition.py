@@ -108,6 +108,10 @@ def _convolutions(x: Tensor, weight: Tensor, bias: Tensor, volume: Tensor, kerne
     yield cudnn_ops.conv2d(x, weight, bias, activation="leaky_relu")
     yield cudnn_ops.conv1d(x[:, :, 0], weight[:, :, 0], bias, padding=1)
     yield cudnn_ops.conv3d(volume, kernel, stride=(1, 2, 1), padding="valid")
+    yield cudnn_ops.conv_transpose2d(x, weight, bias, 2, 1, 1, activation="silu")
+    yield cudnn_ops.conv_transpose2d(x, weight[:, :2], None, groups=3, residual=None)
+    yield cudnn_ops.conv_transpose1d(x[:, :, 0], weight[:, :, 0], bias, 2, activation="relu")
+    yield cudnn_ops.conv_transpose3d(volume, kernel.transpose(0, 1), stride=(1, 2, 1))
 
 
 def _layers(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor):

@@ -48,6 +48,18 @@ def test_every_source_is_in_the_sample():
     assert len(adaptive_norm_kernels()) == 21
 
 
+def depthwise_kernels() -> set[str]:
+    sizes = ("3", "5", "7")
+    strided = {
+        f"{step}_{size}_{n}" for step in ("forward", "weight") for size in sizes for n in "12"
+    }
+    any_size = {
+        f"{step}_{kind}" for step in ("forward", "input", "weight") for kind in ("pairs", "singles")
+    }
+    names = strided | any_size | {f"input_{size}" for size in sizes} | {"add_up"}
+    return {f"depthwise_conv_{name}" for name in names}
+
+
 @pytest.mark.gpu
 def test_the_sample_runs_the_kernels_that_it_is_named_for():
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
@@ -68,4 +80,5 @@ def test_the_sample_runs_the_kernels_that_it_is_named_for():
         for name in ("half", "bfloat16", "float")
     }
     norms = norm_kernels() | group_norm_kernels() | adaptive_norm_kernels()
-    assert sorted((named | backward | others | norms) - set(ran)) == []
+    all_types = norms | depthwise_kernels()
+    assert sorted((named | backward | others | all_types) - set(ran)) == []

@@ -235,6 +235,18 @@ CALLS = {
         "activation": "relu",
         "residual": torch.zeros(4, 32, 7, 7, dtype=torch.bfloat16),
     },
+    "conv_transpose2d": {
+        "input": ((4, 64, 7, 7), torch.bfloat16),
+        "weight": ((64, 32, 3, 3), torch.bfloat16),
+        "bias": ((32,), torch.bfloat16),
+        "stride": 2,
+        "padding": (1, 1),
+        "output_padding": 1,
+        "groups": 1,
+        "dilation": 1,
+        "activation": "relu",
+        "residual": torch.zeros(4, 32, 14, 14, dtype=torch.bfloat16),
+    },
 }
 
 
@@ -253,6 +265,7 @@ def test_every_argument_of_a_call_is_taken(op):
         ("rms_norm", cudnn_ops.rms_norm, [(64, 512)]),
         ("conv1d_backward", cudnn_ops.conv1d, [(4, 64, 14), (32, 64, 3)]),
         ("conv3d", cudnn_ops.conv3d, [(4, 64, 3, 9, 9), (32, 64, 3, 3, 3)]),
+        ("conv_transpose2d", cudnn_ops.conv_transpose2d, [(4, 64, 9, 9), (64, 32, 3, 3)]),
     ],
 )
 def test_defaults_are_taken_where_a_call_has_them(op, function, shapes):

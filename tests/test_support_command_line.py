@@ -17,6 +17,9 @@ OPTIONS = {
     "conv1d": "--input 4,64,100 --weight 32,64,3 --padding 1",
     "conv2d": "--input 4,64,9,9 --weight 32,16,3,3 --groups 4 --stride 2 1 --activation relu",
     "conv3d": "--input 2,16,5,9,9 --weight 32,16,3,3,3 --residual",
+    "conv_transpose1d": "--input 4,64,100 --weight 64,32,4 --stride 2 --padding 1",
+    "conv_transpose2d": "--input 4,64,9,9 --weight 64,32,3,3 --stride 2 --output-padding 1 0",
+    "conv_transpose3d": "--input 2,16,5,9,9 --weight 16,8,2,2,2 --stride 2 --bias",
     "linear": "--input 64,128 --weight 256,128 --bias --activation gelu --residual",
     "mlp": "--input 64,128 --w1 256,128 --w2 64,256 --bias --activation silu",
 }

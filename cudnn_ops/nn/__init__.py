@@ -13,6 +13,7 @@ and the activation are one call::
 
 from cudnn_ops.nn.attention import Attention, Cache
 from cudnn_ops.nn.conv import ConvAct1d, ConvAct2d, ConvAct3d
+from cudnn_ops.nn.conv_transpose import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from cudnn_ops.nn.fuse import FusedConv, UnfusedActivation, fuse_conv_bn_act_
 from cudnn_ops.nn.gated import PackedSwiGLU, SwiGLU
 from cudnn_ops.nn.linear import FusedQKV, MergedLinear, MergedSwiGLU
@@ -29,6 +30,9 @@ __all__ = [
     "ConvAct1d",
     "ConvAct2d",
     "ConvAct3d",
+    "ConvTranspose1d",
+    "ConvTranspose2d",
+    "ConvTranspose3d",
     "CrossAttentionBlock",
     "FusedConv",
     "FusedQKV",

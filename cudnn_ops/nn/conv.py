@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class _ConvAct(_ConvNd):
-    """Base of the three modules; each is also one of torch's convolutions."""
+class ConvWithActivation(_ConvNd):
+    """What the modules here and the transposed ones share; each is also one of torch's."""
 
     _convolve: Callable[..., Tensor]
     activation: Activation
@@ -27,6 +27,14 @@ class _ConvAct(_ConvNd):
         require_activation(self, activation)
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
         self.activation = activation
+
+    def extra_repr(self) -> str:
+        """Torch's, and the activation."""
+        return f"{super().extra_repr()}, activation={self.activation}"
+
+
+class _ConvAct(ConvWithActivation):
+    """Base of the three modules."""
 
     @classmethod
     def of(
@@ -72,10 +80,6 @@ class _ConvAct(_ConvNd):
             activation=self.activation,
             residual=residual,
         )
-
-    def extra_repr(self) -> str:
-        """Torch's, and the activation."""
-        return f"{super().extra_repr()}, activation={self.activation}"
 
 
 class ConvAct1d(_ConvAct, nn.Conv1d):

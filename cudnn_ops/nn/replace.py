@@ -1,4 +1,4 @@
-"""Replacing a model's norms and gated MLPs with those of this package."""
+"""Replacing a model's norms, gated MLPs and transposed convolutions with this package's."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
+from cudnn_ops.nn.conv_transpose import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from cudnn_ops.nn.gated import PROJECTIONS, PackedSwiGLU, SwiGLU
 from cudnn_ops.nn.hooks import has_hooks
 from cudnn_ops.nn.linear import MergedSwiGLU
@@ -21,8 +22,14 @@ from cudnn_ops.nn.norm import GroupNorm, LayerNorm, RMSNorm, UnitRMSNorm
 from cudnn_ops.ops.activation import ACTIVATIONS, Activation, activate
 from cudnn_ops.ops.group_norm import NormActivation
 
+_TRANSPOSED: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
+    nn.ConvTranspose1d: ConvTranspose1d.of,
+    nn.ConvTranspose2d: ConvTranspose2d.of,
+    nn.ConvTranspose3d: ConvTranspose3d.of,
+}
 #: What is not swapped again.
 _OURS = (
+    *(ConvTranspose1d, ConvTranspose2d, ConvTranspose3d),
     *(RMSNorm, UnitRMSNorm, LayerNorm, GroupNorm),
     *(SwiGLU, PackedSwiGLU, MergedSwiGLU, MLP, LinearAct, SharedProjection),
 )
@@ -57,12 +64,14 @@ class LeftAlone:
 def replace_modules_(
     model: nn.Module, *, dry_run: bool = False, merge: bool = False
 ) -> list[Replacement]:
-    """Replaces a model's norms and gated MLPs with those of this package, in place.
+    """Replaces a model's norms, gated MLPs and transposed convolutions, in place.
 
     A module is replaced if it has the parts of one of this package's modules, and if a copy of it
     computes the same on random inputs on the CPU, in eval and in training mode:
 
     - torch's ``RMSNorm``, ``LayerNorm`` and ``GroupNorm``;
+    - torch's ``ConvTranspose1d`` to ``ConvTranspose3d``, whose results are then channels last in
+      memory;
     - a subclass of ``GroupNorm`` with SiLU behind it or nothing (timm's; BiT's in transformers);
     - a module whose only parameter is a one-dimensional ``weight`` and that is an RMS norm,
       zero-centered or not (Llama, Qwen, Mistral, Gemma), or a layer norm without a bias (Cohere);
@@ -172,6 +181,8 @@ _Candidate = tuple[Callable[[], nn.Module | None], str | None]
 
 
 def _candidate(module: nn.Module, merge: bool, merges: bool) -> _Candidate | None:
+    if type(module) in _TRANSPOSED:
+        return functools.partial(_TRANSPOSED[type(module)], module), "it is another convolution"
     if type(module) in (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm):
         return functools.partial(_like_torch, module), "it is another norm"
     if isinstance(module, nn.GroupNorm):

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from cudnn_ops.ops._vmap import Samples, register_composites, register_rule
+from cudnn_ops.ops.conv import is_transposed
 
 
 def _as_channels(samples: Samples, name: str) -> Any:
@@ -39,7 +40,10 @@ def _conv(samples: Samples) -> tuple[Tensor, Tensor]:
     call = samples.call
     if samples.has("weight", "bias"):
         # An image that is one for all is read by one group: each sample's weight is more of that.
-        is_one_for_all = not samples.has("input") and call.geometry[-1] == 1
+        # A transposed one's weight has its output channels second.
+        is_one_for_all = (
+            not samples.has("input") and call.geometry[-1] == 1 and not is_transposed(call.geometry)
+        )
         results = samples.run(
             input=call.input if is_one_for_all else _as_channels(samples, "input"),
             weight=samples.folded("weight"),
@@ -95,3 +99,7 @@ def _backward_by_channels(samples: Samples, mask: Sequence[bool]) -> tuple[Tenso
 register_rule("_conv", _conv)
 register_rule("_conv_backward", _conv_backward)
 register_composites("conv1d", "conv2d", "conv3d", "_conv1d", "_conv2d", "_conv3d")
+register_composites(
+    *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+    *("_conv_transpose1d", "_conv_transpose2d", "_conv_transpose3d"),
+)

@@ -1,6 +1,7 @@
 """Convolutions with their epilogue: public functions, fake and CPU kernels.
 
-The CUDA kernels, the derivative and the autocast rule are in ``csrc/ops/conv*.cpp``.
+The kernels are those of transposed convolutions too (``conv_transpose.py``). The CUDA kernels, the
+derivative and the autocast rule are in ``csrc/ops/conv*.cpp``.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def conv2d(
         stride: one number, or one for H and one for W; padding and dilation likewise.
         padding: zeros on each side; ``"same"`` keeps the size, ``"valid"`` adds none.
         dilation: the distance between elements of the kernel.
-        groups: groups of channels, convolved separately; C groups are a depthwise convolution.
+        groups: groups of channels, convolved separately; C groups are a depthwise convolution, for
+            which there are kernels of this package, in float32 without TF32:
+            :func:`cudnn_ops.support.explain` says where they run.
         activation: applied to the sum, one of :data:`cudnn_ops.ops.activation.ACTIVATIONS`:
             ``"gelu_tanh"`` is GELU's tanh approximation, ``"leaky_relu"`` has torch's default
             slope, 0.01.
@@ -221,10 +224,16 @@ def _is_last(tensor: Tensor) -> bool:
     return image.is_contiguous(memory_format=memory_format(image.dim()))
 
 
+def is_transposed(geometry: Sequence[int]) -> bool:
+    """Whether it has output paddings in front; as that of csrc/ops/conv/conv.h."""
+    return len(geometry) % 4 != 1
+
+
 def is_length_last(input: Tensor, weight: Tensor, geometry: Sequence[int]) -> bool:
     """Whether results have the length last in memory; as that of csrc/ops/conv/conv_choice.h."""
     return (
         input.dim() == 3
+        and not is_transposed(geometry)
         and 1 < input.shape[1] == geometry[-1] == weight.shape[0]
         and input.shape[2] > 1  # else it is last in either layout
         and input.numel() > 0
@@ -246,6 +255,9 @@ def _conv_backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = bind(_ops._conv_backward.default, args, {})
     input, weight, output_mask = call.input, call.weight, call.output_mask
     is_last = not is_length_last(input, weight, call.geometry)
+    out_channels = weight.shape[0]
+    if is_transposed(call.geometry):
+        out_channels = weight.shape[1] * call.geometry[-1]
 
     def result(wanted: bool, size: Sequence[int], is_last: bool) -> Tensor:
         if not wanted:
@@ -256,7 +268,7 @@ def _conv_backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         result(output_mask[0], input.shape, is_last),
         # In the weight's memory format: autograd would copy another one.
         result(output_mask[1], weight.shape, _is_last(weight)),
-        result(output_mask[2], (weight.shape[0],), is_last=False),
+        result(output_mask[2], (out_channels,), is_last=False),
         result(output_mask[3], call.grad_out.shape, is_last),
     )
 
@@ -265,6 +277,8 @@ def _unpacked(
     geometry: Sequence[int],
 ) -> tuple[Sequence[int], Sequence[int], Sequence[int], int]:
     """Stride, padding (before each dimension, then behind each), dilation and groups."""
+    if is_transposed(geometry):
+        geometry = geometry[len(geometry) // 5 :]
     dims = len(geometry) // 4
     return geometry[:dims], geometry[dims : 3 * dims], geometry[3 * dims : -1], geometry[-1]
 
@@ -284,10 +298,14 @@ def before_in_torch(call: SimpleNamespace, dtype: torch.dtype) -> Tensor:
     if list(before) != list(padding[dims:]):
         input, before = _pad(input, padding), [0] * dims
     bias = None if call.bias is None else call.bias.to(dtype)
-    convolve = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
-    result = convolve(
-        input.to(dtype), call.weight.to(dtype), bias, stride, before, dilation, groups
-    )
+    tensors = input.to(dtype), call.weight.to(dtype), bias
+    if is_transposed(call.geometry):
+        transpose = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
+        extra = call.geometry[:dims]
+        result = transpose(*tensors, stride, before, extra, groups, dilation)
+    else:
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
+        result = convolve(*tensors, stride, before, dilation, groups)
     return result if call.residual is None else result + call.residual
 
 
@@ -313,20 +331,21 @@ def _conv_backward_cpu(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     kept = None if call.saved is None else wide(call.saved)
     grad = before_activation(wide(call.grad_out), kept, ACTIVATIONS[call.activation])
     dims = len(stride)
+    transposed, none = is_transposed(call.geometry), [0] * dims
     of_padded, *others = torch.ops.aten.convolution_backward(
         grad,
-        wide(_pad(input, padding)),
+        wide(input if transposed else _pad(input, padding)),
         wide(call.weight),
-        [call.weight.shape[0]],
+        [grad.shape[1]],
         stride,
-        [0] * dims,
+        padding[:dims] if transposed else none,
         dilation,
-        False,
-        [0] * dims,
+        transposed,
+        call.geometry[:dims] if transposed else none,
         groups,
         output_mask[:3],
     )
-    if output_mask[0]:
+    if output_mask[0] and not transposed:
         for i in range(dims):
             of_padded = of_padded.narrow(2 + i, padding[i], input.shape[2 + i])
     found = (of_padded, *others, grad)

@@ -76,6 +76,8 @@ def decompositions() -> _Decompositions:
         *("adaptive_rms_norm", "gate_add_adaptive_rms_norm"),
         *("swiglu", "geglu", "rotary_embedding"),
         *("conv1d", "conv2d", "conv3d", "_conv1d", "_conv2d", "_conv3d"),
+        *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+        *("_conv_transpose1d", "_conv_transpose2d", "_conv_transpose3d"),
         *("linear", "mlp"),
     ):  # each calls one of the above
         packet = getattr(_ops, name)

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils.flop_counter import register_flop_formula
 
 from cudnn_ops.ops.arguments import bind
+from cudnn_ops.ops.conv import is_transposed
 
 _ops = torch.ops.cudnn_ops
 
@@ -124,11 +125,14 @@ def _paged_flop(*args: Any, out_val: Any = None, out: Any = None, **kwargs: Any)
 def _conv_flop(
     input: Sequence[int],
     weight: Sequence[int],
+    bias: Sequence[int] | None,
+    residual: Sequence[int] | None,
+    geometry: Sequence[int],
     *args: Any,
     out_shape: tuple[Sequence[int], Sequence[int]],
     **kwargs: Any,
 ) -> int:
-    return _products(out_shape[0], weight)
+    return _products(input if is_transposed(geometry) else out_shape[0], weight)
 
 
 @register_flop_formula(_ops._conv_backward)
@@ -142,7 +146,9 @@ def _conv_backward_flop(
     output_mask: Sequence[bool],
     **kwargs: Any,
 ) -> int:
-    return (output_mask[0] + output_mask[1]) * _products(grad_out, weight)
+    # Each number on the side that the kernel's positions are of takes part in one product a tap.
+    places = input if is_transposed(geometry) else grad_out
+    return (output_mask[0] + output_mask[1]) * _products(places, weight)
 
 
 @register_flop_formula(_ops._linear)

@@ -84,18 +84,25 @@ def _attention(attention: Call) -> Call:
 def _benches() -> dict[str, Bench]:
     functions = {name: operator.function for name, operator in support.OPERATORS.items()}
     epilogue = ("stride", "padding", "dilation", "groups", "activation", "bias", "residual")
-    return {
-        "sdpa": Bench(
-            _attention(functions["sdpa"]),
-            _attention(F.scaled_dot_product_attention),
-            ("is_causal",),
-        ),
-        "rms_norm": Bench(_norm(functions["rms_norm"]), _norm(F.rms_norm), ()),
-        "layer_norm": Bench(_norm(functions["layer_norm"]), _norm(F.layer_norm), ("bias",)),
-    } | {
-        name: Bench(functions[name], _conv(getattr(F, name)), epilogue)
-        for name in ("conv1d", "conv2d", "conv3d")
-    }
+    return (
+        {
+            "sdpa": Bench(
+                _attention(functions["sdpa"]),
+                _attention(F.scaled_dot_product_attention),
+                ("is_causal",),
+            ),
+            "rms_norm": Bench(_norm(functions["rms_norm"]), _norm(F.rms_norm), ()),
+            "layer_norm": Bench(_norm(functions["layer_norm"]), _norm(F.layer_norm), ("bias",)),
+        }
+        | {
+            name: Bench(functions[name], _conv(getattr(F, name)), epilogue)
+            for name in ("conv1d", "conv2d", "conv3d")
+        }
+        | {
+            name: Bench(functions[name], _conv(getattr(F, name)), (*epilogue, "output_padding"))
+            for name in ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+        }
+    )
 
 
 BENCHES = _benches()
@@ -174,7 +181,11 @@ def _complete(
         memory_format = formats.get(first.dim(), torch.contiguous_format)
         operands = [tensor.contiguous(memory_format=memory_format) for tensor in operands]
         if options.pop("bias", False):
-            operands.append(torch.randn_like(operands[1][:, 0].flatten(1)[:, 0]))
+            weight = operands[1]
+            channels = weight.shape[0]
+            if "transpose" in op:
+                channels = weight.shape[1] * options.get("groups", 1)
+            operands.append(torch.randn(channels, dtype=first.dtype, device=first.device))
         if options.pop("residual", False):
             options["residual"] = torch.randn_like(BENCHES[op].theirs(*operands, **options))
     return operands, options

@@ -33,6 +33,8 @@ class Attempt(NamedTuple):
     """What the graph computes, where it may be less than the whole call."""
     not_more: str = ""
     """Why more is not tried."""
+    note: str = ""
+    """What else there is to say where the plan is supported."""
 
 
 #: For each part of a call (a convolution's backward has two) the attempts in order: the first that

@@ -189,18 +189,21 @@ def _norm_arguments(is_layer: bool) -> Arguments:
     )
 
 
-def _conv_arguments(dims: int) -> Arguments:
+def _conv_arguments(dims: int, *, is_transposed: bool = False) -> Arguments:
     space, kernel = ",".join("DHW"[-dims:]), ",".join("TRS"[-dims:])
     size = (1024, 56, 16)[dims - 1]
     per_dimension = {"type": int, "nargs": "+", "metavar": "N"}
+    sizes = "C,K/groups" if is_transposed else "K,C/groups"
+    extra = Option(("--output-padding",), "output_padding", per_dimension)
     return Arguments(
         shapes=(
             Shape(("-q", "--input"), f"N,C,{space}", (32, 64, *[size] * dims)),
-            Shape(("-k", "--weight"), f"K,C/groups,{kernel}", (64, 64, *[3] * dims)),
+            Shape(("-k", "--weight"), f"{sizes},{kernel}", (64, 64, *[3] * dims)),
         ),
         options=(
             Option(("--stride",), "stride", per_dimension),
             Option(("--padding",), "padding", per_dimension),
+            *((extra,) if is_transposed else ()),
             Option(("--dilation",), "dilation", per_dimension),
             _value("groups", "groups", int, "N"),
             _ACTIVATION,
@@ -245,6 +248,9 @@ _ARGUMENTS = {
     "conv1d": _conv_arguments(1),
     "conv2d": _conv_arguments(2),
     "conv3d": _conv_arguments(3),
+    "conv_transpose1d": _conv_arguments(1, is_transposed=True),
+    "conv_transpose2d": _conv_arguments(2, is_transposed=True),
+    "conv_transpose3d": _conv_arguments(3, is_transposed=True),
     "linear": _LINEAR,
     "mlp": _MLP,
 }

@@ -153,6 +153,7 @@ def first_supported(attempts: Iterable[Attempt], description: str) -> tuple[bool
         if supported:
             if refusal:
                 reason = f"only {attempt.fused} in one graph, the rest in one more pass: {refusal}"
+            reason = "; ".join(filter(None, (reason, attempt.note)))
             return True, reason, engine, workspace
         refusal = refusal or reason
     return False, reason, "", 0

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cudnn_ops.ops.activation import ACTIVATIONS, needs_before
 from cudnn_ops.ops.conv import as_list, conv1d, conv2d, conv3d
+from cudnn_ops.ops.conv_transpose import conv_transpose1d, conv_transpose2d, conv_transpose3d
 from cudnn_ops.ops.linear import linear, mlp
 from cudnn_ops.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from cudnn_ops.ops.paged import KVLayout, is_head_major, paged_attention
@@ -261,16 +262,44 @@ def _conv(
     padding: int | Sequence[int] | str = 0,
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
+    **epilogue: Any,
+) -> Parts:
+    pads = padding if isinstance(padding, str) else as_list(padding)
+    geometry = _ops._conv_geometry(dims, w, as_list(stride), pads, as_list(dilation), groups)
+    return _convolution(kind, x, w, geometry, **epilogue)
+
+
+def _conv_transpose(
+    kind: Kind,
+    x: Tensor,
+    w: Tensor,
+    *,
+    dims: int,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+    **epilogue: Any,
+) -> Parts:
+    lists = (as_list(numbers) for numbers in (stride, padding, output_padding, dilation))
+    geometry = _ops._conv_transpose_geometry(dims, *lists, groups)
+    return _convolution(kind, x, w, geometry, **epilogue)
+
+
+def _convolution(
+    kind: Kind,
+    x: Tensor,
+    w: Tensor,
+    geometry: Sequence[int],
     activation: str = "none",
     bias: TensorSpec | bool | None = None,
     residual: TensorSpec | bool | None = None,
 ) -> Parts:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    pads = padding if isinstance(padding, str) else as_list(padding)
-    geometry = _ops._conv_geometry(dims, w, as_list(stride), pads, as_list(dilation), groups)
-    added = optional_tensor(bias, "bias", w.shape[:1], x.dtype)
     size = _ops._conv_size(x, w, None, None, geometry)
+    added = optional_tensor(bias, "bias", size[1:2], x.dtype)
     total = optional_tensor(residual, "residual", size, x.dtype)
     _ops._conv_size(x, w, added, total, geometry)  # raises where they do not fit
     if kind.backward:
@@ -287,7 +316,7 @@ def _conv_gradient(
     if engine:
         yield Attempt(without_plan=why, engine=engine)
     else:
-        yield Attempt(_ops._conv_backward_plan_key(x, w, geometry, is_of_weight))
+        yield Attempt(_ops._conv_backward_plan_key(x, w, geometry, is_of_weight), note=why)
 
 
 def _conv_forward(call: tuple[Any, ...], with_before: bool) -> Iterator[Attempt]:
@@ -302,7 +331,7 @@ def _conv_forward(call: tuple[Any, ...], with_before: bool) -> Iterator[Attempt]
         reason = _ops._conv_bare_reason(*call, fusion)
         last = bare if reason else fusion
         words = _ops._conv_plan_key(*call, last, with_before)
-        yield Attempt(words, fused=_FUSIONS[last], not_more=reason)
+        yield Attempt(words, fused=_FUSIONS[last], not_more=reason, note=why)
         if last == bare:
             return
 
@@ -346,15 +375,20 @@ def _families() -> Iterator[Operator]:
             without_effect=("eps", "residual"),
             training="with_stats",
         )
-    for dims, convolution in enumerate((conv1d, conv2d, conv3d), 1):
-        yield Operator(
-            convolution.__name__,
-            convolution,
-            ("input", "weight"),
-            partial(_conv, dims=dims),
-            required=2,
-            training="with_before",
-        )
+    convolutions: list[tuple[Callable[..., Parts], list[Callable[..., Tensor]]]] = [
+        (_conv, [conv1d, conv2d, conv3d]),
+        (_conv_transpose, [conv_transpose1d, conv_transpose2d, conv_transpose3d]),
+    ]
+    for plans, functions in convolutions:
+        for dims, convolution in enumerate(functions, 1):
+            yield Operator(
+                convolution.__name__,
+                convolution,
+                ("input", "weight"),
+                partial(plans, dims=dims),
+                required=2,
+                training="with_before",
+            )
     yield Operator(
         "linear",
         linear,

@@ -158,6 +158,9 @@ _CONVS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], dict[str, Any]]] 
     "conv2d, depthwise": ("conv2d", (8, 64, 28, 28), (64, 1, 3, 3), {"groups": 64}),
     "conv2d, 3 channels": ("conv2d", (8, 3, 28, 28), (64, 3, 7, 7), {"stride": 2}),
     "conv3d": ("conv3d", (2, 64, 8, 28, 28), (128, 64, 3, 3, 3), {"padding": 1}),
+    "conv_transpose1d": ("conv_transpose1d", (8, 64, 500), (64, 32, 4), {"stride": 2}),
+    "conv_transpose2d": ("conv_transpose2d", (8, 64, 28, 28), (64, 32, 2, 2), {"stride": 2}),
+    "conv_transpose3d": ("conv_transpose3d", (2, 64, 8, 9, 9), (64, 32, 2, 2, 2), {"stride": 2}),
 }
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 

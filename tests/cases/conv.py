@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,6 +140,17 @@ def check(case: ConvCase, t: Tensors, within: AbstractContextManager[object] | N
 
     They are computed within a context, if there is one.
     """
+    check_by(run, reference, case, t, within)
+
+
+def check_by(
+    run: Callable[[Any, Tensors], Tensor],
+    reference: Callable[[Any, Tensors, torch.dtype], list[Tensor]],
+    case: Any,
+    t: Tensors,
+    within: AbstractContextManager[object] | None,
+) -> None:
+    """The same, of what `run` computes, with what `reference` says of it."""
     with within or nullcontext():
         out = run(case, t)
         grads = torch.autograd.grad(out, list(t.differentiable.values()), t.grad_out)

@@ -15,9 +15,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import cudnn_ops
-from tests.cases import adaptive_norm, conv, group_norm, linear, norm, sdpa, sdpa_features, varlen
+from tests.cases import (
+    adaptive_norm,
+    conv,
+    conv_transpose,
+    group_norm,
+    linear,
+    norm,
+    sdpa,
+    sdpa_features,
+    varlen,
+)
 from tests.cases.adaptive_norm import AdaptiveNormCase
 from tests.cases.conv import ConvCase
+from tests.cases.conv_transpose import TransposeCase
 from tests.cases.group_norm import GroupNormCase
 from tests.cases.norm import NormCase
 from tests.cases.sdpa_features import Features
@@ -93,6 +104,13 @@ def _conv(name: str, case: ConvCase) -> Derivative:
     return Derivative(name, check)
 
 
+def _transposed(name: str, case: TransposeCase) -> Derivative:
+    def check(device: str, within: AbstractContextManager[object]) -> None:
+        conv_transpose.check(case, conv_transpose.make(case, DTYPE, device, seed=0), within)
+
+    return Derivative(name, check)
+
+
 def _layer(name: str, case: linear.Case) -> Derivative:
     def check(device: str, within: AbstractContextManager[object]) -> None:
         linear.check(case, DTYPE, device, within=within)
@@ -160,6 +178,7 @@ def _check_rotary(device: str, within: AbstractContextManager[object]) -> None:
 _IMAGE = ConvCase(
     2, 16, 24, (9, 7), (3, 3), (2, 1), (1, 1), (1, 1), activation="relu", residual=True
 )
+_TURNED = TransposeCase(2, 16, 24, (5, 4), (3, 4), (2, 2), (1, 1), (1, 0), 1, (1, 1))
 _ONE = Features(1, 4, 2, 0, 0, 64, 64, bottom_right=True)
 _SEQUENCES = Packed((70, 0, 33, 129), (131, 5, 0, 64), _ONE)
 _SAME = replace(_SEQUENCES, lengths_kv=_SEQUENCES.lengths, same=True)
@@ -190,6 +209,9 @@ DERIVATIVES: list[Derivative] = [
         "conv3d_relu",
         ConvCase(1, 8, 8, (5, 6, 7), (3, 3, 3), (1,) * 3, (1,) * 3, (1,) * 3, activation="relu"),
     ),
+    _transposed("conv_transpose", _TURNED),
+    _transposed("conv_transpose_relu", replace(_TURNED, activation="relu", residual=True)),
+    _transposed("conv_transpose_silu", replace(_TURNED, activation="silu")),
     _layer("linear_relu", linear.LinearCase((3, 7), 16, 24, "relu")),
     _layer("linear_gelu", linear.LinearCase((3, 7), 16, 24, "gelu_tanh", residual=True)),
     _layer("mlp", linear.MlpCase((3, 7), 16, 24, 40, "gelu_tanh")),

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import cudnn_ops
-from tests.cases import conv, linear
+from tests.cases import conv, conv_transpose, linear
+from tests.cases.conv_transpose import TransposeCase
 
 Results = Tensor | tuple[Tensor, ...]
 
@@ -273,7 +274,37 @@ def _conv(name: str, case: conv.ConvCase, first: tuple[str, ...] = ()) -> Proble
     return Problem(name, ours, reference, draw, names, first=first)
 
 
+def _transposed(name: str, case: TransposeCase, first: tuple[str, ...] = ()) -> Problem:
+    def draw(generator: torch.Generator) -> dict[str, Tensor]:
+        seed = int(torch.randint(1000, (), generator=generator))
+        made = conv_transpose.make(case, torch.float64, "cpu", seed)
+        return {n: t.detach().contiguous() for n, t in made.differentiable.items()}
+
+    def ours(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        function = getattr(cudnn_ops, f"conv_transpose{case.dims}d")
+        options = {"activation": case.activation, "residual": residual}
+        return function(input, weight, bias, *case.geometry, **options)
+
+    def reference(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        before = conv_transpose.torch_transpose(case, input, weight, bias)
+        return conv.activate(before if residual is None else before + residual, case.activation)
+
+    names = tuple(draw(torch.Generator()))
+    return Problem(name, ours, reference, draw, names, first=first)
+
+
 _IMAGE = conv.ConvCase(2, 8, 16, (6, 5), (3, 3), (2, 1), (1, 1), (1, 1))
+_TURNED = TransposeCase(2, 8, 4, (4, 3), (3, 2), (2, 1), (1, 0), (1, 0), 1, (1, 1))
 
 CONVOLUTIONS = [
     _conv("conv2d", _IMAGE),
@@ -289,6 +320,17 @@ CONVOLUTIONS = [
     _conv("conv1d", conv.ConvCase(2, 8, 8, (9,), (3,), (1,), (1,), (1,), activation="gelu")),
     _conv("conv1d_depthwise", conv.ConvCase(1, 8, 8, (9,), (4,), (1,), (3,), (1,), groups=8)),
     _conv("conv3d", conv.ConvCase(1, 8, 8, (3, 4, 5), (2, 3, 2), (1,) * 3, (1, 0, 1), (1,) * 3)),
+    _transposed("conv_transpose2d", _TURNED),
+    _transposed(
+        "conv_transpose2d_relu",
+        replace(_TURNED, activation="relu", residual=True),
+        ("input", "weight", "residual"),
+    ),
+    _transposed("conv_transpose2d_silu", replace(_TURNED, groups=2, activation="silu")),
+    _transposed(
+        "conv_transpose1d",
+        TransposeCase(2, 8, 4, (9,), (4,), (2,), (1,), (0,), 1, (1,), "gelu", bias=False),
+    ),
 ]
 
 

@@ -308,6 +308,49 @@ def run_rows(recorder: Recorder, device: torch.device) -> None:
                     _ops._conv_backward.default(out, x, weight, None, geometry, 0, mask)
 
 
+def run_images(recorder: Recorder, device: torch.device) -> None:
+    """Depthwise convolutions of images and volumes, by our kernels wherever they can."""
+    shapes = itertools.product(
+        (2, 3, 64, 72, 100, 2048, 65_536), (1, 7, 56, 1024), (1, 300), (2, 3, 5, 7, 31), (1, 2)
+    )
+    for step in range(3):
+        _ops._conv_use_depthwise(step, 2)
+    for (channels, size, batch, kernel, stride), dtype in itertools.product(shapes, DTYPES):
+        if channels * size * size * batch >= 1 << 36:
+            continue
+        weight = memory(device, dtype, channels, 1, kernel, kernel)
+        bias = memory(device, dtype, channels)
+        geometry = [stride, stride, *[kernel] * 4, 1, 1, channels]
+        out_size = (size + kernel) // stride + 1
+        x, out = (
+            memory(device, dtype, batch, n, n, channels).permute(0, 3, 1, 2)
+            for n in (size, out_size)
+        )
+        with recorder.calling("conv2d", dtype, batch, channels, size, kernel, stride):
+            _ops._conv.default(x, weight, bias, out, geometry, 2, True)
+            for mask in ((True, False, False, False), (False, True, False, False)):
+                _ops._conv_backward.default(out, x, weight, None, geometry, 0, mask)
+    for step in range(3):
+        _ops._conv_use_depthwise(step, 0)
+
+
+def run_transposed_rows(recorder: Recorder, device: torch.device) -> None:
+    """Transposed ones of these; their epilogue is a pass of its own."""
+    shapes = itertools.product((2, 3, 64, 2048), (2, 7, 1000), (1, 300), (2, 4, 129), (1, 3))
+    for (channels, length, batch, taps, stride), dtype in itertools.product(shapes, DTYPES):
+        weight = memory(device, dtype, channels, 1, taps)
+        # Output padding, stride, padding on either side, dilation, groups.
+        geometry = [0, stride, 0, 0, 1, channels]
+        x, out = (
+            memory(device, dtype, batch, n, channels).permute(0, 2, 1)
+            for n in (length, (length - 1) * stride + taps)
+        )
+        with recorder.calling("conv_transpose1d", dtype, batch, channels, length, taps, stride):
+            _ops._conv.default(x, weight, None, None, geometry, 0, False)
+            for mask in ((True, False, False, False), (False, True, False, False)):
+                _ops._conv_backward.default(out, x, weight, None, geometry, 0, mask)
+
+
 def run_linear(recorder: Recorder, device: torch.device) -> None:
     """The gradient of a bias through an activation, without the products of torch."""
     for dtype, (rows, width), start in itertools.product(DTYPES, SIZES, (0, 1)):
@@ -335,6 +378,8 @@ RUNS = (
     run_rotary,
     run_epilogues,
     run_rows,
+    run_images,
+    run_transposed_rows,
     run_linear,
     run_append,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from cudnn_ops import plan_requests
 from cudnn_ops.ops.activation import ACTIVATIONS
 from cudnn_ops.support import explain
 
+_ops = torch.ops.cudnn_ops
 BF16 = torch.bfloat16
 #: Operator, input, weight, options.
 CASES: tuple[tuple[str, tuple[int, ...], tuple[int, ...], dict[str, Any]], ...] = (
@@ -113,6 +115,15 @@ FUSED = {
 }
 
 
+@pytest.fixture
+def without_our_kernels() -> Iterator[None]:
+    """As where cuDNN's depthwise convolutions of images are the faster ones."""
+    _ops._conv_use_depthwise(0, 1)
+    yield
+    _ops._conv_use_depthwise(0, 0)
+
+
+@pytest.mark.usefixtures("without_our_kernels")
 @pytest.mark.parametrize("name", [*BARE, *FUSED])
 def test_where_cudnn_is_faster_without_the_epilogue(name):
     """Then its plan is that of the bare convolution, and it is said why."""
@@ -208,6 +219,7 @@ def test_where_a_product_of_matrices_runs(name):
         assert says_why == ("torch" in answer.engine.split(", "))
 
 
+@pytest.mark.usefixtures("without_our_kernels")
 def test_a_convolution_without_an_epilogue_is_not_explained():
     op, x, weight, dtype, _, options = BARE["depthwise"]
     assert not explain(op, (x, dtype), (weight, dtype), device="h200", **options).reason

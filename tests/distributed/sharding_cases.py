@@ -296,6 +296,10 @@ def _conv(input: Tensor, weight: Tensor, **rest: Any) -> Tensor:
     return cudnn_ops.conv2d(input, weight, rest.pop("bias", None), padding=1, **rest)
 
 
+def _transposed(input: Tensor, weight: Tensor, **rest: Any) -> Tensor:
+    return cudnn_ops.conv_transpose2d(input, weight, rest.pop("bias", None), 2, **rest)
+
+
 def _group(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return cudnn_ops.group_norm(x, 2, weight, bias, activation="silu")
 
@@ -362,6 +366,8 @@ CHANNELS = {"weight": S0, "bias": S0}
 silu = partial(_conv, activation="silu")
 relu = partial(_conv, activation="relu")
 ADDED_TO: Tensors = {**IMAGES, "residual": (B, 8, 6, 5)}
+TURNED_IMAGES: Tensors = {**IMAGES, "weight": (4, 8, 3, 3)}
+TURNED_CHANNELS = {"weight": S1, "bias": S0}
 
 CONVOLUTIONS = [
     Case("images", _conv, IMAGES, {"input": S0}, silent=True),
@@ -378,6 +384,16 @@ CONVOLUTIONS = [
         {"input": S0, "weight": S0},
     ),
     Case("one image", _conv, {**IMAGES, "input": (4, 6, 5)}, CHANNELS),
+    Case("transposed images", _transposed, TURNED_IMAGES, {"input": S0}, silent=True),
+    Case("transposed channels", _transposed, TURNED_IMAGES, TURNED_CHANNELS, silent=True),
+    Case(
+        "transposed channels of silu",
+        partial(_transposed, activation="silu"),
+        {**TURNED_IMAGES, "residual": (B, 8, 13, 11)},
+        {**TURNED_CHANNELS, "residual": S1},
+        silent=True,
+    ),
+    Case("transposed input channels", _transposed, TURNED_IMAGES, {"input": S1, "weight": S0}),
 ]
 
 

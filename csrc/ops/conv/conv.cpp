@@ -2,10 +2,10 @@
 // operator, which has the kernels (conv_cuda.cpp; for CPUs and fake tensors cudnn_ops/ops/conv.py)
 // and the derivative (conv_autograd.cpp).
 
-#include "ops/conv/conv.h"
 #include "ops/activation.h"
 #include "ops/autocast.h"
 #include "ops/backward_check.h"
+#include "ops/conv/conv_transpose.h"
 
 #include <ATen/ops/add.h>
 #include <ATen/ops/linear.h>
@@ -77,7 +77,7 @@ bool is_of_patches(const Conv& args) {
   constexpr int64_t kMostChannels = 4;
   const auto channels = args.input.sym_size(1).maybe_as_int();
   if (!args.input.is_cuda() || args.dims() == 1 || !channels || *channels > kMostChannels ||
-      geometry.groups() != 1) {
+      geometry.groups() != 1 || geometry.is_transposed()) {
     return false;
   }
   for (size_t dim = 0; dim < args.dims(); ++dim) {
@@ -117,16 +117,6 @@ at::Tensor conv_of_patches(const Conv& args) {
   at::Tensor out = at::linear(patches, args.weight.flatten(1), args.bias).permute(back);
   if (args.residual) out = at::add(out, *args.residual);
   return activate(out, args.kind());
-}
-
-at::Tensor conv(const Conv& given) {
-  return in_lower_precision(given, given.input, [](const Conv& args) {
-    if (is_of_patches(args)) return conv_of_patches(args);
-    const bool with_before =
-        needs_before(args.kind()) &&
-        torch::autograd::compute_requires_grad(args.input, args.weight, args.bias, args.residual);
-    return std::get<0>(conv_op().call_with(args, with_before));
-  });
 }
 
 // `padding` as numbers or as a name.
@@ -214,17 +204,41 @@ c10::SymInt room(const Conv& args, size_t dim) {
          ((args.weight.sym_size(index) - 1) * geometry.dilation(dim) + 1);
 }
 
+// What a convolution's sizes must fulfil beside those that both kinds must.
+void check_fit(const Conv& args) {
+  const auto &input = args.input, &weight = args.weight;
+  const int64_t groups = args.geometry.groups();
+  TORCH_CHECK_VALUE(groups > 0 && weight.sym_size(0) % groups == 0 &&
+                        input.sym_size(1) == weight.sym_size(1) * groups,
+                    args.op(), ": weight ", weight.sym_sizes(), " with ", groups,
+                    " groups does not fit an input of ", input.sym_size(1), " channels");
+  TORCH_CHECK_VALUE(weight.sym_size(0) > 0, args.op(), ": weight must have an output channel, got ",
+                    weight.sym_sizes());
+}
+
 }  // namespace
+
+at::Tensor conv(const Conv& given) {
+  return in_lower_precision(given, given.input, [](const Conv& args) {
+    if (is_of_patches(args)) return conv_of_patches(args);
+    const bool with_before =
+        needs_before(args.kind()) &&
+        torch::autograd::compute_requires_grad(args.input, args.weight, args.bias, args.residual);
+    return std::get<0>(conv_op().call_with(args, with_before));
+  });
+}
 
 Activation Conv::kind() const {
   return activation_at(activation);
 }
 
 const char* Conv::op() const {
-  return name_of(static_cast<int64_t>(dims()));
+  const auto count = static_cast<int64_t>(dims());
+  return geometry.is_transposed() ? transpose_name(count) : name_of(count);
 }
 
 at::SymDimVector conv_output_sizes(const Conv& args) {
+  if (args.geometry.is_transposed()) return conv_transpose_output_sizes(args);
   // As torch: without input channels there are no output channels, whatever the weight's size.
   const auto& channels =
       args.input.sym_size(1) == 0 ? args.input.sym_size(1) : args.weight.sym_size(0);
@@ -240,7 +254,8 @@ void check_conv(const Conv& args) {
   const auto &input = args.input, &weight = args.weight;
   const auto& geometry = args.geometry;
   TORCH_CHECK_VALUE(
-      (args.dims() >= 1 && args.dims() <= 3) && geometry.numbers.size() == 4 * args.dims() + 1 &&
+      (args.dims() >= 1 && args.dims() <= 3) &&
+          geometry.numbers.size() == (geometry.is_transposed() ? 5 : 4) * args.dims() + 1 &&
           static_cast<size_t>(input.dim() - kChannelDims) == args.dims() &&
           weight.dim() == input.dim(),
       "cudnn_ops.conv: an input ", input.sym_sizes(), ", a weight ", weight.sym_sizes(),
@@ -253,12 +268,11 @@ void check_conv(const Conv& args) {
       input.scalar_type(), " and ", weight.scalar_type());
   TORCH_CHECK_VALUE(weight.device() == input.device(), op, ": weight must be on ", input.device(),
                     ", got ", weight.device());
-  TORCH_CHECK_VALUE(geometry.groups() > 0 && weight.sym_size(0) % geometry.groups() == 0 &&
-                        input.sym_size(1) == weight.sym_size(1) * geometry.groups(),
-                    op, ": weight ", weight.sym_sizes(), " with ", geometry.groups(),
-                    " groups does not fit an input of ", input.sym_size(1), " channels");
-  TORCH_CHECK_VALUE(weight.sym_size(0) > 0, op, ": weight must have an output channel, got ",
-                    weight.sym_sizes());
+  if (geometry.is_transposed()) {
+    check_transposed_fit(args);
+  } else {
+    check_fit(args);
+  }
   for (size_t dim = 0; dim < args.dims(); ++dim) {
     TORCH_CHECK_VALUE(geometry.stride(dim) > 0 && geometry.dilation(dim) > 0, op,
                       ": stride and dilation must be positive");
@@ -267,17 +281,21 @@ void check_conv(const Conv& args) {
     const auto index = static_cast<int64_t>(dim) + kChannelDims;
     TORCH_CHECK_VALUE(weight.sym_size(index) > 0, op,
                       ": weight must not have a kernel of size 0, got ", weight.sym_sizes());
-    TORCH_CHECK_VALUE(room(args, dim) >= 0, op, ": a kernel ", weight.sym_sizes(),
-                      " is larger than the padded input ", input.sym_sizes());
+    if (geometry.is_transposed()) {
+      check_transposed_size(args, dim);
+    } else {
+      TORCH_CHECK_VALUE(room(args, dim) >= 0, op, ": a kernel ", weight.sym_sizes(),
+                        " is larger than the padded input ", input.sym_sizes());
+    }
   }
   TORCH_CHECK_VALUE(input.sym_numel() != 0 || input.sym_size(0) == 0 || input.sym_size(1) == 0, op,
                     ": of an empty input the batch or the channels must be 0, got ",
                     input.sym_sizes());
   if (args.bias) {
-    TORCH_CHECK_VALUE(args.bias->dim() == 1 && args.bias->sym_size(0) == weight.sym_size(0) &&
+    TORCH_CHECK_VALUE(args.bias->dim() == 1 && args.bias->sym_size(0) == args.out_channels() &&
                           args.bias->scalar_type() == input.scalar_type() &&
                           args.bias->device() == input.device(),
-                      op, ": bias must be [", weight.sym_size(0), "], ", input.scalar_type(),
+                      op, ": bias must be [", args.out_channels(), "], ", input.scalar_type(),
                       " on ", input.device(), "; got ", args.bias->sym_sizes(), ", ",
                       args.bias->scalar_type(), " on ", args.bias->device());
   }

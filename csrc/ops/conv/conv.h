@@ -1,5 +1,6 @@
-// Convolutions with their epilogue, act(conv(input, weight) + bias + residual): what their files
-// share. See cudnn_ops/ops/conv.py for the meaning of the arguments.
+// Convolutions with their epilogue, act(conv(input, weight) + bias + residual), and transposed ones
+// (conv_transpose.h): what their files share. See cudnn_ops/ops/conv.py and conv_transpose.py there
+// for the meaning of the arguments.
 #pragma once
 
 #include "kernels/conv_epilogue.h"
@@ -11,31 +12,46 @@
 
 namespace cudnn_ops {
 
-using ConvNumbers = c10::SmallVector<int64_t, 13>;
+using ConvNumbers = c10::SmallVector<int64_t, 16>;
 
 // The strides of all dimensions, the zeros before each, those after each, the dilations; and the
 // groups. Schemas have one list, because Python needs half a microsecond to hand over each.
+//
+// A transposed convolution has the numbers of the convolution that leads back from its output, and
+// before these, for each dimension, by how much the output is longer than the shortest from which
+// that leads to the input: torch's output_padding.
 struct ConvGeometry {
   ConvNumbers numbers;
   CUDNN_OPS_FIELDS(numbers)
 
+  bool is_transposed() const {
+    return numbers.size() % 4 != 1;
+  }
   size_t dims() const {
-    return numbers.size() / 4;
+    return numbers.size() / (is_transposed() ? 5 : 4);
+  }
+  int64_t output_padding(size_t dim) const {
+    return is_transposed() ? numbers[dim] : 0;
   }
   int64_t stride(size_t dim) const {
-    return numbers[dim];
+    return of_kind(0)[dim];
   }
   int64_t before(size_t dim) const {
-    return numbers[dims() + dim];
+    return of_kind(1)[dim];
   }
   int64_t after(size_t dim) const {
-    return numbers[2 * dims() + dim];
+    return of_kind(2)[dim];
   }
   int64_t dilation(size_t dim) const {
-    return numbers[3 * dims() + dim];
+    return of_kind(3)[dim];
   }
   int64_t groups() const {
     return numbers.back();
+  }
+
+ private:
+  const int64_t* of_kind(size_t kind) const {
+    return numbers.data() + ((is_transposed() ? 1 : 0) + kind) * dims();
   }
 };
 
@@ -48,6 +64,9 @@ struct Conv {
   CUDNN_OPS_FIELDS(input, weight, bias, residual, geometry, activation)
   size_t dims() const {
     return geometry.dims();
+  }
+  c10::SymInt out_channels() const {
+    return geometry.is_transposed() ? weight.sym_size(1) * geometry.groups() : weight.sym_size(0);
   }
   Activation kind() const;  // ValueError where `activation` is none
   const char* op() const;   // the public operator's name, for messages
@@ -103,5 +122,7 @@ void check_conv_backward(const ConvBackward& args);
 at::SymDimVector conv_output_sizes(const Conv& args);
 
 const Operator<ConvResults, ConvForward>& conv_op();
+// Calls it, cast as autocast says.
+at::Tensor conv(const Conv& given);
 
 }  // namespace cudnn_ops

@@ -3,6 +3,9 @@
 #include <c10/util/accumulate.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
+#include <iterator>
 
 namespace cudnn_ops {
 namespace {
@@ -72,8 +75,8 @@ bool is_slow_precompiled(const ConvParams& params, const Channels& channels) {
 
 bool is_depthwise_row(const Conv& args) {
   const int64_t channels = args.input.size(1);
-  return args.dims() == 1 && channels > 1 && channels == args.geometry.groups() &&
-         channels == args.weight.size(0);
+  return args.dims() == 1 && !args.geometry.is_transposed() && channels > 1 &&
+         channels == args.geometry.groups() && channels == args.weight.size(0);
 }
 
 // For bfloat16 8x2048 of length 2048 with 4 taps and the channels last cuDNN takes 0.76 to 1.2 ms
@@ -90,6 +93,98 @@ bool is_for_depthwise_kernel(const Conv& args) {
                         (taps + 1) * geometry.dilation(0);
   return taps <= kMost / channels && reach <= std::min(kMost, 4 * kMost / channels) &&
          geometry.stride(0) <= kMostStep && geometry.dilation(0) <= kMostStep;
+}
+
+// As many channels in the output as in the input, each with a kernel of its own.
+bool is_depthwise_image(const Conv& args) {
+  const int64_t channels = args.input.size(1);
+  return args.dims() > 1 && channels > 1 && channels == args.geometry.groups() &&
+         channels == args.weight.size(0);
+}
+
+// Kernels of ours count positions and the numbers of a row in 32 bits, some of them beyond what
+// there is; and taps by a grid's second dimension.
+bool is_for_depthwise_images(const Conv& args) {
+  constexpr int64_t kMost = int64_t{1} << 30, kMostTaps = 65535;
+  if (!is_depthwise_image(args)) return false;
+  const auto& geometry = args.geometry;
+  int64_t lines = 1, taps = 1;
+  for (size_t dim = 0; dim < args.dims(); ++dim) {
+    const auto at = static_cast<int64_t>(dim) + 2;
+    const int64_t count = args.weight.size(at), dilation = geometry.dilation(dim);
+    if (geometry.stride(dim) > kMost || dilation > kMost) return false;
+    const int64_t padded = args.input.size(at) + geometry.before(dim) + geometry.after(dim);
+    if (padded > kMost || (count + 1) * dilation + geometry.stride(dim) > kMost - padded) {
+      return false;
+    }
+    lines *= padded, taps *= count;
+    if (lines > kMost) return false;
+  }
+  return taps <= std::min(kMostTaps, kMost / args.input.size(1));
+}
+
+// Where our kernels were measured to be faster than cuDNN's bare convolution, which is what torch
+// runs, for half precision on an H200 (benchmarks/bench_depthwise.py, steps): the step, the taps of
+// a side, the stride, and the least number of pixels that the image's shorter side has, over the
+// stride.
+struct FasterDepthwise {
+  ConvStep step;
+  int64_t taps, stride, least_side;
+};
+
+constexpr FasterDepthwise kFasterDepthwise[] = {
+    {ConvStep::kForward, 3, 2, 1},         {ConvStep::kForward, 5, 1, 1},
+    {ConvStep::kForward, 5, 2, 1},         {ConvStep::kForward, 7, 1, 1},
+    {ConvStep::kInputGradient, 3, 1, 1},   {ConvStep::kInputGradient, 3, 2, 1},
+    {ConvStep::kInputGradient, 5, 1, 1},   {ConvStep::kInputGradient, 5, 2, 1},
+    {ConvStep::kInputGradient, 7, 1, 1},   {ConvStep::kInputGradient, 7, 2, 1},
+    {ConvStep::kWeightGradient, 3, 1, 14}, {ConvStep::kWeightGradient, 3, 2, 7},
+    {ConvStep::kWeightGradient, 5, 2, 28}, {ConvStep::kWeightGradient, 7, 1, 56},
+};
+
+// Fewer numbers in an image leave multiprocessors idle: there ours took up to 3 times as long.
+constexpr int64_t kLeastNumbers = int64_t{1} << 20;
+// From here on, with dilation, and in three dimensions cuDNN's kernels are general ones: ours took
+// 0.002 to 0.55 of their time.
+constexpr int64_t kManyTaps = 9;
+
+bool is_faster_depthwise(const Conv& args, ConvStep step) {
+  const auto& geometry = args.geometry;
+  const auto& input = args.input;
+  if (input.element_size() != 2 || input.size(1) % 2 != 0 || input.numel() < kLeastNumbers) {
+    return false;
+  }
+  if (args.dims() == 3) return true;
+  const int64_t taps = args.weight.size(2), stride = geometry.stride(0);
+  if (args.weight.size(3) != taps || geometry.stride(1) != stride) return false;
+  const bool is_dilated = geometry.dilation(0) != 1 || geometry.dilation(1) != 1;
+  if (taps > 1 && (is_dilated || taps >= kManyTaps)) return stride == 1;
+  const int64_t side = std::min(input.size(2), input.size(3)) / stride;
+  return std::any_of(std::begin(kFasterDepthwise), std::end(kFasterDepthwise),
+                     [&](const FasterDepthwise& row) {
+                       return row.step == step && row.taps == taps && row.stride == stride &&
+                              row.least_side <= side;
+                     });
+}
+
+constexpr size_t kSteps = 3;
+std::array<std::atomic<DepthwiseUse>, kSteps> depthwise_use{};
+
+// Nothing to say where it is not a question of speed.
+KernelChoice choose_depthwise_images(const Conv& args, ConvStep step) {
+  const DepthwiseUse use = depthwise_use.at(static_cast<size_t>(step));
+  if (use == DepthwiseUse::kNever || !is_for_depthwise_images(args)) return {};
+  if (use == DepthwiseUse::kMeasured && !is_faster_depthwise(args, step)) {
+    return {ConvKernel::kPlan, "",
+            "no kernel of cudnn_ops runs: for depthwise convolutions of this size none was "
+            "measured to be faster than cuDNN's, the one that torch runs"};
+  }
+  return {ConvKernel::kDepthwiseImages, "cudnn_ops",
+          step == ConvStep::kForward
+              ? "a kernel of cudnn_ops runs: it computes the whole epilogue, and for depthwise "
+                "convolutions of this size it is faster than cuDNN's"
+              : "a kernel of cudnn_ops runs: for depthwise convolutions of this size it is faster "
+                "than cuDNN's"};
 }
 
 // Kernels that see all of a sample at once: one output, of one product. A gradient of the weight is
@@ -113,12 +208,30 @@ bool is_product(const Conv& args, ConvStep step) {
   return taps > 1;
 }
 
+// cuDNN compiles the kernels of transposed convolutions with an epilogue: for half and single
+// precision on tensor cores, without groups, and with whole vectors of channels.
+std::string_view reason_for_bare_transposed(const ConvParams& params) {
+  constexpr int64_t kVectorBytes = 16;
+  const auto vector = kVectorBytes / static_cast<int64_t>(c10::elementSize(params.input.dtype));
+  const int64_t inputs = params.input.sizes[1], outputs = params.out.sizes[1];
+  if (params.weight.sizes[1] != outputs || inputs % vector != 0 || outputs % vector != 0) {
+    return "for groups and for channels that are no multiple of 16 bytes, transposed convolutions "
+           "run in cuDNN's kernel without an epilogue, the one that torch runs";
+  }
+  if (params.input.dtype == c10::ScalarType::Float && !params.allow_tf32) {
+    return "in float32 without TF32, transposed convolutions run in cuDNN's kernel without an "
+           "epilogue, the one that torch runs";
+  }
+  return {};
+}
+
 }  // namespace
 
 std::string_view reason_for_bare(const ConvParams& params) {
   const bool has_epilogue =
       params.bias.rank > 0 || params.residual.rank > 0 || params.activation != Activation::kNone;
   if (!has_epilogue) return {};
+  if (params.is_transposed) return reason_for_bare_transposed(params);
   const Channels channels(params);
   if (is_slow_depthwise(params, channels)) {
     return "cuDNN's kernel for a depthwise convolution, the one that torch runs, supports no "
@@ -152,7 +265,11 @@ KernelChoice choose_kernel(const Conv& args, ConvStep step) {
             "a matrix product of torch runs: the kernel is as large as the input, and cuDNN's "
             "convolutions are slower there"};
   }
-  return {};
+  return choose_depthwise_images(args, step);
+}
+
+void set_depthwise_use(ConvStep step, DepthwiseUse use) {
+  depthwise_use.at(static_cast<size_t>(step)) = use;
 }
 
 bool is_length_last(const Conv& args) {

@@ -19,20 +19,27 @@ std::string_view reason_for_bare(const ConvParams& params);
 // What is computed: the convolution, or one of its gradients.
 enum class ConvStep : int64_t { kForward, kInputGradient, kWeightGradient };
 
-// What computes it: a plan of cuDNN, kernels of ours (kernels/depthwise_conv1d.h), or torch's
-// product of matrices.
-enum class ConvKernel { kPlan, kDepthwise, kProduct };
+// What computes it: a plan of cuDNN, kernels of ours for depthwise convolutions of one dimension
+// (kernels/depthwise_conv1d.h) or of more (kernels/depthwise_conv.h), or torch's product of
+// matrices.
+enum class ConvKernel { kPlan, kDepthwise, kDepthwiseImages, kProduct };
 
 struct KernelChoice {
   ConvKernel kernel = ConvKernel::kPlan;
-  std::string_view engine, reason;  // whose it is and why no plan runs, in words for users
+  // Whose it is, empty for a plan's, and why it is that; in words for users.
+  std::string_view engine, reason;
 };
 
 KernelChoice choose_kernel(const Conv& args, ConvStep step);
 
+// For tests and benchmarks: which steps of depthwise convolutions of two and three dimensions our
+// kernels compute, of those that they can. kMeasured, at first: those that they are faster for.
+enum class DepthwiseUse : int64_t { kMeasured, kNever, kAlways };
+void set_depthwise_use(ConvStep step, DepthwiseUse use);
+
 // Whether results have the length last in memory, as the input has: of depthwise convolutions of
-// one dimension, whose kernels have that layout too. Those of all others have the channels last. As
-// `is_length_last` of cudnn_ops/ops/conv.py.
+// one dimension, whose kernels have that layout too. Those of all others, transposed ones among
+// them, have the channels last. As `is_length_last` of cudnn_ops/ops/conv.py.
 bool is_length_last(const Conv& args);
 
 }  // namespace cudnn_ops

@@ -1,12 +1,14 @@
 // Convolutions with their epilogue on CUDA.
 
 #include "ops/conv/conv_choice.h"
+#include "ops/conv/conv_transpose.h"
 #include "ops/only_kernels.h"
 #include "ops/or_none_cuda.h"
 
 #include "graph/call_pointers.h"
 #include "graph/warn.h"
 #include "kernels/conv_epilogue.h"
+#include "kernels/depthwise_conv.h"
 #include "kernels/depthwise_conv1d.h"
 
 #include <ATen/Context.h>
@@ -190,8 +192,36 @@ Convolved convolve_depthwise(const Conv& args, bool with_before) {
   return {out, before, ConvFusion::kAll};
 }
 
+DepthwiseConvSteps image_steps(const Conv& args) {
+  DepthwiseConvSteps steps;
+  const auto& geometry = args.geometry;
+  const size_t first = steps.stride.size() - args.dims();
+  for (size_t dim = 0; dim < args.dims(); ++dim) {
+    steps.stride[first + dim] = geometry.stride(dim);
+    steps.dilation[first + dim] = geometry.dilation(dim);
+    steps.padding[first + dim] = geometry.before(dim);
+  }
+  return steps;
+}
+
+// Likewise, of an image.
+Convolved convolve_depthwise_image(const Conv& args, bool with_before) {
+  const at::Tensor input = image_of(args.input, args.op());
+  at::DimVector sizes;
+  for (const auto& size : conv_output_sizes(args)) sizes.push_back(size.expect_int());
+  OptionalTensor bias, residual;
+  if (args.bias) bias = args.bias->contiguous();
+  if (args.residual) residual = image_of(*args.residual, args.op());
+  const at::Tensor out = empty(sizes, input);
+  const at::Tensor before = with_before ? empty(sizes, input) : at::Tensor();
+  depthwise_conv(input, args.weight.contiguous(), image_steps(args), bias, residual, args.kind(),
+                 before, out);
+  return {out, before, ConvFusion::kAll};
+}
+
 // The part of the epilogue that the plan did not compute, in one pass.
 void add_rest(const Conv& args, const Images& images, bool with_before, Convolved& convolved) {
+  if (convolved.fusion == ConvFusion::kAll) return;
   const OptionalTensor nothing;
   const auto& bias = convolved.fusion == ConvFusion::kNone ? images.bias : nothing;
   const auto& residual = convolved.fusion >= ConvFusion::kBias ? images.residual : nothing;
@@ -200,6 +230,31 @@ void add_rest(const Conv& args, const Images& images, bool with_before, Convolve
   // One of the two is written in place.
   if (with_before) convolved.before = conv, convolved.out = empty(conv.sizes(), conv);
   conv_epilogue_forward(conv, bias, residual, args.kind(), convolved.before, convolved.out);
+}
+
+// With its epilogue, by the kernel that is the fastest.
+Convolved convolve_by_choice(const Conv& args, bool with_before) {
+  const ConvKernel kernel = choose_kernel(args, ConvStep::kForward).kernel;
+  if (kernel == ConvKernel::kDepthwise) return convolve_depthwise(args, with_before);
+  if (kernel == ConvKernel::kDepthwiseImages) return convolve_depthwise_image(args, with_before);
+  const Images images(args);
+  Convolved convolved =
+      kernel == ConvKernel::kProduct ? multiply(args, images) : convolve(args, images, with_before);
+  add_rest(args, images, with_before, convolved);
+  return convolved;
+}
+
+at::Tensor gradient(const Conv& args, const at::Tensor& grad, bool is_of_weight,
+                    const at::Tensor& of_bias = {});
+
+// The transposed convolution and as much of the epilogue as cuDNN supports in one graph.
+Convolved transpose(const Conv& args, const Images& images, bool with_before) {
+  if (has_no_mirror(args)) return {transpose_by_torch(args), at::Tensor(), ConvFusion::kNone};
+  const Conv mirror = mirror_of(args);
+  if (choose_kernel(mirror, ConvStep::kInputGradient).kernel == ConvKernel::kPlan) {
+    return convolve(args, images, with_before);
+  }
+  return {gradient(mirror, images.input, /*is_of_weight=*/false), at::Tensor(), ConvFusion::kNone};
 }
 
 ConvResults conv_cuda(const ConvForward& forward) {
@@ -212,18 +267,16 @@ ConvResults conv_cuda(const ConvForward& forward) {
   graph::require_sm80(args.op(), input.get_device());
   const bool with_before = forward.with_before && needs_before(args.kind());
   Convolved convolved;
-  const ConvKernel kernel = choose_kernel(args, ConvStep::kForward).kernel;
   if (input.numel() == 0) {
     const auto params = conv_params(args, ConvFusion::kNone, false);
     convolved.out = empty(params.out, input);
     if (with_before) convolved.before = empty(params.out, input);
-  } else if (kernel == ConvKernel::kDepthwise) {
-    convolved = convolve_depthwise(args, with_before);
-  } else {
+  } else if (args.geometry.is_transposed()) {
     const Images images(args);
-    convolved = kernel == ConvKernel::kProduct ? multiply(args, images)
-                                               : convolve(args, images, with_before);
-    if (convolved.fusion != ConvFusion::kAll) add_rest(args, images, with_before, convolved);
+    convolved = transpose(args, images, with_before);
+    add_rest(args, images, with_before, convolved);
+  } else {
+    convolved = convolve_by_choice(args, with_before);
   }
   return {result_of(convolved.out, args),
           or_none(result_of(convolved.before, args), input, input.scalar_type())};
@@ -253,6 +306,21 @@ at::Tensor depthwise_gradient(const Conv& args, const at::Tensor& grad, bool is_
   return result;
 }
 
+// Likewise; with the weight's, the bias's too if `of_bias` is defined.
+at::Tensor depthwise_image_gradient(const Conv& args, const at::Tensor& grad, bool is_of_weight,
+                                    const at::Tensor& of_bias) {
+  const at::Tensor image = image_of(grad);
+  const auto& like = is_of_weight ? args.weight : args.input;
+  const at::Tensor result = empty(like.sizes(), like);
+  if (is_of_weight) {
+    depthwise_conv_weight(image_of(args.input, args.op()), image, image_steps(args), result,
+                          of_bias);
+  } else {
+    depthwise_conv_input(image, args.weight.contiguous(), image_steps(args), result);
+  }
+  return result;
+}
+
 // As a product; `other` is the weight, or the input.
 void multiply_gradient(const at::Tensor& grad, const at::Tensor& other, bool is_of_weight,
                        const at::Tensor& result) {
@@ -262,11 +330,16 @@ void multiply_gradient(const at::Tensor& grad, const at::Tensor& other, bool is_
   at::mm_out(out, is_of_weight ? rows.t() : rows, matrix(other));
 }
 
-// The gradient of the input or that of the weight, from that of the convolution's result.
-at::Tensor gradient(const Conv& args, const at::Tensor& grad, bool is_of_weight) {
+// The gradient of the input or that of the weight, from that of the convolution's result. `of_bias`
+// is for kernels that compute it with the weight's.
+at::Tensor gradient(const Conv& args, const at::Tensor& grad, bool is_of_weight,
+                    const at::Tensor& of_bias) {
   const auto step = is_of_weight ? ConvStep::kWeightGradient : ConvStep::kInputGradient;
   const ConvKernel kernel = grad.numel() > 0 ? choose_kernel(args, step).kernel : ConvKernel::kPlan;
   if (kernel == ConvKernel::kDepthwise) return depthwise_gradient(args, grad, is_of_weight);
+  if (kernel == ConvKernel::kDepthwiseImages) {
+    return depthwise_image_gradient(args, grad, is_of_weight, of_bias);
+  }
   const at::Tensor image = image_of(grad);
   const auto params = conv_backward_params(args, is_of_weight);
   const auto& desc = is_of_weight ? params.weight : params.input;
@@ -285,6 +358,20 @@ at::Tensor gradient(const Conv& args, const at::Tensor& grad, bool is_of_weight)
   const auto key = graph::PlanKey::of(params, image.get_device());
   graph::execute(call, *graph::get_plan(call, key));
   return result;
+}
+
+// The same of a transposed convolution.
+at::Tensor transposed_gradient(const Conv& args, const at::Tensor& grad, bool is_of_weight) {
+  const at::Tensor of_out = args.dims() == 1 ? grad.squeeze(2) : grad;
+  if (grad.numel() == 0 && !is_of_weight) {
+    return empty(conv_params(args, ConvFusion::kNone, false).input, grad);
+  }
+  if (has_no_mirror(args) && grad.numel() > 0) {
+    return transposed_gradient_by_torch(args, of_out, is_of_weight);
+  }
+  const Conv mirror = mirror_of(args, of_out);
+  if (is_of_weight) return gradient(mirror, image_of(args.input), is_of_weight);
+  return convolve_by_choice(mirror, /*with_before=*/false).out;
 }
 
 // Writes the gradient of what the activation is of to `grad`, and its sum over all but the channels
@@ -318,17 +405,27 @@ ConvGradients conv_backward_cuda(const ConvMaskedBackward& masked) {
   const bool is_linear = args.kind() == Activation::kNone;
   const at::Tensor grad = is_linear ? of_out : empty_laid_out(of_out.sizes(), of_out, args);
   at::Tensor of_input, of_weight, of_bias, of_residual;
-  if (output_mask[2]) of_bias = at::detail::empty_cuda({weight.size(0)}, input.options());
+  if (output_mask[2]) {
+    of_bias = at::detail::empty_cuda({args.out_channels().expect_int()}, input.options());
+  }
+  const bool is_transposed = args.geometry.is_transposed();
+  const bool is_with_weight =
+      is_linear && output_mask[1] && output_mask[2] && grad.numel() > 0 && !is_transposed &&
+      choose_kernel(args, ConvStep::kWeightGradient).kernel == ConvKernel::kDepthwiseImages;
   if (grad.numel() == 0) {
     if (of_bias.defined()) of_bias.zero_();
-  } else if (output_mask[2] || !is_linear) {
+  } else if ((output_mask[2] && !is_with_weight) || !is_linear) {
     OptionalTensor saved;
     if (backward.forward.saved) saved = laid_out(*backward.forward.saved, args);
     epilogue_gradient(args, of_out, saved, grad, of_bias);
   }
-  if (output_mask[0]) of_input = result_of(gradient(args, grad, /*is_of_weight=*/false), args);
+  const auto gradient_of = [&](bool is_of_weight) {
+    if (is_transposed) return transposed_gradient(args, grad, is_of_weight);
+    return gradient(args, grad, is_of_weight, is_with_weight ? of_bias : at::Tensor());
+  };
+  if (output_mask[0]) of_input = result_of(gradient_of(/*is_of_weight=*/false), args);
   if (output_mask[1]) {
-    of_weight = result_of(gradient(args, grad, /*is_of_weight=*/true), args);
+    of_weight = result_of(gradient_of(/*is_of_weight=*/true), args);
     // In the weight's layout: autograd would copy any other.
     const at::Tensor like = args.dims() == 1 ? weight.unsqueeze(2) : weight;
     if (!like.is_contiguous(graph::channels_last(like))) of_weight = of_weight.contiguous();

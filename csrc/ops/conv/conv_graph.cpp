@@ -41,6 +41,22 @@ std::shared_ptr<graph::FrontendGraph> new_conv_graph(const Params& params,
   return graph;
 }
 
+Tensor convolve(graph::FrontendGraph& graph, const ConvParams& params) {
+  const auto input = graph::input(graph, "input", kInput, params.input);
+  const auto weight = graph::input(graph, "weight", kWeight, params.weight);
+  if (!params.is_transposed) {
+    return graph.conv_fprop(input, weight,
+                            attributes_of<fe::graph::Conv_fprop_attributes>(params.steps, "conv"));
+  }
+  const auto out = graph.conv_dgrad(
+      input, weight, attributes_of<fe::graph::Conv_dgrad_attributes>(params.steps, "conv_dgrad"));
+  // Several sizes lead to one input: it does not follow which is meant.
+  const auto rank = params.out.rank;
+  out->set_dim({params.out.sizes.begin(), params.out.sizes.begin() + rank})
+      .set_stride({params.out.strides.begin(), params.out.strides.begin() + rank});
+  return out;
+}
+
 std::shared_ptr<graph::FrontendGraph> make_ordered(const ConvParams& params,
                                                    const graph::Target& target,
                                                    bool residual_first) {
@@ -49,10 +65,7 @@ std::shared_ptr<graph::FrontendGraph> make_ordered(const ConvParams& params,
     return graph->pointwise(
         a, b, fe::graph::Pointwise_attributes().set_name(name).set_mode(fe::PointwiseMode_t::ADD));
   };
-  Tensor out =
-      graph->conv_fprop(graph::input(*graph, "input", kInput, params.input),
-                        graph::input(*graph, "weight", kWeight, params.weight),
-                        attributes_of<fe::graph::Conv_fprop_attributes>(params.steps, "conv"));
+  Tensor out = convolve(*graph, params);
   const auto add_bias = [&] {
     if (params.bias.rank == 0) return;
     const auto bias = graph::input(*graph, "bias", kBias, params.bias);
@@ -75,7 +88,8 @@ std::shared_ptr<graph::FrontendGraph> make_ordered(const ConvParams& params,
 // With the residual first, and no activation or ReLU, cuDNN has precompiled kernels, which are
 // faster for large tensors; with the bias first it compiles some, which are faster for small ones.
 bool has_either_order(const ConvParams& params) {
-  return params.bias.rank > 0 && params.residual.rank > 0 && params.before.rank == 0 &&
+  return !params.is_transposed && params.bias.rank > 0 && params.residual.rank > 0 &&
+         params.before.rank == 0 &&
          (params.activation == Activation::kNone || params.activation == Activation::kRelu);
 }
 
@@ -123,8 +137,8 @@ std::shared_ptr<graph::FrontendGraph> make_backward(const ConvBackwardParams& pa
 // Engine 4 compiles a kernel in one of 56 tilings, of which the heuristics name five. With these in
 // addition the fastest is 1.06 times as fast in the mean over 16 shapes with a residual or SiLU, at
 // most 1.2 times, and for 13 of them within 3 % of the best of all 56 (H200, cuDNN 9.19).
-std::vector<std::string> more_engines(const ConvParams& /*params*/, const graph::Target& target) {
-  if (target.sm_version() != 90) return {};
+std::vector<std::string> more_engines(const ConvParams& params, const graph::Target& target) {
+  if (target.sm_version() != 90 || params.is_transposed) return {};
   return {"eng4_k24=4", "eng4_k24=9", "eng4_k24=54", "eng4_k24=55"};
 }
 

@@ -15,15 +15,17 @@ struct ConvSteps {
   CUDNN_OPS_FIELDS(dims, stride, before, after, dilation)
 };
 
-// Tensors have their channels last; the bias is [1, K, 1, 1]. A tensor of rank 0 is absent.
+// Tensors have their channels last; the bias is [1, K, 1, 1]. A tensor of rank 0 is absent. The
+// steps of a transposed convolution are those of the convolution from `out` to `input`.
 struct ConvParams {
   static constexpr const char* kName = "conv";
   graph::TensorDesc input, weight, bias, residual, before, out;
   ConvSteps steps;
   Activation activation = Activation::kNone;
+  bool is_transposed = false;
   bool allow_tf32 = false, deterministic = false;
-  CUDNN_OPS_FIELDS(input, weight, bias, residual, before, out, steps, activation, allow_tf32,
-                   deterministic)
+  CUDNN_OPS_FIELDS(input, weight, bias, residual, before, out, steps, activation, is_transposed,
+                   allow_tf32, deterministic)
 };
 
 // The gradient of the input or that of the weight, from that of the convolution's result.

@@ -1,6 +1,7 @@
 // The plans that a convolution needs, and why it runs otherwise, for those who ask without calling.
 
 #include "ops/conv/conv_choice.h"
+#include "ops/conv/conv_transpose.h"
 
 #include "graph/plan_key.h"
 
@@ -37,17 +38,44 @@ Conv bare_conv(const at::Tensor& input, const at::Tensor& weight, c10::IntArrayR
   return args;
 }
 
-// What runs where no plan does, and why; both are empty where one does. `step` is a ConvStep.
+// What computes a step of a transposed convolution: another step of its mirror.
+KernelChoice choose_transposed_kernel(const Conv& args, ConvStep step) {
+  if (has_no_mirror(args)) {
+    return {ConvKernel::kProduct, "torch",
+            "a kernel of torch runs: cuDNN's make no transposed convolution with an "
+            "output_padding that is not less than the stride"};
+  }
+  ConvStep mirrored = step;
+  if (step == ConvStep::kForward) mirrored = ConvStep::kInputGradient;
+  if (step == ConvStep::kInputGradient) mirrored = ConvStep::kForward;
+  return choose_kernel(mirror_of(args), mirrored);
+}
+
+// What runs where no plan does, empty where one does, and why it is that or a plan, as far as there
+// is something to say. `step` is a ConvStep.
 std::tuple<std::string, std::string> other_engine(const at::Tensor& input, const at::Tensor& weight,
                                                   c10::IntArrayRef geometry, int64_t step) {
-  const auto choice =
-      choose_kernel(bare_conv(input, weight, geometry), static_cast<ConvStep>(step));
+  const Conv args = bare_conv(input, weight, geometry);
+  const auto choice = args.geometry.is_transposed()
+                          ? choose_transposed_kernel(args, static_cast<ConvStep>(step))
+                          : choose_kernel(args, static_cast<ConvStep>(step));
   return {std::string(choice.engine), std::string(choice.reason)};
+}
+
+// By a ConvStep and a DepthwiseUse.
+void use_depthwise(int64_t step, int64_t use) {
+  set_depthwise_use(static_cast<ConvStep>(step), static_cast<DepthwiseUse>(use));
 }
 
 std::vector<int64_t> backward_plan_key(const at::Tensor& input, const at::Tensor& weight,
                                        c10::IntArrayRef geometry, bool is_of_weight) {
-  const auto params = conv_backward_params(bare_conv(input, weight, geometry), is_of_weight);
+  const Conv args = bare_conv(input, weight, geometry);
+  const bool is_transposed = args.geometry.is_transposed();
+  if (is_transposed && !is_of_weight) {
+    const auto params = conv_params(mirror_of(args), ConvFusion::kAll, /*with_before=*/false);
+    return graph::PlanKey::of(params, 0).words().vec();
+  }
+  const auto params = conv_backward_params(is_transposed ? mirror_of(args) : args, is_of_weight);
   return graph::PlanKey::of(params, 0).words().vec();
 }
 
@@ -66,6 +94,7 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
       kernel<bare_reason>);
   m.def("_conv_other_engine(Tensor input, Tensor weight, int[] geometry, int step) -> (str, str)",
         other_engine);
+  m.def("_conv_use_depthwise(int step, int use) -> ()", use_depthwise);
   m.def(
       "_conv_backward_plan_key(Tensor input, Tensor weight, int[] geometry, bool is_of_weight) "
       "-> int[]",

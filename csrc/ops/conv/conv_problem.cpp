@@ -72,6 +72,7 @@ ConvParams conv_params(const Conv& args, ConvFusion fusion, bool with_before) {
   params.weight = desc_of(args.weight);
   params.out = channels_last_desc(args.input.scalar_type(), sizes);
   params.steps = steps_of(args.geometry);
+  params.is_transposed = args.geometry.is_transposed();
   params.allow_tf32 = allows_tf32(args.input);
   params.deterministic = is_deterministic();
   if (fusion == ConvFusion::kNone) return params;

@@ -1,6 +1,7 @@
 """Sharding rules of convolutions: over the batch, and over output channels without groups.
 
-Over output channels the weight is sharded as by ``ColwiseParallel``, and the output by channels.
+Over output channels the weight is sharded as by ``ColwiseParallel``, that of a transposed one by
+its second dimension, and the output by channels.
 """
 
 from __future__ import annotations
@@ -12,8 +13,14 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
 
 from cudnn_ops.distributed.sharding.rules import Rule, call_of, cheapest, register
+from cudnn_ops.ops.conv import is_transposed
 
 _ops = torch.ops.cudnn_ops
+
+
+def _outputs(geometry: Sequence[int]) -> Shard:
+    """Of the weight, by output channels."""
+    return Shard(1) if is_transposed(geometry) else Shard(0)
 
 
 def _forward(schema: OpSchema) -> OpStrategy:
@@ -24,7 +31,7 @@ def _forward(schema: OpSchema) -> OpStrategy:
 
     rules = [Rule({"input": Shard(0), "residual": Shard(0)}, sharded(0))]
     if call.geometry[-1] == 1:
-        inputs = {"weight": Shard(0), "bias": Shard(0), "residual": Shard(1)}
+        inputs = {"weight": _outputs(call.geometry), "bias": Shard(0), "residual": Shard(1)}
         rules.append(Rule(inputs, sharded(1)))
     return cheapest(schema, rules)
 
@@ -48,8 +55,8 @@ def _backward(schema: OpSchema) -> OpStrategy:
     if call.geometry[-1] == 1:
         rules.append(
             Rule(
-                {"grad_out": Shard(1), "weight": Shard(0), "saved": Shard(1)},
-                tuple(wanted(Partial(), Shard(0), Shard(0), Shard(1))),
+                {"grad_out": Shard(1), "weight": _outputs(call.geometry), "saved": Shard(1)},
+                tuple(wanted(Partial(), _outputs(call.geometry), Shard(0), Shard(1))),
             )
         )
     return cheapest(schema, rules)

@@ -1,0 +1,141 @@
+// What the kernels of depthwise convolutions of images share: which outputs a thread has, and how
+// it reads pixels and taps. Sums are in float32.
+#pragma once
+
+#include "depthwise_conv_call.h"
+#include "number.cuh"
+
+using namespace depthwise_images;
+using Type = KERNEL_TYPE;
+using Bits = Type::Bits;
+
+// A thread's channels: a piece of a strip of them, for `rows` tiles of a block at once.
+struct Place {
+  int own, piece, pieces;  // in the block; of all; how many there are
+  int row, rows;           // of the block's threads with the same channels
+  long long set;           // of tiles
+
+  __device__ Place(const DepthwiseConvShape& shape, int width, unsigned block)
+      : own(threadIdx.x % shape.pieces),
+        piece((int)(block % shape.strips) * shape.pieces + own),
+        pieces(shape.channels / width),
+        row(threadIdx.x / shape.pieces),
+        rows(blockDim.x / shape.pieces),
+        set(block / shape.strips) {
+  }
+};
+
+// The thread's channels of one row of an image. Zeros beyond either end.
+template <int kWidth>
+struct Row {
+  using Vector = Piece<Type, kWidth>;
+  const Vector* first;
+  int length, step;  // in positions; from one to the next
+
+  __device__ Row(const void* data, long long row, int length, const Place& place)
+      : first((const Vector*)data + row * length * place.pieces + place.piece),
+        length(length),
+        step(place.pieces) {
+  }
+  __device__ void read(int at, float (&values)[kWidth]) const {
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) values[k] = 0;
+    if ((unsigned)at < (unsigned)length) first[(long long)at * step].read(values);
+  }
+};
+
+// Whether rows beyond an image are left out, or read as zeros: without a branch all of a tile's
+// loads are under way at once, which counts where there are few products to each.
+template <int kSize>
+constexpr bool kSkipsRows = kSize > 3;
+
+// Pixels side by side in the rows of one tile, of a thread's two channels. Where they are in a row,
+// and which of them exist, is found out once for all rows.
+template <int kCount>
+struct Strip {
+  // Two channels as memory has them: in words, since a zero takes one instruction to a word.
+  static constexpr int kWords = kPair * sizeof(Bits) / sizeof(unsigned);
+  struct alignas(kPair * sizeof(Bits)) Vector {
+    unsigned words[kWords];
+  };
+  const Vector* first;
+  long long line;  // in pieces, from one row to the next
+  unsigned exists, offsets[kCount];
+
+  // From column `left` of row 0 on, which need not exist.
+  __device__ Strip(const void* data, long long image, int height, int width, int left,
+                   const Place& place)
+      : first((const Vector*)data + (image * height * width + left) * place.pieces + place.piece),
+        line((long long)width * place.pieces),
+        exists(0) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if ((unsigned)(left + i) < (unsigned)width) exists |= 1u << i;
+      offsets[i] = i * place.pieces * (unsigned)sizeof(Vector);
+    }
+  }
+  // Zeros where there is nothing, as in all of a row that `is_there` says there is none of.
+  __device__ void read(int row, float (&values)[kCount][kPair], bool is_there = true) const {
+    const unsigned found = is_there ? exists : 0;
+    const auto* start = (const char*)(first + row * line);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      Vector pixel = {};
+      if (found & 1u << i) pixel = *(const Vector*)(start + offsets[i]);
+      ((const Piece<Type, kPair>&)pixel).read(values[i]);
+    }
+  }
+};
+
+// Tiles of an image, counted across, then down, then from image to image: each thread's of a
+// block, in turn. `each` gets the image and where in it the tile is.
+template <class Each>
+__device__ void for_tiles(const DepthwiseConvShape& shape, const Place& place, const Each& each) {
+  const int of_image = shape.tiles[0] * shape.tiles[1];
+  const long long all = shape.batch * of_image;
+  long long tile = place.set * shape.turns * place.rows + place.row;
+  for (int turn = 0; turn < shape.turns && tile < all; ++turn, tile += place.rows) {
+    const long long image = tile / of_image;
+    const int at = (int)(tile - image * of_image), down = at / shape.tiles[1];
+    each(image, down, at - down * shape.tiles[1]);
+  }
+}
+
+// The block's weights as [taps][channels], in float32: two more numbers to a row spread what
+// threads write over banks.
+template <int kAll>
+struct Taps {
+  const float* own;
+  int step;
+
+  __device__ Taps(const DepthwiseConvCall& call, const Place& place) {
+    extern __shared__ float shared[];
+    const auto& shape = call.shape;
+    const int first = (place.piece - place.own) * kPair;
+    const int count = min(shape.pieces * kPair, shape.channels - first);
+    step = shape.pieces * kPair + 2;
+    own = shared + place.own * kPair;
+    const auto* weight = (const Bits*)call.weight + (long long)first * kAll;
+    for (int i = threadIdx.x; i < count * kAll; i += blockDim.x) {
+      const int channel = i / kAll, tap = i - channel * kAll;
+      shared[(call.is_turned ? kAll - 1 - tap : tap) * step + channel] = Type::read(weight[i]);
+    }
+    __syncthreads();
+  }
+  __device__ float2 operator[](int tap) const {
+    return *(const float2*)(own + tap * step);
+  }
+};
+
+__device__ inline void add_product(float (&sum)[kPair], float2 weight,
+                                   const float (&value)[kPair]) {
+  sum[0] = fmaf(weight.x, value[0], sum[0]);
+  sum[1] = fmaf(weight.y, value[1], sum[1]);
+}
+
+// The bounds of a launch, in parentheses: threads of a block, and blocks of a multiprocessor.
+#define DEPTHWISE_CONV(name, Call, function, bounds)                         \
+  extern "C" __global__ void __launch_bounds__ bounds depthwise_conv_##name( \
+      const __grid_constant__ Call call) {                                   \
+    function(call);                                                          \
+  }

@@ -1,0 +1,289 @@
+#include "kernels/depthwise_conv.h"
+
+#include "depthwise_conv_forward_bfloat16_images.h"
+#include "depthwise_conv_forward_float_images.h"
+#include "depthwise_conv_forward_half_images.h"
+#include "depthwise_conv_input_bfloat16_images.h"
+#include "depthwise_conv_input_float_images.h"
+#include "depthwise_conv_input_half_images.h"
+#include "depthwise_conv_weight_bfloat16_images.h"
+#include "depthwise_conv_weight_float_images.h"
+#include "depthwise_conv_weight_half_images.h"
+#include "kernels/depthwise_conv_call.h"
+#include "kernels/device_kernel.h"
+
+#include <ATen/cuda/EmptyTensor.h>
+
+#include <algorithm>
+
+namespace cudnn_ops {
+namespace {
+
+using namespace depthwise_images;
+
+// Threads of a block; of the weight's gradient fewer, which have more registers each.
+constexpr int64_t kThreads = 256, kLeastThreads = 64, kWeightThreads = 128;
+constexpr int64_t kWarp = 32, kStrip = 32;
+constexpr int kFloatBytes = sizeof(float);
+
+struct TypeKernels {
+  // Of three, five and seven taps each way; for strides of 1, then of 2.
+  DeviceKernel forward[2][3], weight[2][3], input[3];
+  // Of any geometry, by the channels of a thread.
+  DeviceKernel forward_any[2], weight_any[2], input_any[2];
+  DeviceKernel add_up;
+};
+
+#define CUDNN_OPS_KERNEL(images, name) {images, "depthwise_conv_" name}
+#define CUDNN_OPS_SIZES(images, name, ending)                                              \
+  {CUDNN_OPS_KERNEL(images, name "_3" ending), CUDNN_OPS_KERNEL(images, name "_5" ending), \
+   CUDNN_OPS_KERNEL(images, name "_7" ending)}
+#define CUDNN_OPS_STRIDES(images, name) \
+  {CUDNN_OPS_SIZES(images, name, "_1"), CUDNN_OPS_SIZES(images, name, "_2")}
+#define CUDNN_OPS_WIDTHS(images, name) \
+  {CUDNN_OPS_KERNEL(images, name "_singles"), CUDNN_OPS_KERNEL(images, name "_pairs")}
+#define CUDNN_OPS_KERNELS(Type)                                       \
+  {CUDNN_OPS_STRIDES(kDepthwiseConvForward##Type##Images, "forward"), \
+   CUDNN_OPS_STRIDES(kDepthwiseConvWeight##Type##Images, "weight"),   \
+   CUDNN_OPS_SIZES(kDepthwiseConvInput##Type##Images, "input", ""),   \
+   CUDNN_OPS_WIDTHS(kDepthwiseConvForward##Type##Images, "forward"),  \
+   CUDNN_OPS_WIDTHS(kDepthwiseConvWeight##Type##Images, "weight"),    \
+   CUDNN_OPS_WIDTHS(kDepthwiseConvInput##Type##Images, "input"),      \
+   CUDNN_OPS_KERNEL(kDepthwiseConvWeight##Type##Images, "add_up")}
+
+const TypeKernels& kernels_of(at::ScalarType dtype) {
+  static const TypeKernels all[3] = {CUDNN_OPS_KERNELS(Half), CUDNN_OPS_KERNELS(BFloat16),
+                                     CUDNN_OPS_KERNELS(Float)};
+  return all[type_index(dtype)];
+}
+
+// Depth, height and width; images have a depth of 1.
+std::array<int64_t, 3> sizes_of(const at::Tensor& image) {
+  const bool has_depth = image.dim() == 5;
+  return {has_depth ? image.size(2) : 1, image.size(-2), image.size(-1)};
+}
+
+// Of a convolution from `input` to `out`.
+DepthwiseConvShape shape_of(const at::Tensor& input, const at::Tensor& out,
+                            const at::Tensor& weight, const DepthwiseConvSteps& steps) {
+  DepthwiseConvShape shape{};
+  shape.batch = input.size(0);
+  shape.channels = static_cast<int>(input.size(1));
+  const auto size = sizes_of(input), out_size = sizes_of(out), taps = sizes_of(weight);
+  for (size_t dim = 0; dim < 3; ++dim) {
+    shape.size[dim] = static_cast<int>(size[dim]);
+    shape.out_size[dim] = static_cast<int>(out_size[dim]);
+    shape.taps[dim] = static_cast<int>(taps[dim]);
+    shape.stride[dim] = static_cast<int>(steps.stride[dim]);
+    shape.dilation[dim] = static_cast<int>(steps.dilation[dim]);
+    shape.padding[dim] = static_cast<int>(steps.padding[dim]);
+  }
+  return shape;
+}
+
+bool has_depth(const DepthwiseConvShape& shape) {
+  return shape.size[0] != 1 || shape.out_size[0] != 1 || shape.taps[0] != 1;
+}
+
+// Which of the kernels of three, five and seven taps fits; negative where none does. The stride is
+// 1 or 2 both ways.
+int index_of_size(const DepthwiseConvShape& shape) {
+  const int size = shape.taps[1], stride = shape.stride[1];
+  const bool is_square = shape.taps[2] == size && shape.stride[2] == stride;
+  const bool is_dense = shape.dilation[1] == 1 && shape.dilation[2] == 1;
+  const bool is_known = (size == 3 || size == 5 || size == 7) && (stride == 1 || stride == 2);
+  const bool has_pairs = shape.channels % kPair == 0;
+  return is_square && is_dense && is_known && has_pairs && !has_depth(shape) ? size / 2 - 1 : -1;
+}
+
+// How a call is spread over blocks.
+struct Tiling {
+  int64_t pieces, strips, rows, sets;  // threads with the same channels; sets of tiles, one each
+
+  // Of `tiles` tiles of all images.
+  Tiling(const DepthwiseConvShape& shape, int64_t width, int64_t threads, int64_t tiles) {
+    // Blocks begin with a sector of memory where there are several side by side.
+    constexpr int64_t kSector = 8;
+    const int64_t all = shape.channels / width;
+    strips = divide_up(all, kWarp);
+    pieces = divide_up(all, strips);
+    if (strips > 1) pieces = divide_up(pieces, kSector) * kSector;
+    rows = threads / pieces;
+    sets = divide_up(tiles, rows);
+  }
+  int threads() const {
+    return static_cast<int>(pieces * rows);
+  }
+  // Each block has `turns` of the sets; how many blocks there are.
+  int64_t spread(DepthwiseConvShape& shape, int64_t turns) const {
+    shape.pieces = static_cast<int>(pieces);
+    shape.strips = static_cast<int>(strips);
+    shape.turns = static_cast<int>(turns);
+    return strips * divide_up(sets, turns);
+  }
+};
+
+// In blocks as large as leaves two for each processor.
+Tiling tiling_of(const DepthwiseConvShape& shape, int64_t width, int64_t tiles) {
+  const int64_t wanted = 2 * current_limits().processors;
+  for (int64_t threads = kThreads; threads > kLeastThreads; threads /= 2) {
+    const Tiling tiling(shape, width, threads, tiles);
+    if (tiling.strips * tiling.sets >= wanted) return tiling;
+  }
+  return {shape, width, kLeastThreads, tiles};
+}
+
+// Sets of tiles of a block: what it begins with serves all of them. Fewer where blocks would no
+// longer keep all processors busy to the end.
+int64_t turns_of(const Tiling& tiling, const DeviceKernel& kernel, int shared_bytes) {
+  constexpr int64_t kMost = 8, kWaves = 4;
+  const int64_t resident = kernel.resident_blocks(tiling.threads(), shared_bytes);
+  return std::clamp<int64_t>(tiling.sets * tiling.strips / (kWaves * resident), 1, kMost);
+}
+
+int64_t tiles_of(DepthwiseConvShape& shape, int64_t down, int64_t across) {
+  shape.tiles[0] = static_cast<int>(down);
+  shape.tiles[1] = static_cast<int>(across);
+  return shape.batch * down * across;
+}
+
+// Of the taps that a block keeps: as in Taps of depthwise_conv.cuh.
+int taps_bytes(const Tiling& tiling, int64_t width, int64_t taps) {
+  constexpr int64_t kSpread = 2;
+  return static_cast<int>(taps * (width * tiling.pieces + kSpread) * kFloatBytes);
+}
+
+void launch(const DeviceKernel& kernel, DepthwiseConvCall& call, const Tiling& tiling,
+            int shared_bytes) {
+  const int64_t turns = turns_of(tiling, kernel, shared_bytes);
+  const int64_t blocks = tiling.spread(call.shape, turns);
+  void* argument = &call;
+  kernel.launch(blocks, 1, tiling.threads(), &argument, shared_bytes);
+}
+
+// Of a convolution, or of the gradient of its input as one.
+void launch_forward(DepthwiseConvCall& call, const TypeKernels& kernels) {
+  auto& shape = call.shape;
+  const int size = index_of_size(shape);
+  const int64_t width = shape.channels % kPair == 0 ? kPair : 1;
+  if (size < 0) {
+    const int64_t tiles = tiles_of(shape, int64_t{shape.out_size[0]} * shape.out_size[1],
+                                   divide_up(shape.out_size[2], kRun));
+    const Tiling tiling = tiling_of(shape, width, tiles);
+    return launch(kernels.forward_any[width - 1], call, tiling,
+                  taps_bytes(tiling, width, std::min(shape.taps[2], kStaged)));
+  }
+  const int64_t tiles = tiles_of(shape, divide_up(shape.out_size[1], kTileRows),
+                                 divide_up(shape.out_size[2], kTileColumns));
+  const Tiling tiling = tiling_of(shape, width, tiles);
+  launch(kernels.forward[shape.stride[1] - 1][size], call, tiling,
+         taps_bytes(tiling, width, int64_t{shape.taps[1]} * shape.taps[2]));
+}
+
+// The sets of tiles are spread over as many blocks as run at the same time, each of which leaves
+// one row of sums.
+void launch_weight(DepthwiseConvWeightCall& call, const DeviceKernel& kernel, const Tiling& tiling,
+                   int64_t groups_of_taps, int taps_at_once, int64_t width,
+                   const at::Tensor& grad_weight, const DeviceKernel& add_up) {
+  auto& shape = call.shape;
+  const int64_t all = grad_weight.numel() + (call.grad_bias != nullptr ? shape.channels : 0);
+  const int shared_bytes = tiling.threads() * taps_at_once * static_cast<int>(width) * kFloatBytes;
+  const int64_t resident = kernel.resident_blocks(tiling.threads(), shared_bytes);
+  const int64_t wanted =
+      std::clamp<int64_t>(resident / (tiling.strips * groups_of_taps), 1, tiling.sets);
+  const int64_t blocks = tiling.spread(shape, divide_up(tiling.sets, wanted));
+  call.partials = static_cast<unsigned>(blocks / tiling.strips);
+  at::Tensor partial;
+  if (call.partials > 1) {
+    partial = at::detail::empty_cuda({int64_t{call.partials} * all}, at::kFloat,
+                                     grad_weight.device(), std::nullopt);
+    call.partial = static_cast<float*>(partial.mutable_data_ptr());
+  }
+  void* argument = &call;
+  kernel.launch(blocks, static_cast<int>(groups_of_taps), tiling.threads(), &argument,
+                shared_bytes);
+  if (call.partials > 1) add_up.launch(divide_up(all, kStrip), 1, 1024, &argument);
+}
+
+}  // namespace
+
+void depthwise_conv(const at::Tensor& input, const at::Tensor& weight,
+                    const DepthwiseConvSteps& steps, const std::optional<at::Tensor>& bias,
+                    const std::optional<at::Tensor>& residual, Activation activation,
+                    const at::Tensor& before, const at::Tensor& out) {
+  DepthwiseConvCall call{};
+  call.shape = shape_of(input, out, weight, steps);
+  call.input = input.const_data_ptr();
+  call.weight = weight.const_data_ptr();
+  call.bias = bias ? bias->const_data_ptr() : nullptr;
+  call.residual = residual ? residual->const_data_ptr() : nullptr;
+  call.before = before.defined() ? before.mutable_data_ptr() : nullptr;
+  call.out = out.mutable_data_ptr();
+  call.activation = static_cast<int>(activation);
+  launch_forward(call, kernels_of(input.scalar_type()));
+}
+
+void depthwise_conv_input(const at::Tensor& grad_out, const at::Tensor& weight,
+                          const DepthwiseConvSteps& steps, const at::Tensor& grad_input) {
+  const auto& kernels = kernels_of(grad_out.scalar_type());
+  DepthwiseConvCall call{};
+  call.input = grad_out.const_data_ptr();
+  call.weight = weight.const_data_ptr();
+  call.out = grad_input.mutable_data_ptr();
+  const auto taps = sizes_of(weight);
+  if (steps.stride == std::array<int64_t, 3>{1, 1, 1}) {
+    // The outputs' gradients take the inputs' place, with the taps turned around.
+    DepthwiseConvSteps turned = steps;
+    for (size_t dim = 0; dim < taps.size(); ++dim) {
+      turned.padding[dim] = (taps[dim] - 1) * steps.dilation[dim] - steps.padding[dim];
+    }
+    call.shape = shape_of(grad_out, grad_input, weight, turned);
+    call.is_turned = true;
+    return launch_forward(call, kernels);
+  }
+  call.shape = shape_of(grad_input, grad_out, weight, steps);
+  auto& shape = call.shape;
+  const int size = shape.stride[1] == 2 ? index_of_size(shape) : -1;
+  const int64_t width = shape.channels % kPair == 0 ? kPair : 1;
+  if (size < 0) {
+    const int64_t tiles =
+        tiles_of(shape, int64_t{shape.size[0]} * shape.size[1], int64_t{shape.size[2]});
+    return launch(kernels.input_any[width - 1], call, tiling_of(shape, width, tiles), 0);
+  }
+  // Tiles begin at even numbers of zeros and pixels: with an odd number of zeros, one before.
+  const int64_t tiles =
+      tiles_of(shape, divide_up(shape.size[1] + shape.padding[1] % 2, kStridedRows),
+               divide_up(shape.size[2] + shape.padding[2] % 2, kStridedColumns));
+  const Tiling tiling = tiling_of(shape, width, tiles);
+  launch(kernels.input[size], call, tiling,
+         taps_bytes(tiling, width, int64_t{shape.taps[1]} * shape.taps[2]));
+}
+
+void depthwise_conv_weight(const at::Tensor& input, const at::Tensor& grad_out,
+                           const DepthwiseConvSteps& steps, const at::Tensor& grad_weight,
+                           const at::Tensor& grad_bias) {
+  const auto& kernels = kernels_of(input.scalar_type());
+  DepthwiseConvWeightCall call{};
+  call.shape = shape_of(input, grad_out, grad_weight, steps);
+  call.input = input.const_data_ptr();
+  call.grad_out = grad_out.const_data_ptr();
+  call.grad_weight = grad_weight.mutable_data_ptr();
+  call.grad_bias = grad_bias.defined() ? grad_bias.mutable_data_ptr() : nullptr;
+  auto& shape = call.shape;
+  const int size = index_of_size(shape);
+  const int64_t width = shape.channels % kPair == 0 ? kPair : 1;
+  if (size < 0) {
+    const int64_t lines = int64_t{shape.out_size[0]} * shape.out_size[1];
+    const int64_t tiles = tiles_of(shape, lines, divide_up(shape.out_size[2], kStretch));
+    const int64_t groups = int64_t{shape.taps[0]} * shape.taps[1] * divide_up(shape.taps[2], kTaps);
+    return launch_weight(call, kernels.weight_any[width - 1], {shape, width, kThreads, tiles},
+                         groups, kTaps, width, grad_weight, kernels.add_up);
+  }
+  const int64_t tiles = tiles_of(shape, divide_up(shape.out_size[1], kTileRows),
+                                 divide_up(shape.out_size[2], kTileColumns));
+  launch_weight(call, kernels.weight[shape.stride[1] - 1][size],
+                {shape, width, kWeightThreads, tiles}, /*groups_of_taps=*/1, shape.taps[2], width,
+                grad_weight, kernels.add_up);
+}
+
+}  // namespace cudnn_ops

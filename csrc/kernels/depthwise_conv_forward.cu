@@ -1,0 +1,238 @@
+// Depthwise convolutions of images and volumes, the channels last in memory: the forward with its
+// epilogue, activation(conv + bias + residual), which with the taps turned around is the gradient
+// of the input too, where the strides are 1. A thread has two channels, and of those a tile of
+// outputs: each input that it reads serves all of them. Compiled when the package is built
+// (cmake/compile_kernels.py); depthwise_conv_cuda.cpp launches it.
+
+#include "depthwise_conv.cuh"
+
+#include "activation.cuh"
+#include "activation_list.h"
+
+#define ENUMERATOR(name, Name) k##Name,
+enum : int { CUDNN_OPS_ACTIVATIONS(ENUMERATOR) };
+#undef ENUMERATOR
+
+namespace {
+
+// A thread's outputs, row by row of the tile.
+template <int kRows, int kColumns, int kWidth>
+struct Outputs {
+  float sums[kRows][kColumns][kWidth] = {};
+
+  // What comes after the convolution, for the outputs that exist. `index` is where the first is, in
+  // pieces, and `down` and `across` lead to the next ones.
+  __device__ void finish(const DepthwiseConvCall& call, const Place& place, long long index,
+                         long long down, int rows, int columns) {
+    float bias[kWidth] = {};
+    if (call.bias != nullptr) {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        bias[k] = Type::read(((const Bits*)call.bias)[place.piece * kWidth + k]);
+      }
+    }
+    if (call.activation == kNone && call.residual == nullptr && call.before == nullptr) {
+#pragma unroll
+      for (int y = 0; y < kRows; ++y) {
+#pragma unroll
+        for (int x = 0; x < kColumns; ++x) {
+          if (y >= rows || x >= columns) continue;
+#pragma unroll
+          for (int k = 0; k < kWidth; ++k) sums[y][x][k] += bias[k];
+          write(call.out, index + y * down + (long long)x * place.pieces, sums[y][x]);
+        }
+      }
+      return;
+    }
+    // One after another, from memory: once unrolled, the code of all activations is a long one.
+    float kept[kRows * kColumns][kWidth];
+#pragma unroll
+    for (int i = 0; i < kRows * kColumns; ++i) {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) kept[i][k] = sums[i / kColumns][i % kColumns][k] + bias[k];
+    }
+    for (int y = 0; y < min(rows, kRows); ++y) {
+#pragma unroll 1
+      for (int x = 0; x < min(columns, kColumns); ++x) {
+        finish_one(call, index + y * down + (long long)x * place.pieces, kept[y * kColumns + x]);
+      }
+    }
+  }
+
+ private:
+  using Vector = Piece<Type, kWidth>;
+
+  static __device__ void write(void* data, long long index, const float (&values)[kWidth]) {
+    ((Vector*)data)[index] = Vector::of(values);
+  }
+  static __device__ void finish_one(const DepthwiseConvCall& call, long long index,
+                                    float (&values)[kWidth]) {
+    if (call.residual != nullptr) ((const Vector*)call.residual)[index].add_to(values);
+    if (call.before != nullptr) write(call.before, index, values);
+    float results[kWidth];
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      switch (call.activation) {
+#define CASE(name, Name) \
+  case k##Name: results[k] = Name::of(values[k]).x; break;
+        CUDNN_OPS_ACTIVATIONS(CASE)
+#undef CASE
+      }
+    }
+    write(call.out, index, results);
+  }
+};
+
+// Of an image, with as many taps each way as the template says.
+template <int kSize, int kStride>
+__device__ void forward(const DepthwiseConvCall& call) {
+  constexpr int kRows = (kTileRows - 1) * kStride + kSize;
+  constexpr int kColumns = (kTileColumns - 1) * kStride + kSize;
+  const auto& shape = call.shape;
+  const Place place(shape, kPair, blockIdx.x);
+  const Taps<kSize * kSize> taps(call, place);
+  if (place.piece >= place.pieces) return;
+  const int height = shape.size[1], width = shape.size[2];
+  for_tiles(shape, place, [&](long long image, int down, int across) {
+    const int row = down * kTileRows, column = across * kTileColumns;
+    const int first = row * kStride - shape.padding[1];
+    const int left = column * kStride - shape.padding[2];
+    const Strip<kColumns> input(call.input, image, height, width, left, place);
+    Outputs<kTileRows, kTileColumns, kPair> outputs;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const bool is_there = (unsigned)(first + r) < (unsigned)height;
+      if (kSkipsRows<kSize> && !is_there) continue;
+      float values[kColumns][kPair];
+      input.read(first + r, values, is_there);
+#pragma unroll
+      for (int y = 0; y < kTileRows; ++y) {
+        const int tap = r - y * kStride;
+        if (tap < 0 || tap >= kSize) continue;
+#pragma unroll
+        for (int t = 0; t < kSize; ++t) {
+          const float2 weight = taps[tap * kSize + t];
+#pragma unroll
+          for (int x = 0; x < kTileColumns; ++x) {
+            add_product(outputs.sums[y][x], weight, values[x * kStride + t]);
+          }
+        }
+      }
+    }
+    const long long index =
+        ((image * shape.out_size[1] + row) * shape.out_size[2] + column) * place.pieces +
+        place.piece;
+    outputs.finish(call, place, index, (long long)shape.out_size[2] * place.pieces,
+                   shape.out_size[1] - row, shape.out_size[2] - column);
+  });
+}
+
+// Some taps of a row, for all channels of a block; all threads come here.
+template <int kWidth>
+__device__ void stage_taps(const DepthwiseConvCall& call, const Place& place, float* staged,
+                           int begin, int count) {
+  const auto& shape = call.shape;
+  const int all = shape.taps[0] * shape.taps[1] * shape.taps[2];
+  const int step = shape.pieces * kWidth + 2, first = (place.piece - place.own) * kWidth;
+  const int channels = min(shape.pieces * kWidth, shape.channels - first);
+  const auto* weight = (const Bits*)call.weight + (long long)first * all;
+  __syncthreads();
+  for (int i = threadIdx.x; i < channels * count; i += blockDim.x) {
+    const int channel = i / count, tap = i - channel * count;
+    const int at = call.is_turned ? all - 1 - begin - tap : begin + tap;
+    staged[tap * step + channel] = Type::read(weight[(long long)channel * all + at]);
+  }
+  __syncthreads();
+}
+
+// What they add to a run of outputs, whose input of the first tap is `first`.
+template <int kWidth>
+__device__ void add_taps(const DepthwiseConvShape& shape, const Row<kWidth>& input,
+                         const float* taps, int first, int count, float (&sums)[kRun][kWidth]) {
+  const int step = shape.pieces * kWidth + 2;
+  if (shape.stride[2] == 1 && shape.dilation[2] == 1) {
+    // The inputs of all outputs of the run at one tap; for the next tap they move on by one.
+    float window[kRun][kWidth];
+#pragma unroll
+    for (int i = 1; i < kRun; ++i) input.read(first + i - 1, window[i]);
+#pragma unroll 8
+    for (int tap = 0; tap < count; ++tap) {
+#pragma unroll
+      for (int i = 0; i < kRun - 1; ++i) {
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) window[i][k] = window[i + 1][k];
+      }
+      input.read(first + tap + kRun - 1, window[kRun - 1]);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        const float weight = taps[tap * step + k];
+#pragma unroll
+        for (int i = 0; i < kRun; ++i) sums[i][k] = fmaf(weight, window[i][k], sums[i][k]);
+      }
+    }
+    return;
+  }
+  for (int tap = 0; tap < count; ++tap) {
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      float values[kWidth];
+      input.read(first + i * shape.stride[2] + tap * shape.dilation[2], values);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        sums[i][k] = fmaf(taps[tap * step + k], values[k], sums[i][k]);
+      }
+    }
+  }
+}
+
+// Of any geometry: tiles are runs of outputs across, counted over depth and height. The block's
+// threads go through the taps together.
+template <int kWidth>
+__device__ void forward_any(const DepthwiseConvCall& call) {
+  extern __shared__ float shared[];  // [kStaged][channels + 2]
+  const auto& shape = call.shape;
+  const Place place(shape, kWidth, blockIdx.x);
+  const int lines = shape.tiles[0], runs = shape.tiles[1];
+  const long long all = shape.batch * lines * runs;
+  for (int turn = 0; turn < shape.turns; ++turn) {
+    const long long tile = (place.set * shape.turns + turn) * place.rows + place.row;
+    if (tile - place.row >= all) return;  // all threads do
+    const bool is_there = tile < all && place.piece < place.pieces;
+    const long long at = tile / runs, image = at / lines;
+    const int start = (int)(tile - at * runs) * kRun, line = (int)(at - image * lines);
+    const int depth = line / shape.out_size[1], height = line - depth * shape.out_size[1];
+    Outputs<1, kRun, kWidth> outputs;
+    for (int row = 0; row < shape.taps[0] * shape.taps[1]; ++row) {
+      const int d = row / shape.taps[1], h = row - d * shape.taps[1];
+      const int z = depth * shape.stride[0] - shape.padding[0] + d * shape.dilation[0];
+      const int y = height * shape.stride[1] - shape.padding[1] + h * shape.dilation[1];
+      const bool is_in = is_there && (unsigned)z < (unsigned)shape.size[0] &&
+                         (unsigned)y < (unsigned)shape.size[1];
+      const Row<kWidth> input(call.input, (image * shape.size[0] + z) * shape.size[1] + y,
+                              shape.size[2], place);
+      for (int tap = 0; tap < shape.taps[2]; tap += kStaged) {
+        const int count = min(kStaged, shape.taps[2] - tap);
+        stage_taps<kWidth>(call, place, shared, row * shape.taps[2] + tap, count);
+        const int first = start * shape.stride[2] - shape.padding[2] + tap * shape.dilation[2];
+        if (is_in) {
+          add_taps(shape, input, shared + place.own * kWidth, first, count, outputs.sums[0]);
+        }
+      }
+    }
+    if (!is_there) continue;
+    const long long index = (at * shape.out_size[2] + start) * place.pieces + place.piece;
+    outputs.finish(call, place, index, 0, 1, shape.out_size[2] - start);
+  }
+}
+
+}  // namespace
+
+#define OF_SIZE(size)                                                                 \
+  DEPTHWISE_CONV(forward_##size##_1, DepthwiseConvCall, (forward<size, 1>), (256, 2)) \
+  DEPTHWISE_CONV(forward_##size##_2, DepthwiseConvCall, (forward<size, 2>), (256, 2))
+
+OF_SIZE(3)
+OF_SIZE(5)
+OF_SIZE(7)
+DEPTHWISE_CONV(forward_pairs, DepthwiseConvCall, (forward_any<kPair>), (256, 3))
+DEPTHWISE_CONV(forward_singles, DepthwiseConvCall, (forward_any<1>), (256, 3))
