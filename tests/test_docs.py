@@ -137,9 +137,13 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
 
+ADAPTERS = (".integrations.transformers", ".integrations.diffusers")
+
+
 def public_modules() -> Iterator[ModuleType]:
     pytest.importorskip("transformers")
-    for name in ("", ".distributed", ".generation", ".nn", ".integrations.transformers"):
+    pytest.importorskip("diffusers")
+    for name in ("", ".distributed", ".generation", ".nn", *ADAPTERS):
         yield import_module(f"cudnn_ops{name}")
 
 

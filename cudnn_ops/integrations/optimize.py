@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
+from typing import Any
 
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -22,30 +23,32 @@ class OptimizeReport:
     """What :func:`cudnn_ops.optimize_` did to a model. Printed, it is a list.
 
     Attributes:
-        model: the optimized model: the same object, unless its convolutions were fused.
+        model: the optimized model, or pipeline: the same object, unless convolutions were fused.
         replaced: modules that were replaced.
         rotary: names of the modules whose rotary embedding is one kernel now.
         attention: whether transformers' attention is this package's now.
+        diffusers: the modules of diffusers that were changed, or would be.
         fused: convolutions with what follows them.
         notes: what was left alone, and why.
     """
 
-    model: nn.Module
+    model: Any
     replaced: list[Replacement] = field(default_factory=list)
     rotary: list[str] = field(default_factory=list)
     attention: bool = False
+    diffusers: list[object] = field(default_factory=list)
     fused: list[FusedConv] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        lines = [str(one) for one in (*self.replaced, *self.fused)]
+        lines = [str(one) for one in (*self.replaced, *self.diffusers, *self.fused)]
         lines += [f"{name}: rotary embedding" for name in self.rotary]
         lines += ["attention: cudnn_ops"] if self.attention else []
         return "\n".join([*lines, *(f"not done: {note}" for note in self.notes)])
 
 
 def optimize_(
-    model: nn.Module,
+    model: Any,
     example: Tensor | Sequence[object] | None = None,
     *,
     dry_run: bool = False,
@@ -54,11 +57,13 @@ def optimize_(
 
     All of :func:`cudnn_ops.nn.replace_modules_`, of the adapter for transformers (attention and
     :func:`~cudnn_ops.integrations.transformers.fuse_rotary_`) and of
-    :func:`cudnn_ops.nn.fuse_conv_bn_act_`, each as far as the model allows it. With
+    :func:`cudnn_ops.nn.fuse_conv_bn_act_`, each as far as the model allows it; for models and
+    pipelines of diffusers :func:`cudnn_ops.integrations.diffusers.optimize_`. With
     ``torch.compile(model, backend="cudnn_ops")`` none of it is needed.
 
     Args:
-        model: changed in place. Convolutions are fused only in eval mode, and in a new module.
+        model: a module, or a pipeline of diffusers; changed in place. Convolutions are fused only
+            in eval mode, and in a new module.
         example: the model's input, or a sequence of its inputs, as for ``fuse_conv_bn_act_``.
         dry_run: change nothing and say what would be replaced and fused.
 
@@ -66,7 +71,7 @@ def optimize_(
         The report; its ``model`` is the one to use.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is neither a module nor a pipeline.
 
     Example:
         >>> import torch, cudnn_ops
@@ -77,9 +82,15 @@ def optimize_(
         >>> report.model(torch.randn(1, 3, 8, 8)).shape
         torch.Size([1, 8, 6, 6])
     """
+    diffusers = sys.modules.get("diffusers")
+    if diffusers is not None and isinstance(model, diffusers.DiffusionPipeline):
+        return _optimize_pipeline(model, diffusers.ModelMixin, dry_run)
     if not isinstance(model, nn.Module):
         raise TypeError(f"optimize_: model must be a torch.nn.Module, got {type(model).__name__}")
     report = OptimizeReport(model)
+    if diffusers is not None and any(isinstance(m, diffusers.ModelMixin) for m in model.modules()):
+        _adapt_diffusers(model, report, dry_run)
+        return report
     report.replaced = replace_modules_(model, dry_run=dry_run)
     _adapt_transformers(model, report, dry_run)
     _fuse_convolutions(model, example, report, dry_run)
@@ -103,6 +114,31 @@ def _adapt_transformers(model: nn.Module, report: OptimizeReport, dry_run: bool)
         report.notes.append(f"attention: {error}")
         return
     report.attention = True
+
+
+def _adapt_diffusers(model: object, report: OptimizeReport, dry_run: bool) -> None:
+    # Convolutions are not fused: a traced model would have lost its methods, such as `decode`.
+    adapter = import_module("cudnn_ops.integrations.diffusers")
+    found = adapter.optimize_(model, dry_run=dry_run)
+    report.diffusers = found.changed
+    report.notes += map(str, found.left)
+
+
+def _optimize_pipeline(pipeline: Any, of_diffusers: type, dry_run: bool) -> OptimizeReport:
+    """Its models of diffusers, and those of transformers, each by its own adapter."""
+    report = OptimizeReport(pipeline)
+    _adapt_diffusers(pipeline, report, dry_run)
+    for name, part in pipeline.components.items():
+        if not isinstance(part, nn.Module) or isinstance(part, of_diffusers):
+            continue
+        replaced = replace_modules_(part, dry_run=dry_run)
+        report.replaced += (replace(one, name=f"{name}.{one.name}") for one in replaced)
+        of_part = OptimizeReport(part)
+        _adapt_transformers(part, of_part, dry_run)
+        report.rotary += (f"{name}.{module}" for module in of_part.rotary)
+        report.notes += (f"{name}: {note}" for note in of_part.notes)
+        report.attention |= of_part.attention
+    return report
 
 
 def _fuse_convolutions(
