@@ -14,6 +14,7 @@ from cudnn_ops.ops import _vmap_attention as _vmap_attention
 from cudnn_ops.ops import _vmap_conv as _vmap_conv
 from cudnn_ops.ops import _vmap_group_norm as _vmap_group_norm
 from cudnn_ops.ops import _vmap_linear as _vmap_linear
+from cudnn_ops.ops import _vmap_moe as _vmap_moe
 from cudnn_ops.ops import _vmap_rows as _vmap_rows
 from cudnn_ops.ops._when_imported import when_imported as _when_imported
 from cudnn_ops.ops.adaptive_norm import (
@@ -31,6 +32,8 @@ from cudnn_ops.ops.gated import geglu, swiglu
 from cudnn_ops.ops.group_norm import add_group_norm, group_norm
 from cudnn_ops.ops.linear import linear, mlp
 from cudnn_ops.ops.merge import merge_attention_states
+from cudnn_ops.ops.moe import grouped_linear, moe_combine, moe_experts, moe_permute
+from cudnn_ops.ops.moe_routing import load_balancing_loss, moe_route
 from cudnn_ops.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from cudnn_ops.ops.paged import (
     paged_attention,
@@ -144,13 +147,19 @@ __all__ = [
     "gate_add_adaptive_rms_norm",
     "geglu",
     "group_norm",
+    "grouped_linear",
     "known_bad",
     "layer_norm",
     "linear",
+    "load_balancing_loss",
     "load_bundle",
     "load_requests",
     "merge_attention_states",
     "mlp",
+    "moe_combine",
+    "moe_experts",
+    "moe_permute",
+    "moe_route",
     "optimize_",
     "paged_attention",
     "paged_attention_with_lse",

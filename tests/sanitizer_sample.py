@@ -285,6 +285,41 @@ def depthwise_images() -> Iterator[Sample]:
             )
 
 
+def mixtures() -> Iterator[Sample]:
+    """Of one block of pairs and of several, with pairs that have no expert."""
+
+    def permute(tokens: int, index: torch.dtype, dtype: torch.dtype, columns: int) -> None:
+        x = _tensor(tokens, columns, dtype=dtype).requires_grad_()
+        experts = torch.arange(tokens * 3, device="cuda").remainder(7).sub(1).view(tokens, 3)
+        rows, _, _ = cudnn_ops.moe_permute(x, experts.to(index), 6)
+        _backward(rows)
+
+    def combine(dtype: torch.dtype, weight: torch.dtype, columns: int, shift: int) -> None:
+        experts = torch.arange(33, device="cuda").remainder(5).sub(1).view(11, 3)
+        x = torch.zeros(11, 1, device="cuda")
+        positions = cudnn_ops.moe_permute(x, experts, 4)[2]
+        rows = _tensor(33, columns, dtype=dtype, shift=shift).requires_grad_()
+        weights = _tensor(11, 3, dtype=weight).requires_grad_()
+        _backward(cudnn_ops.moe_combine(rows, positions, weights))
+        _backward(cudnn_ops.moe_combine(rows, positions))
+
+    for name, index in {"int": torch.int32, "long": torch.int64}.items():
+        for tokens in (5, 3000):
+            call = partial(permute, tokens, index, torch.float16, 8)
+            yield f"moe_place_{name}, {tokens} tokens", call
+        yield f"moe_count_{name}, moe_order", partial(permute, 3000, index, torch.float16, 8)
+    for unit, (dtype, columns) in {
+        **{16: (torch.float32, 12), 8: (torch.float16, 12)},
+        **{4: (torch.float32, 3), 2: (torch.bfloat16, 7)},
+    }.items():
+        yield f"moe_scatter_{unit}", partial(permute, 40, torch.int64, dtype, columns)
+    for name, dtype in TYPES.items():
+        for weight in {dtype, torch.float32}:
+            for width, columns, shift in ((16 // dtype.itemsize, 48, 0), (1, 7, 1)):
+                call = partial(combine, dtype, weight, columns, shift)
+                yield f"moe_combine_{name}_{width}", call
+
+
 def appending() -> Iterator[Sample]:
     def run(dtype: torch.dtype, size: int, head_major: bool) -> None:
         pages, page_size, heads = 4, 8, 3
@@ -332,7 +367,7 @@ def decoding() -> Iterator[Sample]:
 
 FAMILIES = (
     *(gated, rotary, norms, group_norms, adaptive_norms, convolutions, depthwise_images),
-    *(appending, decoding),
+    *(mixtures, appending, decoding),
 )
 
 

@@ -119,6 +119,26 @@ def mlp(device: str) -> Arguments:
     }
 
 
+def moe_combine(device: str) -> Arguments:
+    return {
+        "grad_out": torch.ones(3, 8, device=device),
+        "rows": torch.ones(6, 8, device=device),
+        "positions": torch.zeros(3, 2, dtype=torch.int32, device=device),
+        "weights": torch.ones(3, 2, device=device),
+        "output_mask": [True, True],
+    }
+
+
+def grouped_linear(device: str) -> Arguments:
+    return {
+        "grad_out": torch.ones(5, 4, device=device),
+        "input": torch.ones(5, 8, device=device),
+        "weight": torch.ones(2, 4, 8, device=device),
+        "offsets": torch.full((2,), 5, dtype=torch.int32, device=device),
+        "output_mask": [True, True],
+    }
+
+
 CALLS: dict[str, tuple[str, Callable[[str], Arguments]]] = {
     "rms_norm": ("_norm_backward", lambda device: norm(device, False)),
     "layer_norm": ("_norm_backward", lambda device: norm(device, True)),
@@ -130,6 +150,8 @@ CALLS: dict[str, tuple[str, Callable[[str], Arguments]]] = {
     "conv": ("_conv_backward", conv),
     "linear": ("_linear_backward", linear),
     "mlp": ("_mlp_backward", mlp),
+    "moe_combine": ("_moe_combine_backward", moe_combine),
+    "grouped_linear": ("_grouped_linear_backward", grouped_linear),
 }
 
 
@@ -239,6 +261,25 @@ MISTAKES = [
     ("mlp", "before", lambda _: None, ValueError, "an activation needs before"),
     ("mlp", "weight2", narrow, ValueError, r"w2 must be \[out, 4\]"),
     ("mlp", "gated", lambda _: True, ValueError, "w2 must be"),
+    ("moe_combine", "grad_out", short, ValueError, "grad_out must have a row for each of the 3"),
+    ("moe_combine", "grad_out", narrow, ValueError, r"backward: rows must be \[6, 7\]"),
+    ("moe_combine", "grad_out", half, TypeError, "backward: rows must be Half"),
+    ("moe_combine", "grad_out", eight_bits, TypeError, "grad_out must be float16"),
+    ("moe_combine", "rows", short, ValueError, r"backward: rows must be \[6, 8\]"),
+    ("moe_combine", "rows", lambda _: None, ValueError, "needs weights and rows"),
+    ("moe_combine", "weights", lambda _: None, ValueError, "needs weights and rows"),
+    ("moe_combine", "weights", narrow, ValueError, r"weights must be \[3, 2\]"),
+    ("moe_combine", "weights", half, TypeError, "weights must be Float"),
+    ("moe_combine", "positions", lambda places: places.long(), ValueError, "must be the int32"),
+    *[
+        ("grouped_linear", "grad_out", change, error, "grouped_linear backward: grad_out must be")
+        for change, error in ((narrow, ValueError), (short, ValueError), (half, TypeError))
+    ],
+    ("grouped_linear", "input", short, ValueError, "grad_out must be|must rise"),
+    ("grouped_linear", "input", half, TypeError, "weight must be Half"),
+    ("grouped_linear", "weight", narrow, ValueError, "weight must be"),
+    ("grouped_linear", "weight", short, ValueError, "offsets must be an int32"),
+    ("grouped_linear", "offsets", lambda ends: ends.long(), ValueError, "offsets must be an int32"),
     ("conv", "geometry", lambda numbers: numbers[:-1], ValueError, "do not fit"),
 ]
 
@@ -279,6 +320,8 @@ def test_fake(mistake, device):
         *[("gate_add_adaptive_layer_norm", name) for name in ("grad_out", "gate", "bias", "rstd")],
         *[("swiglu", name) for name in ("grad_out", "up")],
         *[("rotary_embedding", name) for name in ("cos", "sin")],
+        *[("moe_combine", name) for name in ("rows", "positions", "weights")],
+        *[("grouped_linear", name) for name in ("grad_out", "weight", "offsets")],
         # Of views.
         *[("conv", name) for name in ("grad_out", "weight", "saved") if torch.version.cuda],
     ],
@@ -304,12 +347,16 @@ def test_one_tensor_left_on_the_cpu(op, name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "op", ["rms_norm", "group_norm", "gate_add_adaptive_layer_norm", "swiglu", "rotary_embedding"]
+    "op",
+    [
+        *("rms_norm", "group_norm", "gate_add_adaptive_layer_norm", "swiglu", "rotary_embedding"),
+        *("moe_combine", "grouped_linear"),
+    ],
 )
 def test_float64_is_for_cpus(op):
     backward, make = CALLS[op]
     arguments = {
-        name: value.double() if isinstance(value, Tensor) else value
+        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in make("cuda").items()
     }
     with pytest.raises(TypeError, match="float16, bfloat16 or float32"):

@@ -114,6 +114,13 @@ def _convolutions(x: Tensor, weight: Tensor, bias: Tensor, volume: Tensor, kerne
     yield cudnn_ops.conv_transpose3d(volume, kernel.transpose(0, 1), stride=(1, 2, 1))
 
 
+def _mixtures(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor):
+    rows, offsets, positions = cudnn_ops.moe_permute(x, experts, 4)
+    yield from (rows, offsets, positions)
+    yield cudnn_ops.moe_combine(rows, positions)
+    yield cudnn_ops.moe_experts(x, experts, weights, gate_up, down)
+
+
 def _layers(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor):
     yield cudnn_ops.linear(x, w1)
     yield cudnn_ops.linear(x, w1, b1, activation="gelu_tanh")
@@ -153,6 +160,12 @@ def _pages(batch: int, lengths: list[int], starts: list[int]) -> tuple[Tensor, .
     )
 
 
+def _mixture(experts: list[list[int]]) -> tuple[Tensor, ...]:
+    count = len(experts)
+    weights = _draw(count, 2)
+    return _draw(count, 8), torch.tensor(experts), weights, _draw(4, 12, 8), _draw(4, 8, 6)
+
+
 #: Function, arguments, its dynamic dimensions, and arguments of other sizes.
 CASES: dict[str, tuple[Any, tuple[Tensor, ...], Any, tuple[Tensor, ...]]] = {
     "attention": (
@@ -190,6 +203,12 @@ CASES: dict[str, tuple[Any, tuple[Tensor, ...], Any, tuple[Tensor, ...]]] = {
         (_draw(3, 5, 8), _draw(12, 8), _draw(12), _draw(8, 12), _draw(8)),
         ({0: BATCH, 1: LENGTH}, None, None, None, None),
         (_draw(2, 9, 8), _draw(12, 8), _draw(12), _draw(8, 12), _draw(8)),
+    ),
+    "mixtures": (
+        _mixtures,
+        _mixture([[0, 3], [3, 1], [-1, 2], [3, 0], [2, 3]]),
+        ({0: BATCH}, {0: BATCH}, {0: BATCH}, None, None),
+        _mixture([[3, 1], [-1, -1], [1, 3]]),
     ),
     "convolutions": (
         _convolutions,

@@ -307,7 +307,8 @@ def test_what_computes_another_is_left_alone(capsys):
         f"Packed is left alone: {gate}",
         f"Packed is left alone: {gate}",
         f"Packed is left alone: {gate}",
-        "GptOssExperts is left alone: each of its weights is of several experts",
+        "GptOssExperts is left alone: it is not gate_up_proj and down_proj of experts, by silu, "
+        "gelu or gelu_tanh",
         "Norm is left alone: it is neither an RMS norm nor a layer norm",
         "LayerNorm is left alone: it has hooks",
     ]

@@ -68,7 +68,7 @@ def test_the_sample_runs_the_kernels_that_it_is_named_for():
         torch.cuda.synchronize()
     ran = Counter(event.key.split("(")[0] for event in profiled.key_averages())
     named = {name.split(",")[0] for name, _ in samples() if re.match(r"\w+(,|$)", name)}
-    backward = {f"{name}_backward" for name in named if name.startswith("gated")}
+    backward = {f"{name}_backward" for name in named if name.startswith(("gated", "moe_combine"))}
     rows = "depthwise_conv1d_"
     backward |= {name.replace(rows, f"{rows}weight_") for name in named if name.startswith(rows)}
     others = {

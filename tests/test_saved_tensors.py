@@ -198,6 +198,37 @@ def _calls() -> dict[str, Call]:
         "mlp_relu": Call(
             functools.partial(cudnn_ops.mlp, b2=None, activation="relu"), layers, ("b1",), 1
         ),
+        "moe_permute": Call(
+            lambda input, experts: cudnn_ops.moe_permute(input, experts, 3)[0],
+            {"input": _leaf(4, 8), "experts": torch.tensor([[0, 2], [1, 0], [2, -1], [0, 1]])},
+            ("input", "experts"),
+            1,
+        ),
+        "moe_combine": Call(
+            cudnn_ops.moe_combine,
+            {
+                "rows": _leaf(4, 8),
+                "positions": torch.tensor([[0, 3], [2, 1]], dtype=torch.int32),
+                "weights": _leaf(2, 2),
+            },
+        ),
+        "moe_combine_fixed": Call(
+            cudnn_ops.moe_combine,
+            {
+                "rows": _leaf(4, 8),
+                "positions": torch.tensor([[0, 3], [2, 1]], dtype=torch.int32),
+                "weights": torch.rand(2, 2),
+            },
+            ("rows",),
+        ),
+        "grouped_linear": Call(
+            cudnn_ops.grouped_linear,
+            {
+                "input": _leaf(5, 8),
+                "weight": _leaf(2, 4, 8),
+                "offsets": torch.tensor([2, 5], dtype=torch.int32),
+            },
+        ),
         "swiglu": Call(cudnn_ops.swiglu, {"gate": _leaf(3, 8), "up": _leaf(3, 8)}),
         "rotary": Call(
             cudnn_ops.rotary_embedding,

@@ -18,6 +18,7 @@ from cudnn_ops.nn.fuse import FusedConv, UnfusedActivation, fuse_conv_bn_act_
 from cudnn_ops.nn.gated import PackedSwiGLU, SwiGLU
 from cudnn_ops.nn.linear import FusedQKV, MergedLinear, MergedSwiGLU
 from cudnn_ops.nn.mlp import MLP, LinearAct
+from cudnn_ops.nn.moe import Experts, MoE, Router
 from cudnn_ops.nn.norm import GroupNorm, LayerNorm, RMSNorm, UnitRMSNorm
 from cudnn_ops.nn.replace import Replacement, replace_modules_
 from cudnn_ops.nn.transformer import CrossAttentionBlock, TransformerBlock
@@ -34,6 +35,7 @@ __all__ = [
     "ConvTranspose2d",
     "ConvTranspose3d",
     "CrossAttentionBlock",
+    "Experts",
     "FusedConv",
     "FusedQKV",
     "GroupNorm",
@@ -41,9 +43,11 @@ __all__ = [
     "LinearAct",
     "MergedLinear",
     "MergedSwiGLU",
+    "MoE",
     "PackedSwiGLU",
     "RMSNorm",
     "Replacement",
+    "Router",
     "SwiGLU",
     "TransformerBlock",
     "UnfusedActivation",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,17 +9,12 @@ from torch import Tensor, nn
 
 from cudnn_ops.nn.hooks import is_plain_linear
 from cudnn_ops.ops.activation import Activation, require_activation
-from cudnn_ops.ops.gated import geglu, swiglu
+from cudnn_ops.ops.gated import GATED
 from cudnn_ops.ops.linear import mlp
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "silu": swiglu,
-    "gelu": geglu,
-    "gelu_tanh": lambda gate, up: geglu(gate, up, approximate="tanh"),
-}
 #: The names of the three projections of a SwiGLU.
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 

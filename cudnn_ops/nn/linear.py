@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from cudnn_ops.nn.gated import GATED, PROJECTIONS
+from cudnn_ops.nn.gated import PROJECTIONS
 from cudnn_ops.nn.hooks import is_plain_linear
 from cudnn_ops.ops.activation import Activation, require_activation
+from cudnn_ops.ops.gated import GATED
 from cudnn_ops.ops.linear import linear, mlp
 from cudnn_ops.ops.rotary import rotary_embedding
 

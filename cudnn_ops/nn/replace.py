@@ -1,4 +1,4 @@
-"""Replacing a model's norms, gated MLPs and transposed convolutions with this package's."""
+"""Replacing a model's norms, gated MLPs, experts and transposed convolutions with ours."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from cudnn_ops.nn.hooks import has_hooks
 from cudnn_ops.nn.linear import MergedSwiGLU
 from cudnn_ops.nn.merge import SharedProjection, shared_projections
 from cudnn_ops.nn.mlp import MLP, LinearAct, is_linear, is_transposed
+from cudnn_ops.nn.moe import Experts
 from cudnn_ops.nn.norm import GroupNorm, LayerNorm, RMSNorm, UnitRMSNorm
 from cudnn_ops.ops.activation import ACTIVATIONS, Activation, activate
 from cudnn_ops.ops.group_norm import NormActivation
+from cudnn_ops.ops.moe import moe_experts
 
 _TRANSPOSED: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
     nn.ConvTranspose1d: ConvTranspose1d.of,
@@ -31,7 +33,7 @@ _TRANSPOSED: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
 _OURS = (
     *(ConvTranspose1d, ConvTranspose2d, ConvTranspose3d),
     *(RMSNorm, UnitRMSNorm, LayerNorm, GroupNorm),
-    *(SwiGLU, PackedSwiGLU, MergedSwiGLU, MLP, LinearAct, SharedProjection),
+    *(SwiGLU, PackedSwiGLU, MergedSwiGLU, MLP, LinearAct, SharedProjection, Experts),
 )
 
 
@@ -64,7 +66,7 @@ class LeftAlone:
 def replace_modules_(
     model: nn.Module, *, dry_run: bool = False, merge: bool = False
 ) -> list[Replacement]:
-    """Replaces a model's norms, gated MLPs and transposed convolutions, in place.
+    """Replaces a model's norms, gated MLPs, experts and transposed convolutions, in place.
 
     A module is replaced if it has the parts of one of this package's modules, and if a copy of it
     computes the same on random inputs on the CPU, in eval and in training mode:
@@ -78,7 +80,10 @@ def replace_modules_(
     - a module without parameters that is an RMS norm (Llama 4's for queries and keys);
     - a module with ``gate_proj``, ``up_proj`` and ``down_proj``, or with two ``nn.Linear`` of which
       the first computes gate and up in this order (Phi-3, GLM-4, ModernBERT), that is a gated MLP
-      with SiLU or GELU.
+      with SiLU or GELU;
+    - a module whose parameters are ``gate_up_proj`` and ``down_proj`` of several experts and that
+      is called with tokens, their experts and weights: a mixture's gated MLPs with SiLU or GELU
+      (Mixtral, Qwen-MoE, OLMoE, DeepSeek-V3, GLM-4.5).
 
     Parameters stay the same tensors and keep their names. Modules with hooks are not replaced.
 
@@ -206,7 +211,8 @@ def _candidate(module: nn.Module, merge: bool, merges: bool) -> _Candidate | Non
         return functools.partial(_like_layers, module, layers), None
     own = dict(module.named_parameters(recurse=False))
     if any(weight.dim() == 3 and "gate" in name for name, weight in own.items()):
-        return lambda: None, "each of its weights is of several experts"
+        reason = "it is not gate_up_proj and down_proj of experts, by silu, gelu or gelu_tanh"
+        return functools.partial(_like_experts, module), reason
     return None
 
 
@@ -269,12 +275,12 @@ def _probe(module: nn.Module, sizes: dict[str, tuple[int, ...]]) -> nn.Module | 
         return None
 
 
-def _computes(probe: nn.Module, x: Tensor, expected: Tensor) -> bool:
+def _computes(probe: nn.Module, x: Tensor, expected: Tensor, *others: Tensor) -> bool:
     """In training too: what drops something there is another module."""
     for is_training in (False, True):
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                result = probe.train(is_training)(x)
+                result = probe.train(is_training)(x, *others)
         except Exception:  # it wants something else
             return False
         if not (
@@ -414,4 +420,34 @@ def _like_gated_mlp(
                 return MergedSwiGLU.of_mlp(module, activation)
             kind = SwiGLU if len(into) == 2 else PackedSwiGLU
             return kind.of(module, activation, names)
+    return None
+
+
+def _like_experts(module: nn.Module) -> Experts | None:
+    """Of all parameters of a module that is called with tokens, their experts and weights."""
+    parameters = dict(module.named_parameters())
+    if set(parameters) != {"gate_up_proj", "down_proj"}:
+        return None
+    gate_up, down = parameters["gate_up_proj"], parameters["down_proj"]
+    if gate_up.dim() != 3 or down.dim() != 3:
+        return None
+    # Of whole multiples of 16 bytes, which torch's grouped product needs.
+    count, width, hidden = down.shape[0], 8, 12
+    if gate_up.shape != (count, 2 * down.shape[2], down.shape[1]):
+        return None  # transposed, or of fewer
+    sizes = {"gate_up_proj": (count, 2 * hidden, width), "down_proj": (count, width, hidden)}
+    probe = _probe(module, sizes)
+    if probe is None:
+        return None
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(33, width, generator=generator)
+    chosen = torch.rand(33, count, generator=generator).topk(min(2, count)).indices
+    weights = torch.rand(chosen.shape, generator=generator)
+    own = [probe.get_parameter(name) for name in sizes]
+    activations: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
+    for activation in activations:
+        with torch.no_grad():
+            expected = moe_experts(x, chosen, weights, own[0], own[1], activation=activation)
+        if _computes(probe, x, expected, chosen, weights):
+            return Experts.of(module, activation)
     return None

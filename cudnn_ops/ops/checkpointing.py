@@ -12,8 +12,9 @@ def checkpoint_ops() -> list[torch._ops.OpOverload]:
 
     ``torch.utils.checkpoint`` sees the operator that runs, which for attention with a gradient is
     the one that also returns the log-sum-exp; both are listed. So are packed attention, attention
-    by a ring (once ``cudnn_ops.distributed`` is imported), convolutions, and the state of dropout's
-    generator, without which a saved result and a recomputed gradient would drop different weights.
+    by a ring (once ``cudnn_ops.distributed`` is imported), convolutions, the products of a
+    mixture's experts, and the state of dropout's generator, without which a saved result and a
+    recomputed gradient would drop different weights.
     Norms, gated activations and rotary embedding are not: recomputing them is as cheap as reading a
     saved result. In eager mode and under ``torch.compile``::
 
@@ -41,4 +42,5 @@ def checkpoint_ops() -> list[torch._ops.OpOverload]:
         _ops.varlen_attention_with_lse.default,
         _ops._attention_rng_state.default,
         _ops._conv.default,
+        _ops._grouped_linear.default,
     ]

@@ -14,6 +14,11 @@ from cudnn_ops.ops import adaptive_norm, conv, group_norm, linear, norm, paged, 
 from cudnn_ops.ops.activation import ACTIVATIONS, activate, needs_before
 from cudnn_ops.ops.arguments import bind
 from cudnn_ops.ops.gated import gated_in_torch
+from cudnn_ops.ops.moe import (
+    grouped_linear_in_torch,
+    moe_combine_in_torch,
+    moe_permute_in_torch,
+)
 from cudnn_ops.ops.rotary import rotary_in_torch
 from cudnn_ops.ops.sdpa import memory_order
 
@@ -34,11 +39,11 @@ def decompositions() -> _Decompositions:
 
     Shapes may be dynamic. Results equal those of the operators up to rounding.
     ``varlen_attention`` computes the scores of all pairs of tokens; packed queries of
-    ``paged_attention`` are padded to ``max_seqlen_q``. There are no decompositions of derivatives,
-    of dropout, and of operators that write to their arguments (``paged_kv_append_``, and
-    ``paged_attention`` with ``out``): ``torch.export`` functionalizes these before a decomposition
-    can apply, so write ``cache[slots // page_size, slots % page_size] = new`` in a model to be
-    exported.
+    ``paged_attention`` are padded to ``max_seqlen_q``; ``grouped_linear`` computes the product of
+    all rows for each group. There are no decompositions of derivatives, of dropout, and of
+    operators that write to their arguments (``paged_kv_append_``, and ``paged_attention`` with
+    ``out``): ``torch.export`` functionalizes these before a decomposition can apply, so write
+    ``cache[slots // page_size, slots % page_size] = new`` in a model to be exported.
 
     Returns:
         A new dictionary from an overload to a function of the same arguments, for
@@ -68,6 +73,9 @@ def decompositions() -> _Decompositions:
         _ops._conv.default: _conv,
         _ops._linear.default: _linear,
         _ops._mlp.default: _mlp,
+        _ops._moe_permute.default: moe_permute_in_torch,
+        _ops._moe_combine.default: moe_combine_in_torch,
+        _ops._grouped_linear.default: grouped_linear_in_torch,
     }
     for name in (
         *("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"),
@@ -79,6 +87,7 @@ def decompositions() -> _Decompositions:
         *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
         *("_conv_transpose1d", "_conv_transpose2d", "_conv_transpose3d"),
         *("linear", "mlp"),
+        *("moe_permute", "moe_combine", "grouped_linear"),
     ):  # each calls one of the above
         packet = getattr(_ops, name)
         overloads = (getattr(packet, overload) for overload in packet.overloads())

@@ -198,6 +198,25 @@ def _mlp_backward_flop(
     return of_first + (any(output_mask[:3]) + output_mask[3]) * _layer(hidden, weight2)
 
 
+@register_flop_formula(_ops._grouped_linear)
+def _grouped_linear_flop(
+    input: Sequence[int], weight: Sequence[int], *args: Any, **kwargs: Any
+) -> int:
+    return _layer(input, weight[1:])
+
+
+@register_flop_formula(_ops._grouped_linear_backward)
+def _grouped_linear_backward_flop(
+    grad_out: Sequence[int],
+    input: Sequence[int],
+    weight: Sequence[int],
+    offsets: Sequence[int],
+    output_mask: Sequence[bool],
+    **kwargs: Any,
+) -> int:
+    return sum(output_mask) * _layer(input, weight[1:])
+
+
 def _layer(input: Sequence[int], weight: Sequence[int]) -> int:
     """Multiplications and additions of a linear layer, or of a gradient of it."""
     return 2 * math.prod(input) * weight[0]

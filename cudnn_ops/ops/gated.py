@@ -5,6 +5,7 @@ The CUDA kernels are in ``csrc/kernels/gated*``, the derivative in ``csrc/ops/ga
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -83,6 +84,14 @@ def geglu(gate: Tensor, up: Tensor, *, approximate: Literal["none", "tanh"] = "n
     except RuntimeError:
         refuse_wrong_types(_geglu_op, locals())
         raise
+
+
+#: By the name of the activation.
+GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu": swiglu,
+    "gelu": geglu,
+    "gelu_tanh": lambda gate, up: geglu(gate, up, approximate="tanh"),
+}
 
 
 def _gated_fake(gate: Tensor, up: Tensor, activation: int) -> Tensor:

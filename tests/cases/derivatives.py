@@ -159,6 +159,38 @@ def _check_swiglu(device: str, within: AbstractContextManager[object]) -> None:
     _differentiate("swiglu", cudnn_ops.swiglu, lambda g, u: F.silu(g) * u, leaves, within)
 
 
+def _check_permute(device: str, within: AbstractContextManager[object]) -> None:
+    experts = torch.tensor([[0, 2], [1, 0], [2, -1], [0, 1]], device=device)
+
+    def formula(x: Tensor) -> Tensor:
+        order = torch.tensor([0, 1, 3, 1, 3, 0, 2], device=x.device)
+        return torch.cat([x[order], x.new_zeros(1, x.shape[1])])
+
+    def function(x: Tensor) -> Tensor:
+        return cudnn_ops.moe_permute(x, experts, 3)[0]
+
+    _differentiate("permute", function, formula, [_draw(device, 4, 48).requires_grad_()], within)
+
+
+def _check_experts(device: str, within: AbstractContextManager[object]) -> None:
+    """One expert for each token, in their order."""
+    experts = torch.tensor([[0], [0], [0], [1], [1]], device=device)
+    shapes = ((5, 16), (5, 1), (2, 48, 16), (2, 16, 24))
+    leaves = [_draw(device, *shape).requires_grad_() for shape in shapes]
+
+    def formula(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        parts = []
+        for part, first, second in zip(x.split([3, 2]), gate_up, down, strict=True):
+            gate, up = (part @ first.t()).chunk(2, -1)
+            parts.append((F.silu(gate) * up) @ second.t())
+        return torch.cat(parts) * weights
+
+    def function(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        return cudnn_ops.moe_experts(x, experts, weights, gate_up, down)
+
+    _differentiate("experts", function, formula, leaves, within)
+
+
 def _check_rotary(device: str, within: AbstractContextManager[object]) -> None:
     cos, sin = _draw(device, 1, 7, 64), _draw(device, 1, 7, 64).neg()
 
@@ -218,4 +250,6 @@ DERIVATIVES: list[Derivative] = [
     _layer("mlp_gated", linear.MlpCase((3, 7), 16, 24, 40, "silu", gated=True)),
     Derivative("swiglu", _check_swiglu),
     Derivative("rotary", _check_rotary),
+    Derivative("moe_permute", _check_permute),
+    Derivative("moe_experts", _check_experts),
 ]

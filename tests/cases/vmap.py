@@ -193,6 +193,41 @@ def _rotary(name: str, batch: int) -> Problem:
     return Problem(name, cudnn_ops.rotary_embedding, _rotated, drawing(**shapes), ("input",))
 
 
+def _draw_permutation(generator: torch.Generator) -> dict[str, Tensor]:
+    experts = torch.randint(-1, 3, (4, 2), generator=generator)
+    return {"input": randn(generator, 4, 6), "experts": experts}
+
+
+def _permuted(input: Tensor, experts: Tensor) -> Tensor:
+    """By a product with a matrix of zeros and ones."""
+    groups = torch.where(experts >= 0, experts, 3).flatten()
+    order = groups.argsort(stable=True)
+    is_there = (groups < 3).to(input.dtype)
+    ones = torch.eye(4, dtype=input.dtype, device=input.device).repeat_interleave(2, 0)
+    return (ones * is_there.unsqueeze(1))[order] @ input
+
+
+def _draw_sum(generator: torch.Generator) -> dict[str, Tensor]:
+    positions = torch.randperm(6, generator=generator).view(3, 2).int()
+    positions[0, 1] = -1 - positions[0, 1]
+    weights = randn(generator, 3, 2)
+    return {"rows": randn(generator, 6, 5), "positions": positions, "weights": weights}
+
+
+def _combined(rows: Tensor, positions: Tensor, weights: Tensor | None = None) -> Tensor:
+    values = rows[positions.clamp(min=0).long()] * (positions >= 0).unsqueeze(2)
+    return (values if weights is None else values * weights.unsqueeze(2)).sum(1)
+
+
+def _draw_groups(generator: torch.Generator) -> dict[str, Tensor]:
+    first = int(torch.randint(6, (), generator=generator))
+    return {
+        "input": randn(generator, 5, 6),
+        "weight": randn(generator, 2, 4, 6),
+        "offsets": torch.tensor([first, 5], dtype=torch.int32),
+    }
+
+
 _GATED = {"gate": (3, 5, 16), "up": (3, 5, 16)}
 
 ROWS = [
@@ -234,6 +269,32 @@ ROWS = [
     ),
     _rotary("rotary", 1),
     _rotary("rotary_of_each", 2),
+    Problem(
+        "moe_permute",
+        lambda input, experts: cudnn_ops.moe_permute(input, experts, 3)[0],
+        _permuted,
+        _draw_permutation,
+        ("input",),
+    ),
+    Problem("moe_combine", cudnn_ops.moe_combine, _combined, _draw_sum, ("rows", "weights")),
+    Problem(
+        "moe_combine_unweighted",
+        cudnn_ops.moe_combine,
+        _combined,
+        lambda generator: {n: t for n, t in _draw_sum(generator).items() if n != "weights"},
+        ("rows",),
+    ),
+    Problem(
+        "grouped_linear",
+        cudnn_ops.grouped_linear,
+        lambda input, weight, offsets: torch.where(
+            (torch.arange(5, device=input.device) < offsets[0]).unsqueeze(1),
+            input @ weight[0].transpose(0, 1),
+            input @ weight[1].transpose(0, 1),
+        ),
+        _draw_groups,
+        ("input", "weight"),
+    ),
 ]
 
 

@@ -370,6 +370,29 @@ def run_append(recorder: Recorder, device: torch.device) -> None:
             _ops.paged_kv_append_.default(cache, cache.clone(), key, key, slots, False)
 
 
+def run_moe(recorder: Recorder, device: torch.device) -> None:
+    """Few tokens and many, of few experts and the most; of all widths, in few of their rows."""
+    few = itertools.product((1, 300, 70_001, 1_000_003), (1, 8, 60), (1, 128, 2048), (3, 16))
+    wide = itertools.product((1, 4097), (8,), (128,), WIDTHS)
+    for (tokens, count, experts, width), dtype, start in itertools.product(
+        (*few, *wide), DTYPES, (0, 1)
+    ):
+        x = memory(device, dtype, tokens, width, start=start)
+        rows = memory(device, dtype, tokens * count, width, start=start)
+        positions = memory(device, torch.int32, tokens, count)
+        words = ("moe", dtype, tokens, count, experts, width, start)
+        for index in (torch.int32, torch.int64):
+            chosen = memory(device, index, tokens, count)
+            with recorder.calling(*words, index):
+                _ops._moe_permute.default(x, chosen, experts)
+        for weights in (memory(device, torch.float32, tokens, count), None):
+            with recorder.calling(*words, weights is None):
+                _ops._moe_combine.default(rows, positions, weights)
+            for mask in ((True, weights is not None), (True, False)):
+                with recorder.calling(*words, mask):
+                    _ops._moe_combine_backward.default(x, rows, positions, weights, mask)
+
+
 RUNS = (
     run_norms,
     run_group_norms,
@@ -382,6 +405,7 @@ RUNS = (
     run_transposed_rows,
     run_linear,
     run_append,
+    run_moe,
 )
 
 

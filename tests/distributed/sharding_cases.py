@@ -292,6 +292,46 @@ POINTWISE = [
 ]
 
 
+EXPERTS = {"experts": torch.tensor([[0, 2], [1, 0], [2, -1], [0, 1]])}
+PLACES = {"positions": torch.tensor([[0, 5], [3, 1], [6, -8], [2, 4]], dtype=torch.int32)}
+PERMUTED: Tensors = {"x": (4, D), **EXPERTS}
+SUMMED: Tensors = {"rows": (8, D), **PLACES}
+COMBINED: Tensors = {**SUMMED, "weights": (4, 2)}
+GROUPED: Tensors = {"x": (6, D), "weight": (3, 4, D), "offsets": lengths(1, 4, 6)}
+MIXTURE: Tensors = {
+    **{"x": (4, D), "weights": (4, 2), "gate_up": (3, 16, D), "down": (3, D, 8)},
+    **EXPERTS,
+}
+
+
+def _permute(x: Tensor, experts: Tensor) -> Tensor:
+    return cudnn_ops.moe_permute(x, experts, 3)[0]
+
+
+def _grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    return cudnn_ops.grouped_linear(x, weight, offsets)
+
+
+def _experts(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor) -> Tensor:
+    return cudnn_ops.moe_experts(x, experts, weights, gate_up, down)
+
+
+MOE = [
+    Case("permutation by columns", _permute, PERMUTED, {"x": S1}, silent=True),
+    Case("permutation of partial sums", _permute, PERMUTED, {"x": Partial()}),
+    Case("permutation by tokens", _permute, PERMUTED, {"x": S0}),
+    Case("combined columns", cudnn_ops.moe_combine, COMBINED, {"rows": S1}),
+    Case("combined without weights", cudnn_ops.moe_combine, SUMMED, {"rows": S1}, silent=True),
+    Case("combined partial sums", cudnn_ops.moe_combine, COMBINED, {"rows": Partial()}),
+    Case("combined rows", cudnn_ops.moe_combine, COMBINED, {"rows": S0, "weights": S0}),
+    Case("groups by outputs", _grouped, GROUPED, {"weight": S1}),
+    Case("groups by inputs", _grouped, GROUPED, {"x": S1, "weight": S2}),
+    Case("groups of partial sums", _grouped, GROUPED, {"x": Partial()}),
+    Case("groups by experts", _grouped, GROUPED, {"weight": S0}),
+    Case("experts by size", _experts, MIXTURE, {"gate_up": S1, "down": S2}),
+]
+
+
 def _conv(input: Tensor, weight: Tensor, **rest: Any) -> Tensor:
     return cudnn_ops.conv2d(input, weight, rest.pop("bias", None), padding=1, **rest)
 
@@ -447,7 +487,7 @@ LAYERS = [
 ]
 
 DIFFERENTIABLE = [*ATTENTION, *PACKED, *NORMS, *GROUP_NORMS, *ADAPTIVE_NORMS]
-DIFFERENTIABLE += [*POINTWISE, *CONVOLUTIONS, *LAYERS]
+DIFFERENTIABLE += [*POINTWISE, *MOE, *CONVOLUTIONS, *LAYERS]
 
 #: Over a mesh of two dimensions, with a placement for each.
 TWO_DIMENSIONS = [

@@ -12,7 +12,15 @@ import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
 
-from cudnn_ops.distributed.sharding.rules import Call, Rule, call_of, cheapest, register
+from cudnn_ops.distributed.sharding.rules import (
+    Call,
+    Rule,
+    call_of,
+    cheapest,
+    if_wanted,
+    register,
+    wanted,
+)
 from cudnn_ops.ops.activation import ACTIVATIONS
 from cudnn_ops.ops.linear import keeps_before, mlp_needs_before
 
@@ -24,28 +32,18 @@ def _last(call: Call) -> int:
     return len(call.input.shape) - 1
 
 
-def _if(is_there: bool, placement: Placement) -> Placement:
-    """An empty tensor stands for what nobody asks for."""
-    return placement if is_there else Replicate()
-
-
-def _wanted(call: Call, *placements: Placement) -> tuple[Placement, ...]:
-    pairs = zip(call.output_mask, placements, strict=True)
-    return tuple(_if(is_wanted, placement) for is_wanted, placement in pairs)
-
-
 def _forward(schema: OpSchema) -> OpStrategy:
     call = call_of(schema)
     last, keeps = _last(call), keeps_before(call)
     rules = [
-        Rule({"input": rows, "residual": rows}, (rows, _if(keeps, rows)))
+        Rule({"input": rows, "residual": rows}, (rows, if_wanted(keeps, rows)))
         for rows in map(Shard, range(last))
     ]
     columns = Shard(last)
     rules.append(
         Rule(
             {"weight": Shard(0), "bias": Shard(0), "residual": columns},
-            (columns, _if(keeps, columns)),
+            (columns, if_wanted(keeps, columns)),
         )
     )
     if ACTIVATIONS[call.activation] == "none":
@@ -60,7 +58,7 @@ def _backward(schema: OpSchema) -> OpStrategy:
     rules = [
         Rule(
             dict.fromkeys(("grad_out", "input", "saved"), rows),
-            _wanted(call, rows, Partial(), Partial()),
+            wanted(call, rows, Partial(), Partial()),
         )
         for rows in map(Shard, range(last))
     ]
@@ -68,13 +66,13 @@ def _backward(schema: OpSchema) -> OpStrategy:
     rules.append(
         Rule(
             {"grad_out": columns, "saved": columns, "weight": Shard(0)},
-            _wanted(call, Partial(), Shard(0), Shard(0)),
+            wanted(call, Partial(), Shard(0), Shard(0)),
         )
     )
     rules.append(
         Rule(
             {"input": columns, "weight": Shard(1)},
-            _wanted(call, columns, Shard(1), Replicate()),
+            wanted(call, columns, Shard(1), Replicate()),
         )
     )
     return cheapest(schema, rules)
@@ -85,7 +83,7 @@ def _mlp_forward(schema: OpSchema) -> OpStrategy:
 
     def kept(placement: Placement) -> tuple[Placement, Placement]:
         keeps = bool(call.keep) and mlp_needs_before(call)
-        return _if(bool(call.keep), placement), _if(keeps, placement)
+        return if_wanted(bool(call.keep), placement), if_wanted(keeps, placement)
 
     rules = [Rule({"input": rows}, (rows, *kept(rows))) for rows in map(Shard, range(_last(call)))]
     if not call.gated:  # of which a shard would have a part of gate and none of up
@@ -102,7 +100,7 @@ def _mlp_backward(schema: OpSchema) -> OpStrategy:
     rules = [
         Rule(
             dict.fromkeys(("grad_out", "input", "hidden", "before"), rows),
-            _wanted(call, rows, *[Partial()] * 4),
+            wanted(call, rows, *[Partial()] * 4),
         )
         for rows in map(Shard, range(_last(call)))
     ]
@@ -113,7 +111,7 @@ def _mlp_backward(schema: OpSchema) -> OpStrategy:
             **{"hidden": columns, "before": columns},
         }
         placements = (Partial(), Shard(0), Shard(0), Shard(1), Replicate())
-        rules.append(Rule(inputs, _wanted(call, *placements)))
+        rules.append(Rule(inputs, wanted(call, *placements)))
     return cheapest(schema, rules)
 
 

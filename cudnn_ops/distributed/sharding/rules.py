@@ -66,6 +66,17 @@ def call_of(schema: OpSchema) -> Call:
     return bind(schema.op, schema.args_schema, schema.kwargs_schema)
 
 
+def if_wanted(is_wanted: bool, placement: Placement) -> Placement:
+    """An empty tensor stands for what nobody asks for."""
+    return placement if is_wanted else Replicate()
+
+
+def wanted(call: Call, *placements: Placement) -> tuple[Placement, ...]:
+    """Those of a backward's results, of which ``output_mask`` says which are asked for."""
+    pairs = zip(call.output_mask, placements, strict=True)
+    return tuple(if_wanted(is_wanted, placement) for is_wanted, placement in pairs)
+
+
 def _tensor_names(schema: OpSchema) -> list[str]:
     """Of the arguments that are tensors, in torch's order: by position, then by keyword."""
     arguments = schema.op._schema.arguments
