@@ -12,6 +12,7 @@ from benchmarks import (
     bench_depthwise,
     bench_image_norms,
     bench_linear,
+    bench_moe,
     bench_norms,
     bench_resnet,
     bench_sdpa,
@@ -78,6 +79,31 @@ def test_adaptive_norms(on_cpu, monkeypatch):
     assert all(list(impls) == ["cudnn_ops", "eager", "compile", "copy"] for impls in found.values())
     cases = list(map(str, bench_adaptive_norms.CASES))
     assert len(set(cases)) == len(cases)
+
+
+def test_mixtures(on_cpu, monkeypatch):
+    bench = bench_moe
+    monkeypatch.setattr(bench, "gpu_ms", bench_sdpa.gpu_ms)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    # torch has a histogram of integers on GPUs alone.
+    histc = torch.histc
+    monkeypatch.setattr(torch, "histc", lambda x, **kwargs: histc(x.float(), **kwargs))
+    small = (bench.Model("one", 4, 2, 16, 24, (8,), (1, 9)), bench.Model("two", 3, 3, 8, 8, ()))
+    monkeypatch.setattr(bench, "MODELS", (small[0], small[1]._replace(inference=(5,))))
+    monkeypatch.setattr(bench, "PARTS", ("one", "two", "steps"))
+    rows = Rows(ENV)
+    bench.run(rows, 1)
+    found = harness.pivot(rows.rows, "gpu_ms")
+    assert list(found)[:5] == [
+        *("one 1 inference", "one 9 inference", "one 8 fwd", "one 8 bwd", "two 5 inference"),
+    ]
+    steps = [f"{step} {way}" for step in ("permute", "combine") for way in ("fwd", "bwd")]
+    assert list(found)[5:] == [f"{size} {step}" for size in ("one 9", "two 5") for step in steps]
+    for case, impls in found.items():
+        if "permute" in case or "combine" in case:
+            assert list(impls) == ["cudnn_ops", "torch", "copy"]
+        else:
+            assert list(impls) == ["cudnn_ops", "transformers", "grouped_mm", "compile"]
 
 
 def test_depthwise(on_cpu, monkeypatch):

@@ -435,7 +435,10 @@ def _like_experts(module: nn.Module) -> Experts | None:
     count, width, hidden = down.shape[0], 8, 12
     if gate_up.shape != (count, 2 * down.shape[2], down.shape[1]):
         return None  # transposed, or of fewer
-    sizes = {"gate_up_proj": (count, 2 * hidden, width), "down_proj": (count, width, hidden)}
+    sizes: dict[str, tuple[int, ...]] = {
+        "gate_up_proj": (count, 2 * hidden, width),
+        "down_proj": (count, width, hidden),
+    }
     probe = _probe(module, sizes)
     if probe is None:
         return None

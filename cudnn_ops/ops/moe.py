@@ -7,12 +7,11 @@ The CUDA kernels are in ``csrc/kernels/moe*``, the derivatives and the autocast 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from cudnn_ops.ops.activation import wide
+from cudnn_ops.ops.activation import Activation, wide
 from cudnn_ops.ops.arguments import refuse_wrong_types
 from cudnn_ops.ops.gated import GATED
 from cudnn_ops.ops.kernels import register
@@ -151,7 +150,7 @@ def moe_experts(
     gate_up: Tensor,
     down: Tensor,
     *,
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu",
+    activation: Activation = "silu",
 ) -> Tensor:
     r"""Gated MLPs of a mixture of experts, for tokens whose experts are chosen.
 
@@ -225,10 +224,11 @@ def moe_permute_in_torch(
     experts = expert_indices.flatten()
     has_expert = (experts >= 0) & (experts < num_experts)
     groups = torch.where(has_expert, experts, num_experts)
-    order = groups.sort(stable=True).indices
+    places = torch.arange(groups.shape[0], device=input.device)
+    # No two are equal: ONNX has no stable sort.
+    order = (groups.long() * groups.shape[0] + places).sort().indices
     numbers = torch.arange(num_experts, device=input.device)
     counts = (groups.unsqueeze(1) == numbers).sum(0)
-    places = torch.arange(groups.shape[0], device=input.device)
     positions = torch.zeros_like(places).scatter(0, order, places)
     rows = input[order // expert_indices.shape[1]] if expert_indices.shape[1] else input[order]
     rows = torch.where(has_expert[order].unsqueeze(1), rows, 0)
@@ -255,7 +255,7 @@ def _moe_combine_fake(rows: Tensor, positions: Tensor, weights: Tensor | None = 
 def moe_combine_in_torch(rows: Tensor, positions: Tensor, weights: Tensor | None = None) -> Tensor:
     """The result of ``_moe_combine`` by torch's operators."""
     is_there = (positions >= 0).unsqueeze(2)
-    values = wide(rows)[positions.clamp(min=0).flatten()].unflatten(0, positions.shape)
+    values = wide(rows)[positions.clamp(min=0).flatten().long()].unflatten(0, positions.shape)
     if weights is not None:
         values = values * weights.to(values.dtype).unsqueeze(2)
     return torch.where(is_there, values, 0).sum(1).to(rows.dtype)
