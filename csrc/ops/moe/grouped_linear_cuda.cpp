@@ -17,9 +17,16 @@ namespace cudnn_ops {
 namespace {
 
 constexpr int64_t kBytes = 16;
+constexpr int64_t kLessGroups = 1024;  // than so many, for torch's grouped product
 
 bool is_aligned(const at::Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kBytes == 0;
+}
+
+// Contiguous, and with the strides that say so: those of a single row may say anything.
+at::Tensor as_dense(const at::Tensor& matrix) {
+  at::Tensor dense = matrix.contiguous();
+  return dense.size(0) == 1 ? dense.as_strided(dense.sizes(), {dense.size(1), 1}) : dense;
 }
 
 // Whether torch's grouped product takes the tensors as they are: contiguous ones.
@@ -28,8 +35,8 @@ bool has_grouped_product(const at::Tensor& rows, const at::Tensor& weight) {
     return columns > 0 && columns * static_cast<int64_t>(rows.element_size()) % kBytes == 0;
   };
   return rows.scalar_type() == at::kBFloat16 && rows.size(0) > 0 && weight.size(0) > 0 &&
-         is_whole(weight.size(1)) && is_whole(weight.size(2)) && is_aligned(rows) &&
-         is_aligned(weight);
+         weight.size(0) < kLessGroups && is_whole(weight.size(1)) && is_whole(weight.size(2)) &&
+         is_aligned(rows) && is_aligned(weight);
 }
 
 // Calls `visit` with each group and its rows, where there are some.
@@ -70,7 +77,7 @@ at::Tensor grouped_linear_cuda(const GroupedLinear& args) {
   check_cuda_dtype(args.input);
   const c10::cuda::CUDAGuard device_guard(args.input.device());
   const OnlyKernels guard;
-  const at::Tensor rows = args.input.contiguous(), weight = args.weight.contiguous();
+  const at::Tensor rows = as_dense(args.input), weight = args.weight.contiguous();
   if (has_grouped_product(rows, weight)) {
     return at::_grouped_mm(rows, weight.transpose(1, 2), args.offsets.contiguous());
   }
@@ -89,8 +96,8 @@ MoeGradients grouped_linear_backward_cuda(const GroupedLinearBackward& args) {
   check_cuda_dtype(args.grad_out);
   const c10::cuda::CUDAGuard device_guard(args.grad_out.device());
   const OnlyKernels guard;
-  const at::Tensor grad = args.grad_out.contiguous(), weight = args.forward.weight.contiguous();
-  const at::Tensor rows = args.forward.input.contiguous();
+  const at::Tensor grad = as_dense(args.grad_out), weight = args.forward.weight.contiguous();
+  const at::Tensor rows = as_dense(args.forward.input);
   at::Tensor grad_rows, grad_weight;
   if (has_grouped_product(rows, weight) && is_aligned(grad)) {
     const at::Tensor offsets = args.forward.offsets.contiguous();
