@@ -108,11 +108,11 @@ def grouped_linear(input: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
     On a GPU, in bfloat16, it is torch's grouped product (``torch.nn.functional.grouped_mm``), also
     for both gradients, if inputs and outputs are multiples of 8, tensors start at multiples of 16
-    bytes and there are less than 1024 groups: nothing waits for the GPU where torch has a kernel (compute capability 9.0 and 10.0
-    at least). Everything else is a product for each group, for which the host waits for the
-    offsets: float16 and float32, of which torch has no grouped kernels, and odd sizes; in a CUDA
-    graph these are refused. Autocast converts to its lower precision, as for torch's products.
-    Differentiable once.
+    bytes and there are less than 1024 groups: nothing waits for the GPU where torch has a kernel
+    (compute capability 9.0 and 10.0 at least). Everything else is a product for each group, for
+    which the host waits for the offsets: float16 and float32, of which torch has no grouped
+    kernels, and odd sizes; in a CUDA graph these are refused. Autocast converts to its lower
+    precision, as for torch's products. Differentiable once.
 
     Args:
         input: [R, K] with any strides, float16, bfloat16 or float32; on a CPU also float64.
