@@ -313,6 +313,11 @@ def test_groups_by_their_best_expert():
         logits, 2, score="sigmoid", num_groups=3, top_groups=1, group_best=2
     )
     assert by_two.tolist() == [[2, 3]]
+    low = torch.full((6,), -9.0)  # by which no score is above 0
+    _, biased = cudnn_ops.moe_route(
+        logits, 2, score="sigmoid", correction_bias=low, num_groups=3, top_groups=1
+    )
+    assert biased.tolist() == [[2, 3]]
 
 
 @pytest.mark.parametrize("device", DEVICES)
