@@ -5,8 +5,6 @@
 #include <ATen/ops/min.h>
 
 #include <cmath>
-#include <cstdlib>
-#include <cstring>
 
 namespace cudnn_ops {
 namespace {
@@ -18,17 +16,6 @@ bool is_attention_dtype(const at::Tensor& tensor) {
 }
 
 }  // namespace
-
-bool checks_values() {
-  const char* value = std::getenv("CUDNN_OPS_CHECK");
-  return value != nullptr && std::strcmp(value, "") != 0 && std::strcmp(value, "0") != 0;
-}
-
-bool checks_values(const at::Tensor& tensor) {
-  // A compiler's tensors, subclasses of torch.Tensor, have none.
-  if (tensor.is_meta() || tensor.unsafeGetTensorImpl()->is_python_dispatch()) return false;
-  return tensor.is_cpu() || checks_values();
-}
 
 bool is_multiple(const c10::SymInt& heads, const c10::SymInt& of) {
   if (known(of.sym_eq(0))) return known(heads.sym_eq(0));

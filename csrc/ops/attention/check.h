@@ -2,13 +2,9 @@
 #pragma once
 
 #include "ops/attention/attention.h"
+#include "ops/value_check.h"
 
 namespace cudnn_ops {
-
-// Whether CUDNN_OPS_CHECK asks for the checks that have to wait for the GPU.
-bool checks_values();
-// Whether what a tensor holds is checked: on a CPU always.
-bool checks_values(const at::Tensor& tensor);
 
 // Adds no guard for sizes that a compiler keeps symbolic beyond the fact that is checked.
 inline bool holds(const c10::SymBool& condition) {

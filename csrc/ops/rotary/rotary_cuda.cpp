@@ -1,6 +1,7 @@
 // Rotary position embedding on CUDA.
 
 #include "kernels/rotary.h"
+#include "ops/or_none_cuda.h"
 #include "ops/rotary/rotary.h"
 
 #include <ATen/cuda/EmptyTensor.h>
@@ -10,18 +11,34 @@
 namespace cudnn_ops {
 namespace {
 
-at::Tensor rotary_cuda(const Rotary& args) {
+at::Tensor empty_tokens_first(const at::Tensor& input) {
+  return at::detail::empty_cuda({input.size(0), input.size(2), input.size(1), input.size(3)},
+                                input.scalar_type(), input.device(), std::nullopt);
+}
+
+RotaryResults rotary_cuda(const Rotary& args) {
   const auto& input = args.input;
-  check_rotary(input, args.cos, args.sin);
+  const auto& [cos, sin, positions, layout] = args.angles;
+  check_rotary(args);
   TORCH_CHECK_TYPE(input.scalar_type() != at::kDouble,
                    "cudnn_ops.rotary_embedding: input must be float16, bfloat16 or float32 on a "
                    "GPU; got float64");
   const c10::cuda::CUDAGuard device_guard(input.device());
-  const at::Tensor out =
-      at::detail::empty_cuda({input.size(0), input.size(2), input.size(1), input.size(3)},
-                             input.scalar_type(), input.device(), std::nullopt);
-  if (input.numel() > 0) rotate(input, args.cos, args.sin, args.is_backward, out);
-  return out.transpose(1, 2);
+  const at::Tensor out = empty_tokens_first(input);
+  const bool is_plain = !args.key && !positions && layout.numbers.empty();
+  if (is_plain) {
+    if (input.numel() > 0) rotate(input, cos, sin, args.is_backward, out);
+    return {out.transpose(1, 2), or_none({}, input, input.scalar_type())};
+  }
+  const at::Tensor key = args.key.value_or(at::Tensor());
+  const at::Tensor key_out = key.defined() ? empty_tokens_first(key) : at::Tensor();
+  const int64_t size = layout.rotary_dim() == 0 ? input.size(3) : layout.rotary_dim();
+  rotate_any(input, key,
+             {cos, sin, positions.value_or(at::Tensor()), layout.sections(), size,
+              layout.is_interleaved(), args.is_backward},
+             out, key_out);
+  return {out.transpose(1, 2),
+          key.defined() ? key_out.transpose(1, 2) : or_none({}, input, input.scalar_type())};
 }
 
 }  // namespace
