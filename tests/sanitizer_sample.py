@@ -81,12 +81,16 @@ def rotary() -> Iterator[Sample]:
             for heads in (3, 1)
         )
         positions = torch.tensor([[[0, 1, 2, 9, -1]], [[3, 2**40, 1, 0, 2]]], device="cuda")
-        options = {"interleaved": is_interleaved, "rotary_dim": size, "positions": positions}
-        sections = (size // 4, size // 2 - size // 4)
+        options: dict[str, Any] = {
+            "interleaved": is_interleaved,
+            "rotary_dim": size,
+            "positions": positions,
+            "sections": (size // 4, size // 2 - size // 4),
+        }
         for columns in (size, size // 2):
             cos, sin = (_tensor(4, columns, dtype=angle) for _ in range(2))
             both = query, key, cos, sin
-            _backward(cudnn_ops.rotary_embedding_qk(*both, sections=sections, **options))
+            _backward(cudnn_ops.rotary_embedding_qk(*both, **options))
 
     for name, dtype in TYPES.items():
         for suffix, angle in {"": dtype, "_float": torch.float32}.items():

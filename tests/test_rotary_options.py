@@ -75,8 +75,9 @@ def test_opcheck_and_derivatives_of_any_order(name, device):
 
     def second(call) -> tuple[Tensor, ...]:
         outs = call()
-        grads = torch.autograd.grad(sum(out.pow(3).sum() for out in outs), roots, create_graph=True)
-        return torch.autograd.grad(sum(grad.square().sum() for grad in grads), roots)
+        powers = torch.stack([out.pow(3).sum() for out in outs])
+        grads = torch.autograd.grad(powers.sum(), roots, create_graph=True)
+        return torch.autograd.grad(torch.stack([g.square().sum() for g in grads]).sum(), roots)
 
     cos, sin, positions = t["cos"], t["sin"], t["positions"]
     found = second(lambda: case.call(t))

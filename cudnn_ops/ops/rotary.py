@@ -17,6 +17,7 @@ from cudnn_ops.ops.kernels import register
 _ops = torch.ops.cudnn_ops
 #: To look up an overload takes a tenth of a microsecond.
 _rotary_embedding_op = _ops.rotary_embedding.default
+_with_options_op = _ops.rotary_embedding.options
 _rotary_embedding_qk_op = _ops.rotary_embedding_qk.default
 
 
@@ -84,7 +85,7 @@ def rotary_embedding(
     try:
         if not interleaved and rotary_dim is None and positions is None and sections is None:
             return _rotary_embedding_op(input, cos, sin)
-        return _rotary_embedding_op(
+        return _with_options_op(
             input,
             cos,
             sin,
@@ -94,7 +95,7 @@ def rotary_embedding(
             sections=sections,
         )
     except RuntimeError:
-        refuse_wrong_types(_rotary_embedding_op, locals())
+        refuse_wrong_types(_with_options_op, locals())
         raise
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,13 +50,13 @@ class RotaryCase:
             "sections": self.sections,
         }
 
-    def call(self, t: dict[str, Tensor | None]) -> tuple[Tensor, ...]:
+    def call(self, t: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """The public function's results."""
         options = {**self.options, "positions": t["positions"]}
         if self.kv_heads is None:
             return (cudnn_ops.rotary_embedding(t["input"], t["cos"], t["sin"], **options),)
-        function: Callable[..., Any] = cudnn_ops.rotary_embedding_qk
-        return tuple(function(t["input"], t["key"], t["cos"], t["sin"], **options))
+        both = t["input"], t["key"], t["cos"], t["sin"]
+        return cudnn_ops.rotary_embedding_qk(*both, **options)
 
 
 CASES = [

@@ -61,15 +61,15 @@ RotaryResults rotary_autograd(c10::DispatchKeySet keys, const Rotary& args) {
                               ": cos and sin have no gradient here");
   const RotaryResults results = call_below_autograd(rotary_op(), keys, args);
   const auto& [out, key_out] = results;
-  const Rotation saved{args.angles, args.is_backward};
   if (!args.key) {
     if (torch::autograd::compute_requires_grad(args.input)) {
       set_derivative<RotaryBackwardNode>(
-          torch::autograd::collect_next_edges(args.input, at::Tensor()), {out}, saved);
+          torch::autograd::collect_next_edges(args.input, at::Tensor()), {out},
+          Rotation{args.angles, args.is_backward});
     }
   } else if (torch::autograd::compute_requires_grad(args.input, *args.key)) {
     set_derivative<RotaryBackwardNode>(torch::autograd::collect_next_edges(args.input, *args.key),
-                                       {out, key_out}, saved);
+                                       {out, key_out}, Rotation{args.angles, args.is_backward});
   }
   return results;
 }
@@ -87,9 +87,15 @@ RotaryNumbers rotary_layout(bool interleaved, std::optional<int64_t> rotary_dim,
   return numbers;
 }
 
-at::Tensor rotary(const at::Tensor& input, const at::Tensor& cos, const at::Tensor& sin,
-                  bool interleaved, std::optional<int64_t> rotary_dim,
-                  const OptionalTensor& positions, at::OptionalIntArrayRef sections) {
+at::Tensor rotary(const at::Tensor& input, const at::Tensor& cos, const at::Tensor& sin) {
+  return std::get<0>(rotary_op().call_with(input, OptionalTensor(), cos, sin, OptionalTensor(),
+                                           at::IntArrayRef(), /*is_backward=*/false));
+}
+
+at::Tensor rotary_with_options(const at::Tensor& input, const at::Tensor& cos,
+                               const at::Tensor& sin, bool interleaved,
+                               std::optional<int64_t> rotary_dim, const OptionalTensor& positions,
+                               at::OptionalIntArrayRef sections) {
   const RotaryNumbers layout =
       rotary_layout(interleaved, rotary_dim, sections, "cudnn_ops.rotary_embedding");
   return std::get<0>(rotary_op().call_with(input, OptionalTensor(), cos, sin, positions, layout,
@@ -224,10 +230,12 @@ void check_rotary(const Rotary& args) {
 TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   using namespace cudnn_ops;
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  // Two, because Python needs a tenth of a microsecond for options that are not given.
+  m.def("rotary_embedding(Tensor input, Tensor cos, Tensor sin) -> Tensor", rotary, tags);
   m.def(
-      "rotary_embedding(Tensor input, Tensor cos, Tensor sin, *, bool interleaved=False, "
+      "rotary_embedding.options(Tensor input, Tensor cos, Tensor sin, *, bool interleaved=False, "
       "int? rotary_dim=None, Tensor? positions=None, int[]? sections=None) -> Tensor",
-      rotary, tags);
+      rotary_with_options, tags);
   m.def(
       "rotary_embedding_qk(Tensor query, Tensor key, Tensor cos, Tensor sin, *, "
       "bool interleaved=False, int? rotary_dim=None, Tensor? positions=None, "

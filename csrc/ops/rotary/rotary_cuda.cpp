@@ -8,12 +8,17 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 namespace cudnn_ops {
 namespace {
 
+// [B, H, S, D], in memory [B, S, H, D]: made at once, without a view of another tensor.
 at::Tensor empty_tokens_first(const at::Tensor& input) {
-  return at::detail::empty_cuda({input.size(0), input.size(2), input.size(1), input.size(3)},
-                                input.scalar_type(), input.device(), std::nullopt);
+  const auto at_least_one = [&](int64_t dim) { return std::max<int64_t>(input.size(dim), 1); };
+  const int64_t head = at_least_one(3), token = head * at_least_one(1);
+  return at::detail::empty_strided_cuda(input.sizes(), {token * at_least_one(2), head, token, 1},
+                                        input.scalar_type(), input.device());
 }
 
 RotaryResults rotary_cuda(const Rotary& args) {
@@ -28,7 +33,7 @@ RotaryResults rotary_cuda(const Rotary& args) {
   const bool is_plain = !args.key && !positions && layout.numbers.empty();
   if (is_plain) {
     if (input.numel() > 0) rotate(input, cos, sin, args.is_backward, out);
-    return {out.transpose(1, 2), or_none({}, input, input.scalar_type())};
+    return {out, or_none({}, input, input.scalar_type())};
   }
   const at::Tensor key = args.key.value_or(at::Tensor());
   const at::Tensor key_out = key.defined() ? empty_tokens_first(key) : at::Tensor();
@@ -37,8 +42,7 @@ RotaryResults rotary_cuda(const Rotary& args) {
              {cos, sin, positions.value_or(at::Tensor()), layout.sections(), size,
               layout.is_interleaved(), args.is_backward},
              out, key_out);
-  return {out.transpose(1, 2),
-          key.defined() ? key_out.transpose(1, 2) : or_none({}, input, input.scalar_type())};
+  return {out, or_none(key_out, input, input.scalar_type())};
 }
 
 }  // namespace

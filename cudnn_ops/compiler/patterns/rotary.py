@@ -280,7 +280,8 @@ def _build(spelling: _Spelling, heads: int, ranks: Sequence[int], size: int) -> 
         options: dict[str, Any] = {"interleaved": True} if spelling.is_interleaved else {}
         if spelling.is_half:
             options["rotary_dim"] = size
-        out = torch.ops.cudnn_ops.rotary_embedding.default(x, cos, sin, **options)
+        rotary = torch.ops.cudnn_ops.rotary_embedding
+        out = rotary.options(x, cos, sin, **options) if options else rotary.default(x, cos, sin)
         if is_behind_tokens:
             out = out.transpose(1, 2)
         return out.squeeze(0) if dims == 3 else out
