@@ -40,7 +40,7 @@ from cudnn_ops.ops.paged import (
     paged_attention_with_lse,
     paged_kv_append_,
 )
-from cudnn_ops.ops.rotary import rotary_embedding
+from cudnn_ops.ops.rotary import rotary_embedding, rotary_embedding_qk
 from cudnn_ops.ops.sdpa import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_with_lse,
@@ -171,6 +171,7 @@ __all__ = [
     "record_shapes",
     "rms_norm",
     "rotary_embedding",
+    "rotary_embedding_qk",
     "save_requests",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_with_lse",

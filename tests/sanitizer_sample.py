@@ -74,6 +74,24 @@ def rotary() -> Iterator[Sample]:
         cos, sin = (_tensor(1, 5, size, dtype=angle) for _ in range(2))
         _backward(cudnn_ops.rotary_embedding(x, cos, sin))
 
+    def run_both(dtype: torch.dtype, angle: torch.dtype, size: int, is_interleaved: bool) -> None:
+        """Of two axes, by positions that are outside of the table too."""
+        query, key = (
+            _tensor(2, 5, heads, 2 * size, dtype=dtype).transpose(1, 2).requires_grad_()
+            for heads in (3, 1)
+        )
+        positions = torch.tensor([[[0, 1, 2, 9, -1]], [[3, 2**40, 1, 0, 2]]], device="cuda")
+        options: dict[str, Any] = {
+            "interleaved": is_interleaved,
+            "rotary_dim": size,
+            "positions": positions,
+            "sections": (size // 4, size // 2 - size // 4),
+        }
+        for columns in (size, size // 2):
+            cos, sin = (_tensor(4, columns, dtype=angle) for _ in range(2))
+            both = query, key, cos, sin
+            _backward(cudnn_ops.rotary_embedding_qk(*both, **options))
+
     for name, dtype in TYPES.items():
         for suffix, angle in {"": dtype, "_float": torch.float32}.items():
             if suffix and dtype == torch.float32:
@@ -81,6 +99,10 @@ def rotary() -> Iterator[Sample]:
             for width, size in ((16 // dtype.itemsize, 64), (1, 6)):
                 for batch in (1, 2):
                     yield f"rotary_{name}{suffix}_{width}", partial(run, dtype, angle, size, batch)
+                for is_interleaved in (False, True):
+                    kind = "pairs" if is_interleaved and width > 1 else "any"
+                    call = partial(run_both, dtype, angle, size, is_interleaved)
+                    yield f"rotary_{kind}_{name}{suffix}_{width}", call
 
 
 #: In pieces of a vector, of 8 bytes and in numbers: by which kernels rows are computed.

@@ -75,7 +75,8 @@ def gated(device: str, activation: int) -> Arguments:
 
 def rotary(device: str) -> Arguments:
     x, angle = torch.ones(2, 3, 5, 8, device=device), torch.ones(2, 5, 8, device=device)
-    return {"input": x, "cos": angle, "sin": angle, "is_backward": True}
+    options: Arguments = {"key": None, "positions": None, "layout": [], "is_backward": True}
+    return {"input": x, "cos": angle, "sin": angle, **options}
 
 
 def conv(device: str) -> Arguments:

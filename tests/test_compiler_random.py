@@ -53,9 +53,18 @@ def _convolution(rng: random.Random) -> Step:
 def _rotary(rng: random.Random) -> Step:
     angles = torch.tensor([rng.uniform(0, 7) for _ in range(S * D)], dtype=torch.float64)
     cos, sin = angles.cos().view(1, 1, S, D), angles.sin().view(1, 1, S, D)
-    spelling = rng.randrange(4)
+    spelling = rng.randrange(6)
 
     def step(x: Tensor, other: Tensor) -> Tensor:
+        if spelling == 4:
+            return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
+        if spelling == 5:
+            (first, second), c, s = (
+                x.unflatten(-1, (-1, 2)).unbind(-1),
+                cos[..., ::2],
+                sin[..., ::2],
+            )
+            return torch.stack((first * c - second * s, first * s + second * c), -1).flatten(-2)
         first, second = x.chunk(2, -1)
         if spelling == 0:
             return x * cos + torch.cat((-second, first), -1) * sin

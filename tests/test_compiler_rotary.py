@@ -158,9 +158,51 @@ def flash_attention(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([turned, x[..., D // 2 :]], dim=-1)
 
 
+def cohere(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+
+
+def cohere_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    turned = torch.stack((x[..., 1::2], -x[..., ::2]), dim=-1).reshape(x.shape)
+    return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+
+
+def gptj(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[batch, tokens, heads, size], of which a part turns."""
+    x = x.transpose(1, 2)
+    turned, rest = x[:, :, :, :4], x[:, :, :, 4:]
+    sin, cos = (torch.repeat_interleave(one[:, :, None, :2], 2, 3) for one in (sin, cos))
+    both = torch.stack((-turned[:, :, :, 1::2], turned[:, :, :, ::2]), dim=-1).flatten(-2)
+    return torch.cat([turned * cos + both * sin, rest], dim=-1)
+
+
+def flux(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = cos[0][None, None], sin[0][None, None]
+    real, imaginary = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
+    turned = torch.stack([-imaginary, real], dim=-1).flatten(3)
+    return (x.double() * cos + turned.double() * sin).to(x.dtype)
+
+
+def llama_of_meta(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Without complex numbers."""
+    cos, sin = cos[..., : D // 2].unsqueeze(1), sin[..., : D // 2].unsqueeze(1)
+    pairs = x.unflatten(-1, (-1, 2))
+    first, second = pairs[..., 0], pairs[..., 1]
+    return torch.stack([first * cos - second * sin, first * sin + second * cos], -1).flatten(-2)
+
+
+def vllm(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = cos[0, :, : D // 2].unsqueeze(-2), sin[0, :, : D // 2].unsqueeze(-2)
+    x = x.transpose(1, 2)
+    x1, x2 = x[..., ::2], x[..., 1::2]
+    return torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).flatten(-2)
+
+
 SPELLINGS = [
     *(llama, one_batch, in_place, timm, dinov3, gpt_neox, tokens_first, tokens_first_in_memory),
     *(vision, heads_first, gpt_oss, gpt_oss_back, nanochat, flash_attention),
+    *(cohere, cohere_back, gptj, flux, llama_of_meta, vllm),
 ]
 
 
@@ -266,8 +308,8 @@ def test_one_token_and_one_head():
 
 
 def test_dynamic_sizes():
-    _check(llama, dynamic=True)
-    _check(tokens_first, dynamic=True)
+    for rotary in (llama, tokens_first, gpt_oss, cohere, llama_of_meta):
+        _check(rotary, dynamic=True)
 
 
 def test_strides_of_a_later_view():
@@ -279,15 +321,67 @@ def test_strides_of_a_later_view():
     _check(rotary)
 
 
-def _interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+def _halves_by_turns(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Halves that come back as neighbours."""
+    first, second = x.chunk(2, -1)
+    turned = torch.stack([-second, first], -1).flatten(-2)
     return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
 
 
-def _interleaved_unbound(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    real, imaginary = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
-    turned = torch.stack([-imaginary, real], dim=-1).flatten(3)
+def _neighbours_side_by_side(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Neighbours that come back as halves."""
+    turned = torch.cat([-x[..., 1::2], x[..., ::2]], -1)
     return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+
+
+def _neighbours_turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The second first."""
+    turned = torch.stack([-x[..., ::2], x[..., 1::2]], -1).flatten(-2)
+    return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+
+
+def _neighbours_not_negated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    turned = torch.stack([x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+    return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+
+
+def _every_third(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x = torch.cat([x, x[..., :1]], -1)[..., :D]
+    turned = torch.stack([-x[..., 1::3], x[..., ::3][..., :3]], -1).flatten(-2)
+    return x[..., :6] * cos[..., :6].unsqueeze(1) + turned * sin[..., :6].unsqueeze(1)
+
+
+def _from_the_second(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Neighbours, of which all but the last pair move on by one."""
+    turned = torch.stack([-x[..., 1::2], x[..., 1:][..., ::2]], -1).flatten(-2)
+    return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+
+
+def _stacked_before(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Of as many neighbours as pairs: stacked in the dimension before the last."""
+    x, cos, sin = x[..., :4], cos[..., :4].unsqueeze(1), sin[..., :4].unsqueeze(1)
+    turned = torch.stack([-x[..., 1::2], x[..., ::2]], -2).flatten(-2)
+    return x * cos + turned * sin
+
+
+def _flattened_before(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Of one head: two dimensions that are no pairs are joined."""
+    x, cos, sin = x[:, :1, :, :2], cos[..., :2].unsqueeze(1), sin[..., :2].unsqueeze(1)
+    turned = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(1, 2).squeeze(2).unsqueeze(1)
+    return x * cos + turned * sin
+
+
+def _neighbours_of_another(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    y = x.sin()
+    turned = torch.stack([-y[..., 1::2], x[..., ::2]], -1).flatten(-2)
+    return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+
+
+def _signs_of_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = cos[..., : D // 2].unsqueeze(1), sin[..., : D // 2].unsqueeze(1)
+    first, second = x[..., ::2], x[..., 1::2]
+    parts = first * cos - second * sin, second * cos - first * sin
+    return torch.stack(parts, dim=-1).flatten(-2)
 
 
 def _mistral4(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -379,7 +473,9 @@ def _five_dimensions(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 NEAR_MISSES = [
-    *(_interleaved, _interleaved_unbound, _mistral4, _not_negated, _both_negated, _not_turned),
+    *(_mistral4, _not_negated, _both_negated, _not_turned, _halves_by_turns, _neighbours_turned),
+    *(_neighbours_side_by_side, _every_third, _from_the_second, _neighbours_not_negated),
+    *(_stacked_before, _flattened_before, _neighbours_of_another, _signs_of_neighbours),
     *(_thirds, _other_dimension, _subtracted, _of_another, _angles_of_heads, _one_angle),
     *(_angles_of_pairs, _other_shapes, _signs_of_gpt_oss, _used_elsewhere, _changed),
     _five_dimensions,

@@ -92,7 +92,15 @@ def _pointwise(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor):
     yield cudnn_ops.geglu(x, y)
     yield cudnn_ops.geglu(x, y, approximate="tanh")
     heads = x.unflatten(-1, (4, -1)).transpose(1, 2)
-    yield cudnn_ops.rotary_embedding(heads, y[:1, :, :8].cos(), y[:1, :, :8].sin())
+    cos, sin = y[:1, :, :8].cos(), y[:1, :, :8].sin()
+    yield cudnn_ops.rotary_embedding(heads, cos, sin)
+    positions = torch.ones(1, heads.shape[2], dtype=torch.int64, device=x.device)
+    yield from cudnn_ops.rotary_embedding_qk(
+        *(heads, heads[:, :1], cos[0, :, :2], sin[0, :, :2]),
+        interleaved=True,
+        rotary_dim=4,
+        positions=positions,
+    )
 
 
 def _convolutions(x: Tensor, weight: Tensor, bias: Tensor, volume: Tensor, kernel: Tensor):

@@ -204,9 +204,11 @@ def test_qwen3(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_phi(device):
-    """Attention and MLP side by side."""
-    config = PhiConfig(**SIZES, partial_rotary_factor=1.0, resid_pdrop=0.0)
+@pytest.mark.parametrize("part", [1.0, 0.5])
+def test_phi(part, device):
+    """Attention and MLP side by side; a part of each head turns."""
+    config = PhiConfig(**SIZES, partial_rotary_factor=part, resid_pdrop=0.0)
+    turned = int(DIM // HEADS * part)
     ours = TransformerBlock(
         *(DIM, HEADS, HIDDEN),
         order="parallel",
@@ -214,11 +216,44 @@ def test_phi(device):
         activation="gelu_tanh",
         bias=True,
         is_causal=True,
+        rotary_dim=turned,
         device=device,
         dtype=DTYPES[device],
     )
     theirs = _made(PhiDecoderLayer, config, device)
-    check(ours, theirs, PHI, _call_decoder(DIM // HEADS), _input(device))
+    check(ours, theirs, PHI, _call_decoder(turned), _input(device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("qk_norm", ["none", "rms"])
+def test_options_of_rotary_embedding(qk_norm, device):
+    """Neighbours of a part of each head, by positions on two axes: as it is without the module."""
+    torch.manual_seed(0)
+    place = {"device": device, "dtype": DTYPES[device]}
+    options = {"interleaved": True, "rotary_dim": 8, "sections": (1, 3)}
+    attention = Attention(
+        *(DIM, HEADS, 2),
+        qk_norm=qk_norm,
+        **{f"rotary_{name.removeprefix('rotary_')}": value for name, value in options.items()},
+        **place,
+    )
+    x = _input(device)
+    positions = torch.randint(20, (2, *x.shape[:2]), device=device)
+    angles = torch.rand(20, 4, **place)
+    angles = {"cos": angles.cos(), "sin": angles.sin(), "positions": positions}
+    found = attention(x, **angles)
+    query, key, value = attention.qkv(x)
+    if qk_norm == "rms":
+        query, key = attention.q_norm(query), attention.k_norm(key)
+    query, key = (
+        cudnn_ops.rotary_embedding(
+            part, angles["cos"], angles["sin"], positions=positions, **options
+        )
+        for part in (query, key)
+    )
+    out = cudnn_ops.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    torch.testing.assert_close(found, attention.o_proj(out.transpose(1, 2).flatten(2)))
+    assert not torch.allclose(found, attention(x))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -432,6 +467,8 @@ def test_what_is_refused():
         of_context(x, context, cos=cos, sin=sin)
     with pytest.raises(ValueError, match="cos and sin must be given together"):
         plain(x, cos=cos)
+    with pytest.raises(ValueError, match="positions must be given with cos and sin"):
+        plain(x, positions=torch.zeros(1, S, dtype=torch.int64))
     cache = cudnn_ops.KVCache(1, B, S, 4, 16, dtype=torch.float32, device="cpu")
     with pytest.raises(ValueError, match="seq_lens_kv must be None with a cache"):
         plain(x, cache=cache, seq_lens_kv=torch.tensor([1, 2], dtype=torch.int32))

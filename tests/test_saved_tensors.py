@@ -239,6 +239,17 @@ def _calls() -> dict[str, Call]:
             },
             ("input",),
         ),
+        "rotary_of_both": Call(
+            functools.partial(cudnn_ops.rotary_embedding_qk, interleaved=True),
+            {
+                "query": _leaf(1, 2, 3, 8),
+                "key": _leaf(1, 1, 3, 8),
+                "cos": torch.randn(4, 8),
+                "sin": torch.randn(4, 8),
+                "positions": torch.tensor([[3, 0, 1]]),
+            },
+            ("query", "key"),
+        ),
     }
 
 

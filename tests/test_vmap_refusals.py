@@ -51,6 +51,7 @@ def test_a_mistake_is_that_of_a_sample():
         (lambda x: cudnn_ops.add_rms_norm(q[0], q[0, :1], (8,), x), values(3, 8)),
         (lambda x: cudnn_ops.swiglu(x, x[1:]), q),
         (lambda x: cudnn_ops.rotary_embedding(x, x[0], x[0]), q),
+        (lambda x: cudnn_ops.rotary_embedding_qk(x, x[:, :1, 1:], x[:, 0], x[:, 0]), q),
         (varlen, torch.tensor([[0, 2, 4], [0, 1, 5]]).int()),
         (varlen, torch.tensor([[1, 2, 5], [0, 1, 5]]).int()),
         (lambda x: cudnn_ops.conv2d(x, image_weight), q),

@@ -4,22 +4,28 @@
 #include "kernels/rotary_call.h"
 #include "rotary_images.h"
 
+#include <algorithm>
+#include <limits>
+
 namespace cudnn_ops {
 namespace {
 
 constexpr int64_t kBytes = 16, kThreads = 256;
 
-const DeviceKernel& kernel_of(at::ScalarType dtype, bool is_angle_float, bool is_wide) {
-  static const DeviceKernel half[2][2] = {
-      {{kRotaryImages, "rotary_half_1"}, {kRotaryImages, "rotary_half_8"}},
-      {{kRotaryImages, "rotary_half_float_1"}, {kRotaryImages, "rotary_half_float_8"}}};
-  static const DeviceKernel bfloat16[2][2] = {
-      {{kRotaryImages, "rotary_bfloat16_1"}, {kRotaryImages, "rotary_bfloat16_8"}},
-      {{kRotaryImages, "rotary_bfloat16_float_1"}, {kRotaryImages, "rotary_bfloat16_float_8"}}};
-  static const DeviceKernel single[2] = {{kRotaryImages, "rotary_float_1"},
-                                         {kRotaryImages, "rotary_float_4"}};
-  if (dtype == at::kFloat) return single[is_wide];
-  return (dtype == at::kHalf ? half : bfloat16)[is_angle_float][is_wide];
+// Of each type, with factors of the same and of float32.
+using Kernels = DeviceKernel[5];
+#define ROTARY_KERNELS(kind, width, float_width)                                                  \
+  {                                                                                               \
+    {kRotaryImages, kind "half_" width}, {kRotaryImages, kind "half_float_" width},               \
+        {kRotaryImages, kind "bfloat16_" width}, {kRotaryImages, kind "bfloat16_float_" width}, { \
+      kRotaryImages, kind "float_" float_width                                                    \
+    }                                                                                             \
+  }
+
+const DeviceKernel& kernel_of(const Kernels& kernels, const at::Tensor& input,
+                              const at::Tensor& cos) {
+  const bool has_wider_factors = input.scalar_type() != cos.scalar_type();
+  return kernels[2 * type_index(input.scalar_type()) + (has_wider_factors ? 1 : 0)];
 }
 
 bool is_aligned(const at::Tensor& tensor) {
@@ -31,8 +37,31 @@ bool is_aligned(const at::Tensor& tensor) {
   return aligned;
 }
 
+// The stride of a dimension, of which one may stand for all.
+int64_t step(const at::Tensor& tensor, int64_t dim) {
+  return tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
+}
+
 at::Tensor with_dense_last(const at::Tensor& tensor) {
-  return tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
+  return !tensor.defined() || tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
+}
+
+RotaryHeads heads_of(const at::Tensor& input, const at::Tensor& out) {
+  if (!input.defined()) return {};
+  return {input.const_data_ptr(), out.mutable_data_ptr(), input.stride(0),
+          input.stride(1),        input.stride(2),        static_cast<unsigned>(input.size(1))};
+}
+
+RotaryFactors factors_of(const at::Tensor& factors) {
+  const int64_t rows = factors.dim() - 2;
+  return {factors.const_data_ptr(), rows > 1 ? factors.stride(0) : 0,
+          rows > 0 ? step(factors, rows - 1) : 0, factors.stride(rows)};
+}
+
+// Whether the pairs of no piece are in two sections.
+bool are_whole(at::IntArrayRef sections, int64_t pairs_of_piece) {
+  return std::all_of(sections.begin(), sections.end(),
+                     [&](int64_t pairs) { return pairs % pairs_of_piece == 0; });
 }
 
 }  // namespace
@@ -45,9 +74,6 @@ void rotate(const at::Tensor& input, const at::Tensor& cos, const at::Tensor& si
   const bool is_wide =
       size / 2 * element % kBytes == 0 && is_aligned(x) && is_aligned(c) && is_aligned(s);
   const int64_t width = is_wide ? kBytes / element : 1;
-  const auto step = [&](const at::Tensor& angles) {
-    return angles.size(0) == 1 ? 0 : angles.stride(0);
-  };
   RotaryCall call{x.const_data_ptr(),
                   c.const_data_ptr(),
                   s.const_data_ptr(),
@@ -55,9 +81,9 @@ void rotate(const at::Tensor& input, const at::Tensor& cos, const at::Tensor& si
                   x.stride(0),
                   x.stride(1),
                   x.stride(2),
-                  step(c),
+                  step(c, 0),
                   c.stride(1),
-                  step(s),
+                  step(s, 0),
                   s.stride(1),
                   x.numel() / 2 / width,
                   static_cast<unsigned>(tokens),
@@ -65,8 +91,62 @@ void rotate(const at::Tensor& input, const at::Tensor& cos, const at::Tensor& si
                   static_cast<unsigned>(size / 2 / width),
                   is_backward};
   void* argument = &call;
-  kernel_of(x.scalar_type(), c.scalar_type() == at::kFloat, is_wide)
+  static const Kernels narrow = ROTARY_KERNELS("rotary_", "1", "1");
+  static const Kernels wide = ROTARY_KERNELS("rotary_", "8", "4");
+  kernel_of(is_wide ? wide : narrow, x, c)
       .launch((call.pieces + kThreads - 1) / kThreads, 1, kThreads, &argument);
+}
+
+void rotate_any(const at::Tensor& query, const at::Tensor& key, const RotaryTurn& turn,
+                const at::Tensor& query_out, const at::Tensor& key_out) {
+  const at::Tensor q = with_dense_last(query), k = with_dense_last(key);
+  const at::Tensor c = with_dense_last(turn.cos), s = with_dense_last(turn.sin);
+  const int64_t tokens = q.size(2), size = q.size(3);
+  const auto element = static_cast<int64_t>(q.element_size());
+  int64_t width = kBytes / element;
+  const bool is_wide = turn.size / 2 % width == 0 && size % width == 0 && is_aligned(q) &&
+                       (!k.defined() || is_aligned(k)) && is_aligned(c) && is_aligned(s) &&
+                       are_whole(turn.sections, turn.is_interleaved ? width / 2 : width);
+  if (!is_wide) width = 1;
+  RotaryAnyCall call{};
+  call.query = heads_of(q, query_out);
+  call.key = heads_of(k, key_out);
+  call.cos = factors_of(c);
+  call.sin = factors_of(s);
+  const at::Tensor& positions = turn.positions;
+  if (positions.defined()) {
+    call.positions = positions.const_data_ptr();
+    const int64_t tokens_dim = positions.dim() - 1;
+    call.position_axis_stride = tokens_dim > 1 ? positions.stride(0) : 0;
+    call.position_batch_stride = step(positions, tokens_dim - 1);
+    call.position_token_stride = positions.stride(tokens_dim);
+    call.table_rows = c.size(0);
+    call.has_long_positions = positions.scalar_type() == at::kLong;
+  }
+  unsigned end = 0;
+  for (size_t i = 0; i + 1 < kMostSections; ++i) {
+    if (i + 1 < turn.sections.size()) end += static_cast<unsigned>(turn.sections[i]);
+    call.ends[i] = i + 1 < turn.sections.size() ? end : std::numeric_limits<unsigned>::max();
+  }
+  call.half = static_cast<unsigned>(turn.size / 2 / width);
+  call.pieces = static_cast<unsigned>(size / width);
+  call.row_items = call.half + (call.pieces - 2 * call.half + 1) / 2;
+  const int64_t heads = static_cast<int64_t>(call.query.heads) + call.key.heads;
+  call.items = q.size(0) * tokens * heads * call.row_items;
+  call.tokens = static_cast<unsigned>(tokens);
+  call.is_interleaved = turn.is_interleaved;
+  call.has_factor_of_pair = c.size(-1) < turn.size;
+  call.is_backward = turn.is_backward;
+  if (call.items == 0) return;
+  static const Kernels narrow = ROTARY_KERNELS("rotary_any_", "1", "1");
+  static const Kernels wide = ROTARY_KERNELS("rotary_any_", "8", "4");
+  static const Kernels wide_pairs = ROTARY_KERNELS("rotary_pairs_", "8", "4");
+  void* argument = &call;
+  kernel_of(!is_wide              ? narrow
+            : turn.is_interleaved ? wide_pairs
+                                  : wide,
+            q, c)
+      .launch(divide_up(call.items, kThreads), 1, kThreads, &argument);
 }
 
 }  // namespace cudnn_ops

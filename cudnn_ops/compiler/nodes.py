@@ -175,6 +175,7 @@ OPERATIONS: dict[str, Operation] = {
     "unsqueeze": _operation("input dim", torch.unsqueeze, ".unsqueeze"),
     "getitem": _operation("input index", operator.getitem, ".__getitem__"),
     "cat": _operation("tensors dim", torch.cat, torch.concat, dim=0),
+    "stack": _operation("tensors dim", torch.stack, dim=0),
     "chunk": _operation("input chunks dim", torch.chunk, ".chunk", dim=0),
     "unbind": _operation("input dim", torch.unbind, ".unbind", dim=0),
     "narrow": _operation("input dim start length", torch.narrow, ".narrow"),

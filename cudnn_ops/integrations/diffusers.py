@@ -112,7 +112,8 @@ def optimize_(
     - Attention: processors of diffusers that call ``scaled_dot_product_attention`` or
       ``dispatch_attention_fn`` with its native backend use
       :func:`cudnn_ops.scaled_dot_product_attention`. float32 on a GPU, head sizes above 512, and
-      above 128 where there are gradients, stay with PyTorch. Flux's rotary embedding is one kernel.
+      above 128 where there are gradients, stay with PyTorch. Rotary embedding that they apply by
+      ``apply_rotary_emb`` of real angles (Flux) is one kernel.
     - Group norms and the SiLU behind them in ``ResnetBlock2D`` and at a model's end become one
       :func:`cudnn_ops.group_norm`.
     - Adaptive norms (``AdaLayerNormZero`` and others) become

@@ -1,7 +1,7 @@
 """Attention of models of diffusers, by their own processors with another function inside.
 
 A processor calls a global of its module: ``F.scaled_dot_product_attention`` or
-``dispatch_attention_fn``, and Flux's ``apply_rotary_emb``. It is changed by giving it a class of
+``dispatch_attention_fn``, and perhaps ``apply_rotary_emb``. It is changed by giving it a class of
 its own, whose ``__call__`` is the same code with another function by that name.
 """
 
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from diffusers.models import attention_dispatch
 from diffusers.models.embeddings import apply_rotary_emb
-from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -97,23 +96,40 @@ def dispatch_attention(
     return out.transpose(1, 2)
 
 
-def rotate_pairs(x: Tensor, angles: tuple[Tensor, Tensor], sequence_dim: int = 2) -> Tensor:
-    """``apply_rotary_emb`` of neighbouring elements by one kernel, with the heads in another order.
-
-    The first elements of all pairs come before the second ones: in queries and keys alike, so that
-    their products stay what they were.
+def rotate(
+    x: Tensor,
+    freqs_cis: Any,
+    use_real: bool = True,
+    use_real_unbind_dim: int = -1,
+    sequence_dim: int = 2,
+) -> Tensor:
+    """``apply_rotary_emb`` of diffusers by one kernel; by theirs, where it is not of real angles.
 
     Args:
         x: [batch, length, heads, head size], if ``sequence_dim`` is 1; 2: heads before the length.
-        angles: cosines and sines, each [length, head size], twice for every pair.
+        freqs_cis: cosines and sines, each [length, head size].
+        use_real: as in diffusers, as are the others.
+        use_real_unbind_dim: -1: neighbours are pairs; -2: halves.
         sequence_dim: see ``x``.
     """
-    cos, sin = (angle[None, :, ::2].repeat(1, 1, 2).to(x.device) for angle in angles)
-    turned = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    if sequence_dim == 1:
-        turned = cudnn_ops.rotary_embedding(turned.transpose(1, 2), cos, sin)
-        return turned.transpose(1, 2)
-    return cudnn_ops.rotary_embedding(turned, cos, sin)
+    if not use_real or sequence_dim not in (1, 2) or not _are_angles_of(x, freqs_cis, sequence_dim):
+        out: Tensor = apply_rotary_emb(x, freqs_cis, use_real, use_real_unbind_dim, sequence_dim)
+        return out
+    cos, sin = (angle[None].to(x.device) for angle in freqs_cis)
+    is_interleaved = use_real_unbind_dim == -1
+    if sequence_dim == 2:
+        return cudnn_ops.rotary_embedding(x, cos, sin, interleaved=is_interleaved)
+    turned = cudnn_ops.rotary_embedding(x.transpose(1, 2), cos, sin, interleaved=is_interleaved)
+    return turned.transpose(1, 2)
+
+
+def _are_angles_of(x: Tensor, angles: Any, sequence_dim: int) -> bool:
+    return x.dim() == 4 and all(
+        angle.shape == (x.shape[sequence_dim], x.shape[-1])
+        and angle.dtype in (x.dtype, torch.float32)
+        and not angle.requires_grad
+        for angle in angles
+    )
 
 
 def adapted_processor(processor: object) -> object | str | None:
@@ -147,9 +163,8 @@ def _adapted(kind: type) -> type | None:
         names[_DISPATCH] = dispatch_attention
     else:
         return None
-    # Only there is it known that queries and keys both turn, and nothing else of them is used.
-    if kind is FluxAttnProcessor and names.get(_ROTARY) is apply_rotary_emb:
-        names[_ROTARY] = rotate_pairs
+    if names.get(_ROTARY) is apply_rotary_emb:
+        names[_ROTARY] = rotate
     code, closure = call.__code__, call.__closure__
     ours = FunctionType(code, names, call.__name__, call.__defaults__, closure)
     ours.__kwdefaults__ = call.__kwdefaults__

@@ -12,24 +12,26 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from cudnn_ops.ops.rotary import rotary_embedding
+from cudnn_ops.ops.rotary import rotary_embedding_qk
 
 #: The second turns neighbours against each other instead of halves, and returns halves.
 _NAMES = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
 Apply = Callable[..., tuple[Tensor, Tensor]]
+Columns = Literal["numbers", "pairs", "pairs twice"]
 
 
 def fuse_rotary_(model: nn.Module) -> list[str]:
-    """Makes a model's attention apply :func:`cudnn_ops.rotary_embedding` to queries and keys.
+    """Makes a model's attention turn queries and keys by :func:`cudnn_ops.rotary_embedding_qk`.
 
-    A function is replaced only if it computes the same on random inputs: over whole heads, over
-    their first part (Phi-3, GPT-NeoX), on neighbouring elements (DeepSeek-V3), or with float32
-    angles (OLMo 2 and 3). Unsupported calls, such as those with angles of another shape, use the
+    That is one kernel for both. A function is replaced only if it computes the same on random
+    inputs: over whole heads, over their first part (Phi-3, GPT-NeoX), on neighbouring elements
+    (Cohere, GLM, GPT-J; DeepSeek-V3), by an angle for each pair (gpt-oss), or with float32 angles
+    (OLMo 2 and 3). Unsupported calls, such as those with angles of another shape, use the
     original function, with a warning. Other models, even of the same class, are not changed; a
     second call changes nothing.
 
@@ -81,34 +83,42 @@ class _Turn:
     """The variant of rotary embedding that a function of transformers computes."""
 
     apply: Apply
-    of_pairs: bool
-    """Whether neighbouring elements are rotated, by the first half of the angles."""
-    of_parts: bool
+    interleaved: bool = False
+    """Whether neighbouring elements are rotated."""
+    to_halves: bool = False
+    """Whether these are the halves of the result."""
+    columns: Columns = "numbers"
+    """What angles there are: for each number, or for each pair, of these perhaps twice."""
+    of_parts: bool = False
     """Whether elements of a head beyond the number of angles are left unchanged."""
-    by_wide: bool
+    by_wide: bool = False
     """Whether float32 angles make float32 products and a result in the input's dtype."""
 
+    def size(self, cos: Tensor) -> int:
+        """How much of a head turns."""
+        return cos.shape[-1] * (2 if self.columns == "pairs" else 1)
+
     def supports(self, x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-        """Whether the operator supports ``x``, [B, H, S, D], and angles, [B or 1, S, D]."""
+        """Whether the operator supports ``x``, [B, H, S, D], and angles, [B or 1, S, columns]."""
         return (
             x.dim() == 4
             and cos.shape == sin.shape
             and cos.dim() == 3
             and cos.shape[0] in (1, x.shape[0])
             and cos.shape[1] == x.shape[2]
-            and (cos.shape[2] == x.shape[3] or (self.of_parts and cos.shape[2] < x.shape[3]))
+            and (self.size(cos) == x.shape[3] or (self.of_parts and self.size(cos) < x.shape[3]))
             and (cos.dtype == x.dtype or (self.by_wide and cos.dtype == torch.float32))
             and not cos.requires_grad
         )
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        size = cos.shape[-1]
-        turned = x[..., :size]
-        if self.of_pairs:
-            turned = turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-            cos, sin = (angles[..., : size // 2].repeat(1, 1, 2) for angles in (cos, sin))
-        turned = rotary_embedding(turned, cos, sin)
-        return turned if size == x.shape[-1] else torch.cat([turned, x[..., size:]], -1)
+    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        size = self.size(cos)
+        if self.columns == "pairs twice":
+            cos, sin = (angles[..., : size // 2] for angles in (cos, sin))
+        if self.to_halves:
+            q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
+        is_interleaved = self.interleaved and not self.to_halves
+        return rotary_embedding_qk(q, k, cos, sin, interleaved=is_interleaved, rotary_dim=size)
 
 
 def _fused(turn: _Turn) -> Apply:
@@ -125,8 +135,13 @@ def _fused(turn: _Turn) -> Apply:
         angles = (cos.unsqueeze(0), sin.unsqueeze(0)) if dim == 0 else (cos, sin)
         # [B, S, H, D] where the heads come third.
         tensors = [x.transpose(1, 2) if dim == 2 else x for x in (q, k)]
-        if is_known and dim in (0, 1, 2) and all(turn.supports(x, *angles) for x in tensors):
-            q, k = (turn(x, *angles) for x in tensors)
+        if (
+            is_known
+            and dim in (0, 1, 2)
+            and all(turn.supports(x, *angles) for x in tensors)
+            and _are_alike(*tensors)
+        ):
+            q, k = turn(tensors[0], tensors[1], *angles)
             return (q.transpose(1, 2), k.transpose(1, 2)) if dim == 2 else (q, k)
         if not torch.compiler.is_compiling():
             warnings.warn(
@@ -141,18 +156,33 @@ def _fused(turn: _Turn) -> Apply:
     return fused
 
 
+def _are_alike(q: Tensor, k: Tensor) -> bool:
+    """In all but the number of heads."""
+    return (q.shape[0], *q.shape[2:], q.dtype) == (k.shape[0], *k.shape[2:], k.dtype)
+
+
+#: All but the last two fields of the variants that there are.
+_VARIANTS: tuple[tuple[bool, bool, Columns], ...] = (
+    (False, False, "numbers"),
+    (False, False, "pairs"),
+    (True, False, "numbers"),
+    (True, False, "pairs twice"),
+    (True, True, "pairs twice"),
+)
+
+
 def _understand(apply: Apply) -> _Turn | None:
-    for of_pairs in (False, True):
-        turn = _Turn(apply, of_pairs, of_parts=True, by_wide=True)
+    for variant in _VARIANTS:
+        turn = _Turn(apply, *variant, of_parts=True, by_wide=True)
         if _computes(turn, size=8):
             of_parts = _computes(turn, size=4)
             by_wide = _computes(turn, size=8, dtype=torch.bfloat16)
-            return _Turn(apply, of_pairs, of_parts, by_wide)
+            return _Turn(apply, *variant, of_parts, by_wide)
     return None
 
 
 def _computes(turn: _Turn, size: int, dtype: torch.dtype = torch.float64) -> bool:
-    """Whether theirs gives what ours does, of angles of ``size`` numbers of at least float32."""
+    """Whether theirs gives what ours does, where ``size`` numbers turn by float32 or wider."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -160,15 +190,17 @@ def _computes(turn: _Turn, size: int, dtype: torch.dtype = torch.float64) -> boo
 
     q, k = draw(2, 3, 5, 8).to(dtype), draw(2, 1, 5, 8).to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
-    cos, sin = draw(2, 5, size).to(wide), draw(2, 5, size).to(wide)
+    columns = size // 2 if turn.columns == "pairs" else size
+    cos, sin = draw(2, 5, columns).to(wide), draw(2, 5, columns).to(wide)
     try:
         found = turn.apply(q, k, cos, sin)
     except (TypeError, ValueError, RuntimeError):  # other arguments
         return False
+    ours = turn(q, k, cos, sin)
     return len(found) == 2 and all(
-        isinstance(mine, Tensor)
-        and mine.shape == x.shape
-        and mine.dtype == dtype
-        and torch.allclose(mine, turn(x, cos, sin), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
-        for mine, x in zip(found, (q, k), strict=True)
+        isinstance(theirs, Tensor)
+        and theirs.shape == mine.shape
+        and theirs.dtype == dtype
+        and torch.allclose(theirs, mine, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+        for theirs, mine in zip(found, ours, strict=True)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from cudnn_ops.nn.linear import FusedQKV, MergedLinear
 from cudnn_ops.nn.norm import LayerNorm, RMSNorm
-from cudnn_ops.ops.rotary import rotary_embedding
+from cudnn_ops.ops.rotary import rotary_embedding_qk
 from cudnn_ops.ops.sdpa import scaled_dot_product_attention
 
 QKNorm = Literal["none", "rms", "layer"]
@@ -51,6 +52,10 @@ class Attention(nn.Module):
         window_size: (left, right), how many tokens it sees before and after itself; -1 for all.
         sinks: whether each head has a learned logit that takes part in the softmax, as in gpt-oss.
         dropout: probability, while training, that a weight is dropped.
+        rotary_interleaved: whether the rotary embedding's pairs are neighbours, as in
+            :func:`cudnn_ops.rotary_embedding`.
+        rotary_dim: how much of a head turns there; None: all of it.
+        rotary_sections: how many pairs belong to each axis there; None: there are no axes.
         device: the parameters' device.
         dtype: the parameters' dtype.
 
@@ -84,6 +89,9 @@ class Attention(nn.Module):
         window_size: tuple[int, int] = (-1, -1),
         sinks: bool = False,
         dropout: float = 0.0,
+        rotary_interleaved: bool = False,
+        rotary_dim: int | None = None,
+        rotary_sections: Sequence[int] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -120,6 +128,8 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (kind(head_dim, eps=qk_norm_eps, **place) for _ in "qk")
         self.sinks = nn.Parameter(torch.zeros(heads, **place)) if sinks else None
         self.is_causal, self.window_size, self.dropout = is_causal, window_size, dropout
+        self.rotary_interleaved, self.rotary_dim = rotary_interleaved, rotary_dim
+        self.rotary_sections = None if rotary_sections is None else tuple(rotary_sections)
 
     def forward(
         self,
@@ -128,6 +138,7 @@ class Attention(nn.Module):
         *,
         cos: Tensor | None = None,
         sin: Tensor | None = None,
+        positions: Tensor | None = None,
         attn_mask: Tensor | None = None,
         seq_lens_kv: Tensor | None = None,
         cache: Cache | None = None,
@@ -138,8 +149,11 @@ class Attention(nn.Module):
         Args:
             x: [B, S, dim].
             context: [B, T, context_dim], where the module has a context.
-            cos: [B or 1, S, head_dim], for the rotary embedding of queries and keys.
+            cos: [B or 1, S, head_dim], for the rotary embedding of queries and keys; with
+                ``rotary_dim``, ``rotary_sections`` or ``positions``, as
+                :func:`cudnn_ops.rotary_embedding` describes.
             sin: likewise.
+            positions: the rows of ``cos`` and ``sin`` that tokens take, as there.
             attn_mask: broadcasts to [B, heads, S, keys], as in
                 :func:`cudnn_ops.scaled_dot_product_attention`.
             seq_lens_kv: int32 [B], how many keys each sequence has; not with a cache, which knows.
@@ -151,11 +165,11 @@ class Attention(nn.Module):
 
         Raises:
             ValueError: a context that is missing, or that the module does not have; a cache or a
-                rotary embedding with a context; ``cos`` without ``sin``; ``seq_lens_kv`` with a
-                cache.
+                rotary embedding with a context; ``cos`` without ``sin``, ``positions`` without
+                either; ``seq_lens_kv`` with a cache.
         """
-        self._check(context, cos, sin, seq_lens_kv, cache)
-        query, key, value = self._heads(x, context, cos, sin)
+        self._check(context, cos, sin, positions, seq_lens_kv, cache)
+        query, key, value = self._heads(x, context, cos, sin, positions)
         if cache is not None:
             key, value, seq_lens_kv = cache.update(layer, key, value)
         out = scaled_dot_product_attention(
@@ -179,6 +193,7 @@ class Attention(nn.Module):
         context: Tensor | None,
         cos: Tensor | None,
         sin: Tensor | None,
+        positions: Tensor | None,
         seq_lens_kv: Tensor | None,
         cache: Cache | None,
     ) -> None:
@@ -190,27 +205,42 @@ class Attention(nn.Module):
             )
         if (cos is None) != (sin is None):
             raise ValueError("Attention: cos and sin must be given together")
+        if positions is not None and cos is None:
+            raise ValueError(
+                "Attention: positions must be given with cos and sin, whose rows they are"
+            )
         if self.has_context and (cos is not None or cache is not None):
             raise ValueError("Attention: with a context there is no rotary embedding and no cache")
         if cache is not None and seq_lens_kv is not None:
             raise ValueError("Attention: seq_lens_kv must be None with a cache, which has its own")
 
     def _heads(
-        self, x: Tensor, context: Tensor | None, cos: Tensor | None, sin: Tensor | None
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        positions: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, [B, heads, tokens, head_dim]."""
+        rotary: dict[str, Any] = {
+            "interleaved": self.rotary_interleaved,
+            "rotary_dim": self.rotary_dim,
+            "positions": positions,
+            "sections": self.rotary_sections,
+        }
         if context is not None:
             query = self.q_proj(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             both = self.kv.product(context).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             key, value = both.chunk(2, dim=1)
         elif self.q_norm is None:
-            return self.qkv(x, cos, sin)
+            return self.qkv(x, cos, sin, **rotary)
         else:
             query, key, value = self.qkv(x)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         if cos is not None and sin is not None:
-            query, key = (rotary_embedding(part, cos, sin) for part in (query, key))
+            query, key = rotary_embedding_qk(query, key, cos, sin, **rotary)
         return query, key, value
 
     def extra_repr(self) -> str:

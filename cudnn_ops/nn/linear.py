@@ -242,7 +242,7 @@ class FusedQKV(MergedLinear):
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
 
     def forward(
-        self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None
+        self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, **rotary: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Projects tokens, and turns queries and keys by their positions.
 
@@ -251,6 +251,8 @@ class FusedQKV(MergedLinear):
             cos: [B or 1, S, head_dim]; with ``sin``, queries and keys are turned by
                 :func:`cudnn_ops.rotary_embedding`, in one kernel for both.
             sin: likewise.
+            **rotary: options of :func:`cudnn_ops.rotary_embedding`; they may allow other shapes of
+                ``cos`` and ``sin``.
 
         Returns:
             Queries [B, heads, S, head_dim]; keys and values [B, kv_heads, S, head_dim].
@@ -259,7 +261,8 @@ class FusedQKV(MergedLinear):
         if cos is None or sin is None:
             return every.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         both, value = every.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
-        query, key = rotary_embedding(both, cos, sin).split([self.heads, self.kv_heads], dim=1)
+        turned = rotary_embedding(both, cos, sin, **rotary)
+        query, key = turned.split([self.heads, self.kv_heads], dim=1)
         return query, key, value
 
 

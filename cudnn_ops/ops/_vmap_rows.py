@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cudnn_ops.ops._vmap import Samples, register_composites, register_rule
+from cudnn_ops.ops._vmap import Results, Samples, register_composites, register_rule
 
 _ops = torch.ops.cudnn_ops
 
@@ -19,19 +19,31 @@ def _gated_backward(samples: Samples) -> tuple[Tensor, ...]:
     return samples.run(**full)
 
 
-def _rotary(samples: Samples) -> Tensor:
+def _rotary(samples: Samples) -> Results:
     call = samples.call
+    is_table = call.positions is not None
+    if is_table and samples.has("cos", "sin"):
+        return samples.each()  # a table of its own for each
     x = samples.full("input")
     batch = x.shape[1]
-    is_one_for_all = not samples.has("cos", "sin") and call.cos.shape[0] == 1
+    names = ("positions",) if is_table else ("cos", "sin")
+    axis = 1 if len(call.layout) > 2 else 0  # of the batch, behind that of the sections
+    is_one_for_all = not samples.has(*names) and getattr(call, names[0]).shape[axis] == 1
 
     def of_rows(name: str) -> Tensor:
         if is_one_for_all:
             return getattr(call, name)
-        return samples.full(name).expand(-1, batch, -1, -1).flatten(0, 1)
+        full = samples.full(name)
+        sizes = [-1] * full.dim()
+        sizes[axis + 1] = batch
+        return full.expand(sizes).movedim(0, axis).flatten(axis, axis + 1)
 
-    out = samples.run(input=x.flatten(0, 1), cos=of_rows("cos"), sin=of_rows("sin"))
-    return out.unflatten(0, (samples.size, batch))
+    changes = {name: of_rows(name) for name in names}
+    out, key_out = samples.run(input=x.flatten(0, 1), key=samples.folded("key"), **changes)
+    out = out.unflatten(0, (samples.size, batch))
+    if call.key is None:
+        return out, samples.none(out)
+    return out, key_out.unflatten(0, (samples.size, batch))
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -138,6 +150,6 @@ register_rule("_gated_backward", _gated_backward)
 register_rule("_rotary", _rotary)
 register_rule("_norm", _norm)
 register_rule("_norm_backward", _norm_backward)
-register_composites("swiglu", "geglu", "rotary_embedding")
+register_composites("swiglu", "geglu", "rotary_embedding", "rotary_embedding_qk")
 register_composites("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
 register_composites("_norm_check")

@@ -82,7 +82,7 @@ def decompositions() -> _Decompositions:
         *("group_norm", "add_group_norm"),
         *("adaptive_layer_norm", "gate_add_adaptive_layer_norm"),
         *("adaptive_rms_norm", "gate_add_adaptive_rms_norm"),
-        *("swiglu", "geglu", "rotary_embedding"),
+        *("swiglu", "geglu", "rotary_embedding", "rotary_embedding_qk"),
         *("conv1d", "conv2d", "conv3d", "_conv1d", "_conv2d", "_conv3d"),
         *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
         *("_conv_transpose1d", "_conv_transpose2d", "_conv_transpose3d"),

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import cudnn_ops
-from tests.cases import conv, conv_transpose, linear
+from tests.cases import conv, conv_transpose, linear, rotary
 from tests.cases.conv_transpose import TransposeCase
+from tests.cases.rotary import RotaryCase
 
 Results = Tensor | tuple[Tensor, ...]
 
@@ -228,6 +229,33 @@ def _draw_groups(generator: torch.Generator) -> dict[str, Tensor]:
     }
 
 
+def _rotary_both(name: str, case: RotaryCase) -> Problem:
+    """Of queries and keys, in any order of the options."""
+
+    def draw(generator: torch.Generator) -> dict[str, Tensor]:
+        torch.manual_seed(int(torch.randint(1000, (), generator=generator)))
+        made = rotary.draw(case, torch.float64, torch.float64, "cpu")
+        return {n: t.detach().contiguous() for n, t in made.items() if t is not None}
+
+    def ours(**tensors: Tensor) -> Results:
+        outs = case.call({"key": None, "positions": None, **tensors})
+        return outs if case.kv_heads is not None else outs[0]
+
+    def reference(
+        input: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        key: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Results:
+        inputs = [input] if key is None else [input, key]
+        outs = tuple(rotary.turned(case, x, cos, sin, positions) for x in inputs)
+        return outs if case.kv_heads is not None else outs[0]
+
+    inputs = ("input",) if case.kv_heads is None else ("input", "key")
+    return Problem(name, ours, reference, draw, inputs)
+
+
 _GATED = {"gate": (3, 5, 16), "up": (3, 5, 16)}
 
 ROWS = [
@@ -294,6 +322,11 @@ ROWS = [
         ),
         _draw_groups,
         ("input", "weight"),
+    ),
+    *(
+        _rotary_both(f"rotary_{case.name}", case)
+        for case in rotary.CASES
+        if case.name in ("both", "part_neighbours", "positions", "sections", "everything")
     ),
 ]
 

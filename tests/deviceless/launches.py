@@ -258,10 +258,22 @@ def run_rotary(recorder: Recorder, device: torch.device) -> None:
     sizes = itertools.product((1, 7, 100_000), (1, 32), (2, 6, 64, 128, 256), (0, 1))
     for (tokens, heads, size, start), dtype in itertools.product(sizes, DTYPES):
         x = memory(device, dtype, 3, heads, tokens, size, start=start)
+        key = memory(device, dtype, 3, 1, tokens, size, start=start)
+        positions = memory(device, torch.int32, 1, tokens)
         for angles in {dtype, torch.float32}:
             cos = memory(device, angles, 1, tokens, size)
-            with recorder.calling("rotary", dtype, tokens, heads, size, start):
-                _ops._rotary.default(x, cos, cos, False)
+            for is_interleaved in (False, True):
+                for other in (None, key):
+                    layout = [1, 0] if is_interleaved else []
+                    words = ("rotary", dtype, tokens, heads, size, start, layout)
+                    with recorder.calling(*words, "queries" if other is None else "both"):
+                        _ops._rotary.default(x, other, cos, cos, None, layout, False)
+                turned = (size + 3) // 4 * 2
+                table = memory(device, angles, 10, turned // 2)
+                layout = [int(is_interleaved), turned, turned // 2]
+                with recorder.calling(*words, "part by positions"):
+                    arguments = (x, None, table, table, positions[None], layout)
+                    _ops._rotary.default(*arguments, True)
 
 
 def run_epilogues(recorder: Recorder, device: torch.device) -> None:

@@ -269,6 +269,27 @@ def _rotary(input: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return cudnn_ops.rotary_embedding(input, cos.detach(), sin.detach())
 
 
+def _rotary_both(
+    input: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """By two axes."""
+    options: dict[str, Any] = {"interleaved": True, "sections": (D // 4, D // 4)}
+    angles = cos.detach(), sin.detach()
+    return cudnn_ops.rotary_embedding_qk(input, key, *angles, positions=positions, **options)
+
+
+BOTH: Tensors = {
+    "input": (B, H, 4, D),
+    "key": (B, 2 * H, 4, D),
+    "cos": (2, B, 4, D),
+    "sin": (2, B, 4, D),
+}
+OF_TABLE: Tensors = {
+    **BOTH,
+    "cos": (5, D),
+    "sin": (5, D),
+    "positions": torch.arange(2 * B * 4).view(2, B, 4) % 5,
+}
 POINTWISE = [
     *(
         Case(f"swiglu {dim}", cudnn_ops.swiglu, PAIR, every(Shard(dim), "gate", "up"), silent=True)
@@ -287,6 +308,29 @@ POINTWISE = [
         _rotary,
         {**TURNED, "cos": (B, 4, D), "sin": (B, 4, D)},
         {"input": S0, "cos": S0, "sin": S0},
+        silent=True,
+    ),
+    Case(
+        "rotary of both by batch",
+        _rotary_both,
+        BOTH,
+        {"input": S0, "key": S0, "cos": S1, "sin": S1},
+        silent=True,
+    ),
+    Case("rotary of both by heads", _rotary_both, BOTH, every(S1, "input", "key"), silent=True),
+    Case("rotary of both by heads of one", _rotary_both, BOTH, {"input": S1}),
+    Case(
+        "rotary by positions of tokens",
+        _rotary_both,
+        OF_TABLE,
+        {**every(S2, "input", "key"), "positions": S2},
+        silent=True,
+    ),
+    Case(
+        "rotary by positions of a batch",
+        _rotary_both,
+        OF_TABLE,
+        {**every(S0, "input", "key"), "positions": S1},
         silent=True,
     ),
 ]

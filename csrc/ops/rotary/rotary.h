@@ -3,14 +3,49 @@
 
 #include "ops/operator.h"
 
+#include <tuple>
+
 namespace cudnn_ops {
 
-struct Rotary {
-  at::Tensor input, cos, sin;
-  bool is_backward = false;  // the gradient of the input, from that of the output
-  CUDNN_OPS_FIELDS(input, cos, sin, is_backward)
+using RotaryNumbers = c10::SmallVector<int64_t, 8>;
+
+// Whether pairs are neighbours, how much of a head turns (0: all of it, by a factor for each
+// number), and the pairs of each section. Empty: halves of all of it, in one section. Schemas have
+// one list, because Python needs half a microsecond to hand over each.
+struct RotaryLayout {
+  RotaryNumbers numbers;
+  CUDNN_OPS_FIELDS(numbers)
+
+  bool is_interleaved() const {
+    return !numbers.empty() && numbers[0] != 0;
+  }
+  int64_t rotary_dim() const {
+    return numbers.size() > 1 ? numbers[1] : 0;
+  }
+  at::IntArrayRef sections() const {
+    return at::IntArrayRef(numbers).slice(numbers.size() > 2 ? 2 : numbers.size());
+  }
 };
 
-void check_rotary(const at::Tensor& input, const at::Tensor& cos, const at::Tensor& sin);
+// What heads turn by.
+struct RotaryAngles {
+  at::Tensor cos, sin;
+  OptionalTensor positions;  // rows of cos and sin, which are tables then
+  RotaryLayout layout;
+  CUDNN_OPS_FIELDS(cos, sin, positions, layout)
+};
+
+// cudnn_ops::_rotary.
+struct Rotary {
+  at::Tensor input;
+  OptionalTensor key;  // turned by the same, with heads of its own
+  RotaryAngles angles;
+  bool is_backward = false;  // the gradients of the inputs, from those of the outputs
+  CUDNN_OPS_FIELDS(input, key, angles, is_backward)
+};
+
+using RotaryResults = std::tuple<at::Tensor, at::Tensor>;  // [0] where there is no key
+
+void check_rotary(const Rotary& args);
 
 }  // namespace cudnn_ops

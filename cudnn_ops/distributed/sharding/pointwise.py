@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -37,15 +37,23 @@ def _gated(schema: OpSchema) -> OpStrategy:
 
 def _rotary(schema: OpSchema) -> OpStrategy:
     call = call_of(schema)
+    angles = ("cos", "sin") if call.positions is None else ("positions",)  # a table is of no token
+    axis = 1 if len(call.layout) > 2 else 0  # of the batch, behind that of the sections
+
+    def rule(heads: Placement, of_angles: dict[str, Placement]) -> Rule:
+        none = Replicate()
+        return Rule(
+            {"input": heads, "key": heads, **of_angles},
+            (heads, none if call.key is None else heads),
+        )
+
     rules = [
-        Rule({"input": Shard(1)}, (Shard(1),)),  # heads
-        Rule({"input": Shard(2), "cos": Shard(1), "sin": Shard(1)}, (Shard(2),)),  # tokens
-        Rule({"input": Partial()}, (Partial(),)),  # a rotation is linear
+        rule(Shard(1), {}),  # heads
+        rule(Shard(2), dict.fromkeys(angles, Shard(axis + 1))),  # tokens
+        rule(Partial(), {}),  # a rotation is linear
     ]
-    if call.cos.shape[0] == 1:
-        rules.append(Rule({"input": Shard(0)}, (Shard(0),)))
-    else:
-        rules.append(Rule({"input": Shard(0), "cos": Shard(0), "sin": Shard(0)}, (Shard(0),)))
+    has_batch = getattr(call, angles[0]).shape[axis] != 1
+    rules.append(rule(Shard(0), dict.fromkeys(angles, Shard(axis)) if has_batch else {}))
     return cheapest(schema, rules)
 
 
