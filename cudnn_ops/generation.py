@@ -2,6 +2,7 @@
 
 from cudnn_ops.serving import (
     Attend,
+    DraftModel,
     Engine,
     EngineStats,
     GeneratedToken,
@@ -17,6 +18,7 @@ from cudnn_ops.serving import (
 
 __all__ = [
     "Attend",
+    "DraftModel",
     "Engine",
     "EngineStats",
     "GeneratedToken",

@@ -2,6 +2,7 @@
 
 from cudnn_ops.serving.choosing import NothingAllowed
 from cudnn_ops.serving.contiguous_cache import CachedKV, KVCache
+from cudnn_ops.serving.draft_model import DraftModel
 from cudnn_ops.serving.engine import Engine
 from cudnn_ops.serving.kv_cache import CacheUsage, PagedKVCache
 from cudnn_ops.serving.model_runner import Attend, Model
@@ -17,6 +18,7 @@ __all__ = [
     "Attend",
     "CacheUsage",
     "CachedKV",
+    "DraftModel",
     "Engine",
     "EngineStats",
     "GeneratedToken",

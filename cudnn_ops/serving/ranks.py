@@ -158,15 +158,38 @@ class Ranks:
         chosen, events = self.chosen, self.events
         words = [order, len(chosen), len(events), *state, *chosen]
         words += [0] * (self._most - len(chosen))
-        tensor, others = torch.tensor(words), range(1, self.size)
         with self.naming("telling the other ranks to go on, which must be in follow()"):
-            sent = [distributed.isend(tensor, group=self._hosts, group_dst=rank) for rank in others]
-            for work in sent:
-                assert work is not None  # this rank is in the group
-                work.wait()
-            for rank in others if events else ():
+            self._send(torch.tensor(words))
+            for rank in range(1, self.size) if events else ():
                 distributed.send_object_list([events], group=self._hosts, group_dst=rank)
         self.chosen, self.events = [], []
+
+    def share_drafts(self, drafts: list[list[int]], most: int) -> list[list[int]]:
+        """The first rank's draft tokens of some requests, on all ranks.
+
+        Args:
+            drafts: on the first rank, of each request; on the others, as many lists.
+            most: the largest number of a request.
+        """
+        if self.is_leader:
+            words = torch.tensor([[len(row), *row, *[0] * (most - len(row))] for row in drafts])
+            with self.naming("telling the other ranks what the draft model proposes"):
+                self._send(words)
+            return drafts
+        words = torch.empty(len(drafts), 1 + most, dtype=torch.int64)
+        with self.naming("waiting for what rank 0's draft model proposes"):
+            distributed.recv(words, group=self._hosts, group_src=0)
+        return [row[: 1 + row[0]][1:] for row in words.tolist()]
+
+    def _send(self, tensor: torch.Tensor) -> None:
+        """Sends it to all other ranks, and waits until they have it."""
+        sent = [
+            distributed.isend(tensor, group=self._hosts, group_dst=rank)
+            for rank in range(1, self.size)
+        ]
+        for work in sent:
+            assert work is not None  # this rank is in the group
+            work.wait()
 
     def hear(self) -> Message:
         """Waits for what the first rank tells."""

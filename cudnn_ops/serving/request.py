@@ -86,6 +86,11 @@ class Request:
         return self._text.shown(self.is_finished)
 
     @property
+    def left(self) -> int:
+        """How many tokens it may still generate."""
+        return self.params.max_tokens - self.stats.output_tokens
+
+    @property
     def is_finished(self) -> bool:
         """Whether its output is complete."""
         return self.finish_reason is not None

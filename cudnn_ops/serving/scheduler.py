@@ -23,7 +23,7 @@ from cudnn_ops.serving.speculation import Drafter
 class Share(NamedTuple):
     """One request's part of a step: tokens ``start`` to ``stop - 1``, and draft tokens after them.
 
-    Their slots are allocated: the sequence's length is ``stop + len(drafts)``.
+    Their slots are allocated.
     """
 
     request: Request
@@ -37,6 +37,11 @@ class Share(NamedTuple):
     def places(self) -> int:
         """At how many places of the request a next token is chosen."""
         return 1 + len(self.drafts)
+
+    @property
+    def length(self) -> int:
+        """How many tokens of the request there are with these."""
+        return self.stop + len(self.drafts)
 
     @property
     def is_last(self) -> bool:
@@ -109,7 +114,11 @@ class Scheduler:
         batch = self._continue_running()
         self._admit(batch)
         if self._drafter:
-            batch = self._with_drafts(batch, self._drafter)
+            try:
+                batch = self._with_drafts(batch, self._drafter)
+            except BaseException:  # a draft model's
+                self.undo(batch)
+                raise
         self._slots = batch.slots
         return batch
 
@@ -235,11 +244,19 @@ class Scheduler:
         shares: list[Share] = []
         slots: list[int] = []
         known = iter(batch.slots)
+        wanted: dict[Request, int] = {}
+        for share in batch.shares:
+            if share.is_last and share.stop - share.start == 1:
+                # The step generates one token beside those that are accepted.
+                count = min(share.request.left - 1, drafter.num_draft_tokens, budget)
+                if count > 0:
+                    wanted[share.request] = count
+        drafter.prepare(wanted, self.running)
         for share in batch.shares:
             slots += islice(known, share.stop - share.start)
             room = -share.stop % size + cache.available * size
-            is_decoding = share.is_last and share.stop - share.start == 1
-            drafts = drafter.propose(share.request, min(budget, room)) if is_decoding else []
+            count = min(wanted.get(share.request, 0), budget, room)
+            drafts = drafter.propose(share.request, count) if count > 0 else []
             slots += cache.extend(share.sequence, len(drafts))
             budget -= len(drafts)
             shares.append(share._replace(drafts=tuple(drafts)))
@@ -282,6 +299,8 @@ class Scheduler:
         assert request.sequence is not None
         self.cache.free(request.sequence)
         request.sequence = None
+        if self._drafter:
+            self._drafter.release(request)
 
     def _forget(self, request: Request) -> None:
         if self._drafter:

@@ -18,6 +18,7 @@ from cudnn_ops import OutOfPages, PagedKVCache
 from cudnn_ops.distributed import heads_of_rank
 from cudnn_ops.generation import (
     Attend,
+    DraftModel,
     Engine,
     EngineStats,
     PromptLookup,
@@ -69,6 +70,8 @@ class Served:
             device=device(),
         )
         options = {"max_batch": 6, "chunk": 5 * unit(), "mesh": mesh} | options
+        if callable(options.get("speculation")):
+            options["speculation"] = options["speculation"](mesh)
         self.logits: list[Tensor] = []
         self.engine = Engine(self.serve, cache, max_length=config.sequence, **options)
         self.released: list[list[int]] = []  # of requests that gave back their pages
@@ -224,6 +227,37 @@ def check_speculation(mesh: DeviceMesh) -> None:
         assert stats.finished == 16
         assert stats.preemptions > 0
         assert 0 < stats.speculation.accepted_tokens < stats.speculation.draft_tokens
+
+
+def check_draft_model(mesh: DeviceMesh) -> None:
+    """The first rank alone runs the draft model, whole, and all of them verify the same drafts."""
+    calls: list[int] = []
+
+    def speculation(mesh: DeviceMesh | None) -> DraftModel:
+        if mesh is not None and mesh.get_local_rank() > 0:
+            return DraftModel(None, None, 3)
+        # The engine's model without its mesh; what it says is shifted at some of the positions.
+        draft = Served(None)
+
+        def serve(tokens: Tensor, positions: Tensor, last: Tensor, attend: Attend) -> Tensor:
+            calls.append(len(tokens))
+            logits = draft.model.serve(tokens, positions, last, attend)
+            return torch.where((positions[last] % 4 == 0)[:, None], logits.roll(1, 1), logits)
+
+        return DraftModel(serve, draft.engine.cache, 3)
+
+    jobs = [
+        (prompt, replace(params, temperature=index % 3 / 2, seed=index, top_k=9))
+        for index, (prompt, params) in enumerate(jobs_of(24, 1))
+    ]
+    options: dict[str, Any] = {"pages": 22, "speculation": speculation}
+    stats = check_equal(mesh, lambda e: serve_at_random(e, jobs), **options)
+    assert stats.finished == 24
+    assert stats.preemptions > 0
+    assert 0 < stats.speculation.accepted_tokens < stats.speculation.draft_tokens
+    first, *others = on_all(mesh, len(calls))
+    # All of them served it alone as well.
+    assert others == [first // 2] * len(others)
 
 
 def check_aborts(mesh: DeviceMesh) -> None:
@@ -393,6 +427,7 @@ def check_pairs_and_all() -> None:
         check_sampling,
         check_options,
         check_speculation,
+        check_draft_model,
         check_aborts,
         check_missing_pages,
         check_heads_that_cannot_be_shared,
@@ -417,6 +452,7 @@ def check_on_gpus() -> None:
         check_sampling,
         check_options,
         check_speculation,
+        check_draft_model,
         check_aborts,
         check_missing_pages,
     ):
