@@ -128,6 +128,29 @@ def test_a_whole_chain_is_drafted_each_step():
     assert request.stats.speculation.mean_acceptance_length == 5
 
 
+def test_what_was_rejected_is_forgotten():
+    """The model itself, but for wrong tokens behind some positions: no other draft is wrong."""
+    draft = make_model("cpu")
+
+    def serve(tokens, positions, last, attend):
+        logits = draft.serve(tokens, positions, last, attend)
+        return torch.where((positions[last] % 5 == 0)[:, None], logits.roll(1, 1), logits)
+
+    engine = make_engine("cpu", 60, speculation=DraftModel(serve, make_cache("cpu", 60), 3))
+    prompt, count = [5, 6, 7, 8, 9, 10, 11], 60
+    request = engine.submit(prompt, SamplingParams(count))
+    list(engine.run())
+    assert request.output == generate_alone(make_model("cpu"), prompt, count)
+    accepted, position, end = [], len(prompt), len(prompt) + count  # of the last token
+    while position < end - 1:
+        proposed = min(3, end - position - 2)
+        right = [(position + ahead) % 5 != 0 for ahead in range(proposed)]
+        accepted.append([*right, False].index(False))
+        position += accepted[-1] + 1
+    assert request.stats.speculation.accepted_tokens == sum(accepted)
+    assert engine.stats.steps == 1 + len(accepted)
+
+
 # Options of requests, and sampling
 
 
