@@ -12,7 +12,7 @@ from cudnn_ops.serving.sampling import SamplingParams
 from cudnn_ops.serving.sequence import KVSequence
 from cudnn_ops.serving.speculation import PromptLookup
 from cudnn_ops.serving.stats import EngineStats, RequestStats, SpeculationStats
-from cudnn_ops.serving.step import GeneratedToken
+from cudnn_ops.serving.step import GeneratedToken, Piece
 
 __all__ = [
     "Attend",
@@ -28,6 +28,7 @@ __all__ = [
     "NothingAllowed",
     "OutOfPages",
     "PagedKVCache",
+    "Piece",
     "PromptLookup",
     "Request",
     "RequestStats",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from typing import Literal, get_args
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,13 +18,14 @@ from cudnn_ops.serving.kv_cache import PagedKVCache
 from cudnn_ops.serving.memory import whole
 from cudnn_ops.serving.model_runner import Model, ModelRunner
 from cudnn_ops.serving.page_pool import OutOfPages
-from cudnn_ops.serving.ranks import Message, Order, Ranks, Submitted
+from cudnn_ops.serving.ranks import Ended, Message, Order, Ranks, Submitted
 from cudnn_ops.serving.request import Request
 from cudnn_ops.serving.sampling import SamplingParams
 from cudnn_ops.serving.scheduler import Scheduler
 from cudnn_ops.serving.speculation import Drafter, LookupDrafter, PromptLookup
 from cudnn_ops.serving.stats import EngineStats
 from cudnn_ops.serving.step import GeneratedToken, Outcome, Step
+from cudnn_ops.serving.swap import Preemption, Swapper
 from cudnn_ops.serving.text import Decode
 
 
@@ -43,6 +45,8 @@ class Core:
         mesh: DeviceMesh | ProcessGroup | None,
         decode: Decode | None,
         speculation: PromptLookup | DraftModel | None,
+        preemption: Preemption,
+        swap_bytes: int,
     ) -> None:
         room = cache.pages * cache.page_size
         max_length = room if max_length is None else max_length
@@ -53,6 +57,11 @@ class Core:
                 f"speculation must be None, a PromptLookup or a DraftModel, got {speculation!r}"
             )
         self.cache, self._decode, self.speculation = cache, decode, speculation
+        if preemption not in get_args(Preemption):
+            raise ValueError(
+                f'preemption must be "recompute", "swap" or "auto", got {preemption!r}'
+            )
+        self.preemption, self.swap_bytes = preemption, whole("swap_bytes", swap_bytes, 0)
         self.max_batch, self.chunk = whole("max_batch", max_batch, 1), whole("chunk", chunk, 1)
         self.max_length = min(whole("max_length", max_length, 1), room)
         self._ranks = None if mesh is None else self._join(mesh)
@@ -60,8 +69,12 @@ class Core:
             *(model, cache, max_batch, chunk, self.max_length, self._ranks, self._num_draft_tokens)
         )
         self._drafter = self._make_drafter()
-        self._scheduler = Scheduler(cache, max_batch, chunk, self._drafter)
+        self._swapper = None
+        if preemption != "recompute":
+            self._swapper = Swapper(cache, preemption, swap_bytes)
+        self._scheduler = Scheduler(cache, max_batch, chunk, self._drafter, self._swapper)
         self._stats = EngineStats()
+        self._late: list[GeneratedToken] = []  # that ended between steps, to be told
 
     @property
     def is_leader(self) -> bool:
@@ -81,7 +94,7 @@ class Core:
         if ranks is not None:
             sizes = ("layers", "pages", "page_size", "heads_kv", "head_size", "value_size")
             facts = {f"cache.{name}": getattr(cache, name) for name in (*sizes, "prefix_sharing")}
-            names = ("max_batch", "chunk", "max_length", "speculation")
+            names = ("max_batch", "chunk", "max_length", "speculation", "preemption", "swap_bytes")
             facts |= {name: getattr(self, name) for name in names}
             if isinstance(self.speculation, DraftModel):  # which the first rank alone runs
                 facts["speculation"] = f"DraftModel(num_draft_tokens={self._num_draft_tokens})"
@@ -119,8 +132,9 @@ class Core:
     def _tell(self, method: str, order: Order) -> None:
         """Tells the other ranks what to do; raises on them, for they are told."""
         self._check_leads(method)
+        rates = self._swapper.measure() if self._swapper else None
         if self._ranks:
-            self._ranks.tell(order, self._scheduler.state)
+            self._ranks.tell(order, self._scheduler.state, rates)
 
     def _follow(self) -> None:
         """Repeats the first rank's steps until it closes the engine."""
@@ -159,21 +173,35 @@ class Core:
         for event in message.events:
             if isinstance(event, Submitted):
                 params = SamplingParams(max_tokens=event.max_tokens)
-                self._enqueue(event.serial, event.prompt, params)
+                request = Request(event.prompt, params, event.serial, priority=event.priority)
+                scheduler.enqueue(request)
                 continue
-            request = scheduler.find(event.serial)
-            assert request is not None
-            self._abort(request)
+            ended = scheduler.find(event.serial)
+            assert ended is not None
+            self._end(ended, event.reason)
         ranks.check_state(scheduler.state, message.state)
+        if self._swapper:
+            self._swapper.rates = message.rates
 
-    def _enqueue(self, serial: int, tokens: list[int], params: SamplingParams) -> Request:
-        request = Request(tokens, params, serial, self._decode)
-        self._scheduler.waiting.append(request)
-        return request
+    def _end(self, request: Request, reason: Literal["abort", "timeout"]) -> None:
+        """Ends a request between two steps; the other ranks are told before the next."""
+        self._scheduler.remove(request)
+        request.end(reason, time.perf_counter())
+        stats = self._stats
+        if reason == "abort":
+            self._stats = replace(stats, aborted=stats.aborted + 1)
+        else:
+            self._stats = replace(stats, timed_out=stats.timed_out + 1)
+        if self._ranks and self.is_leader:
+            self._ranks.events.append(Ended(request.serial, reason))
 
-    def _abort(self, request: Request) -> None:
-        self._scheduler.abort(request)
-        self._stats = replace(self._stats, aborted=self._stats.aborted + 1)
+    def _end_late(self) -> None:
+        """Ends the requests that are late; on the first rank."""
+        now, scheduler = time.perf_counter(), self._scheduler
+        for request in [*scheduler.running, *scheduler.waiting]:
+            if request.is_late(now):
+                self._end(request, "timeout")
+                self._late.append(GeneratedToken(request, None))
 
     def _warm_up(self) -> None:
         with self._ranks.computing("warming up") if self._ranks else nullcontext():
@@ -223,6 +251,9 @@ class Core:
         """Counts a step, its tokens, and the requests that it ended."""
         stats, scheduler, ended = self._stats, self._scheduler, outcome.ended
         failed = [request for request in ended if request.finish_reason == "error"]
+        computed, seconds = len(step.batch.slots), time.perf_counter() - step.began
+        if self._swapper and computed >= self.chunk // 2 and not step.batch.is_decoding:
+            self._swapper.computed(computed, seconds)
         # One that failed before it had a token is among those generated, too.
         missing = sum(token is None for _, token in outcome.generated) if failed else 0
         self._stats = replace(
@@ -231,11 +262,13 @@ class Core:
             failed=stats.failed + len(failed),
             steps=stats.steps + 1,
             replays=self._runner.replays,
-            computed_tokens=stats.computed_tokens + len(step.batch.slots),
+            computed_tokens=stats.computed_tokens + computed,
             output_tokens=stats.output_tokens + len(outcome.generated) - missing,
             prefix_hits=scheduler.prefix_hits,
             preemptions=scheduler.preemptions,
+            swaps=scheduler.swaps,
+            restored_tokens=scheduler.restored_tokens,
             peak_pages=max(stats.peak_pages, step.pages),
-            seconds=stats.seconds + time.perf_counter() - step.began,
+            seconds=stats.seconds + seconds,
             speculation=stats.speculation + outcome.speculation,
         )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -75,15 +74,6 @@ class DraftModel:
             raise TypeError(f"cache must be a PagedKVCache, got {self.cache!r}")
 
 
-class _Drafted(NamedTuple):
-    """What the draft model made of a request in the step before."""
-
-    start: int
-    """How many tokens the request had."""
-    drafts: list[int]
-    """What it proposed; all but the last have keys and values behind those."""
-
-
 class ModelDrafter:
     """Runs a draft model for the requests of one engine.
 
@@ -107,7 +97,6 @@ class ModelDrafter:
             *(model, cache, max_batch, chunk, target.max_length, None, _BEHIND - 1)
         )
         self._sequences: dict[Request, KVSequence] = {}
-        self._drafted: dict[Request, _Drafted] = {}
         self._proposed: dict[Request, list[int]] = {}
 
     def warm_up(self) -> None:
@@ -136,7 +125,6 @@ class ModelDrafter:
 
     def release(self, request: Request) -> None:
         """Frees the pages of a request."""
-        self._drafted.pop(request, None)
         self._proposed.pop(request, None)
         sequence = self._sequences.pop(request, None)
         if sequence is not None:
@@ -151,14 +139,9 @@ class ModelDrafter:
         if request not in self._sequences:
             self._sequences[request] = cache.allocate(request.tokens)
         sequence = self._sequences[request]
-        if request in self._drafted:
-            kept, drafts = self._drafted.pop(request)
-            for draft in drafts[:-1]:
-                if kept + 1 >= len(request.tokens) or request.tokens[kept] != draft:
-                    break
-                kept += 1
-            # If the step failed, the request is where it was: its last token is computed again.
-            cache.truncate(sequence, min(kept, len(request.tokens) - 1))
+        # The engine has accepted drafts as far as they were right, and one token behind them, or
+        # none if its step failed. So all but the last token are those that were computed.
+        cache.truncate(sequence, min(sequence.length, len(request.tokens) - 1))
         full = sequence.length // cache.page_size
         if full > sequence._committed and cache.prefix_sharing:
             cache.commit(sequence, request.tokens[: full * cache.page_size])
@@ -215,7 +198,6 @@ class ModelDrafter:
         limit = self._target.vocabulary
         for share, count, drafts in zip(shares, counts, rows, strict=True):
             drafts = drafts[:count]
-            self._drafted[share.request] = _Drafted(share.stop, drafts)
             # The engine's model may have fewer.
             known = next((i for i, t in enumerate(drafts) if limit is None or t >= limit), count)
             self._proposed[share.request] = drafts[:known]

@@ -30,23 +30,25 @@ from cudnn_ops.serving.core import Core
 from cudnn_ops.serving.draft_model import DraftModel
 from cudnn_ops.serving.kv_cache import PagedKVCache
 from cudnn_ops.serving.model_runner import Model
-from cudnn_ops.serving.ranks import Aborted, Order, Submitted
+from cudnn_ops.serving.ranks import Order, Submitted
 from cudnn_ops.serving.request import Request
 from cudnn_ops.serving.sampling import SamplingParams
 from cudnn_ops.serving.speculation import PromptLookup
 from cudnn_ops.serving.stats import EngineStats
-from cudnn_ops.serving.step import GeneratedToken
+from cudnn_ops.serving.step import GeneratedToken, Piece
+from cudnn_ops.serving.swap import Preemption
 from cudnn_ops.serving.text import Decode
 
 
 class Engine(Core):
     """Generates tokens for requests that may arrive at any time: continuous batching.
 
-    Requests are served in the order of their arrival, as many at once as ``max_batch`` and the free
-    pages allow. Prefix caching reuses the keys and values of known prompts; a request whose prefix
-    is being computed for another request waits for it. When pages run out, the youngest running
-    request is preempted: it gives its pages back, waits, and is later computed again as far as
-    prefix caching does not find it.
+    Requests are served in the order of their priority and arrival, as many at once as ``max_batch``
+    and the free pages allow. Prefix caching reuses the keys and values of known prompts; a request
+    whose prefix is being computed for another request waits for it. When pages run out, or for a
+    request of a higher priority, the last running request in this order is preempted: it gives its
+    pages back, waits, and is later computed again as far as prefix caching does not find it, or
+    copied back (``preemption``).
 
     Greedy output equals that of the model alone, up to rounding in other batch shapes. Sampled
     output depends on the request's seed alone, up to the same rounding.
@@ -78,13 +80,19 @@ class Engine(Core):
             the requests' ``text``. With a mesh, the first rank alone calls it.
         speculation: how to propose draft tokens, which a step verifies together; None proposes
             none. The output is the same, up to rounding in other batch shapes.
+        preemption: what happens to the keys and values of a preempted request. ``"recompute"``:
+            they are computed again, as far as prefix caching does not find them. ``"swap"``: they
+            are copied to the host and back, if there is room. ``"auto"``: they are copied if that
+            is estimated to be faster, by measured rates of computing prompts and of copying.
+        swap_bytes: how much of the host's memory may hold them. It is allocated at once, and on a
+            GPU pinned; not with ``"recompute"``.
 
     Raises:
         RuntimeError: another rank does not create its engine within the group's timeout.
         TypeError: ``mesh`` is something else.
         ValueError: a number less than 1; a ``decode`` or ``speculation`` of another kind; a mesh of
             several dimensions, or without this rank; engines or caches that differ between the
-            ranks.
+            ranks; an unknown ``preemption``.
     """
 
     def __init__(
@@ -98,10 +106,13 @@ class Engine(Core):
         mesh: DeviceMesh | ProcessGroup | None = None,
         decode: Decode | None = None,
         speculation: PromptLookup | DraftModel | None = None,
+        preemption: Preemption = "recompute",
+        swap_bytes: int = 4 << 30,
     ) -> None:
         """Allocates the inputs of a step; captures nothing yet."""
         super().__init__(
             *(model, cache, max_batch, chunk, max_length, mesh, decode, speculation),
+            *(preemption, swap_bytes),
         )
         self._serials = itertools.count()
 
@@ -129,12 +140,25 @@ class Engine(Core):
         self._tell("warm_up", Order.WARM_UP)
         self._warm_up()
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Request:
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        queue_timeout: float | None = None,
+    ) -> Request:
         """Queues a request; :meth:`step` serves it.
 
         Args:
             prompt: token ids, at least one.
             params: how to choose the next tokens; None stands for the defaults.
+            priority: requests of a higher one are served first, and preempt those of a lower one
+                where there is no room for both.
+            timeout: in seconds from now. The first step after that ends the request with the
+                ``finish_reason`` ``"timeout"``; it keeps its output.
+            queue_timeout: the same for a request that has waited so long and never ran.
 
         Returns:
             The request; serving updates its ``output``, ``finish_reason`` and ``stats``.
@@ -142,7 +166,8 @@ class Engine(Core):
         Raises:
             RuntimeError: this rank is not the mesh's first one.
             ValueError: the prompt is empty or holds no token ids; prompt and ``max_tokens``
-                together exceed ``max_length``; there are ``stop_strings`` and no ``decode``.
+                together exceed ``max_length``; there are ``stop_strings`` and no ``decode``;
+                ``priority`` is no whole number; a timeout is not more than 0.
         """
         self._check_leads("submit")
         params = SamplingParams() if params is None else params
@@ -167,9 +192,16 @@ class Engine(Core):
                 f"with a larger max_length and a cache of more pages (now {self.cache.pages} of "
                 f"{self.cache.page_size} tokens)"
             )
-        request = self._enqueue(next(self._serials), tokens, params)
+        if not isinstance(priority, int):
+            raise ValueError(f"priority must be a whole number, got {priority!r}")
+        for name, seconds in (("timeout", timeout), ("queue_timeout", queue_timeout)):
+            if seconds is not None and not seconds > 0:
+                raise ValueError(f"{name} must be None or more than 0 seconds, got {seconds!r}")
+        serial, limits = next(self._serials), {"timeout": timeout, "queue_timeout": queue_timeout}
+        request = Request(tokens, params, serial, self._decode, priority=priority, **limits)
+        self._scheduler.enqueue(request)
         if self._ranks:
-            self._ranks.events.append(Submitted(request.serial, tokens, params.max_tokens))
+            self._ranks.events.append(Submitted(serial, tokens, params.max_tokens, priority))
         return request
 
     def abort(self, request: Request) -> None:
@@ -186,9 +218,7 @@ class Engine(Core):
             return
         if self._scheduler.find(request.serial) is not request:
             raise ValueError(f"request must be one of this engine, got {request!r}")
-        self._abort(request)
-        if self._ranks:
-            self._ranks.events.append(Aborted(request.serial))
+        self._end(request, "abort")
 
     def step(self) -> list[GeneratedToken]:
         """Computes one step: the next tokens of running requests, and a chunk of prompts.
@@ -197,7 +227,8 @@ class Engine(Core):
             The generated tokens; empty if there was nothing to do, or if no prompt is complete yet.
             With speculation a request may have several, one behind the other.
             ``request.is_finished`` says whether the last of them is its request's last. A request
-            that has failed is among them too (``finish_reason`` ``"error"``); the others go on.
+            that has failed is among them too (``finish_reason`` ``"error"``), as is one that was
+            late (``"timeout"``); the others go on.
 
         Raises:
             OutOfPages: other users of the cache hold so many pages that the oldest request cannot
@@ -206,11 +237,51 @@ class Engine(Core):
                 the group's timeout.
         """
         began = time.perf_counter()
+        self._check_leads("step")
+        self._end_late()
         self._tell("step", Order.STEP)
-        return self._accept(self._compute(began))
+        generated = self._accept(self._compute(began))
+        late, self._late = self._late, []
+        return late + generated
+
+    def stream(self, request: Request) -> Iterator[Piece]:
+        """Steps until a request ends, and yields what it has generated, as soon as it is there.
+
+        All other requests are served too, and several streams may be read in turn: a stream steps
+        only if its request has nothing new. Use :meth:`abort` to end the request before its time.
+
+        Args:
+            request: of this engine.
+
+        Raises:
+            Exception: what the request failed by, behind the pieces before that.
+            OutOfPages: as :meth:`step`.
+            RuntimeError: as :meth:`step`.
+            ValueError: the request was not submitted to this engine.
+        """
+        self._check_leads("stream")
+        if not request.is_finished and self._scheduler.find(request.serial) is not request:
+            raise ValueError(f"request must be one of this engine, got {request!r}")
+        return self._stream(request)
+
+    def _stream(self, request: Request) -> Iterator[Piece]:
+        told, shown = 0, 0
+        while True:
+            is_finished, tokens, text = request.is_finished, request.output[told:], request.text
+            new = None if text is None else text[shown:]
+            if tokens or new:
+                told += len(tokens)
+                shown += len(new or "")
+                yield Piece(tokens, new)
+            elif is_finished:
+                break
+            else:
+                self.step()
+        if request.error is not None:
+            raise request.error
 
     def run(self) -> Iterator[Request]:
-        """Steps until no request is left, and yields each when it is finished or has failed.
+        """Steps until no request is left, and yields each when it ends, unless it was aborted.
 
         Requests that are submitted in between are served too.
         """

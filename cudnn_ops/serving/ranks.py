@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from cudnn_ops.serving.scheduler import State
+from cudnn_ops.serving.swap import Rates
 
 OP = "cudnn_ops.generation.Engine"
 
@@ -45,15 +46,17 @@ class Submitted(NamedTuple):
     prompt: list[int]
     max_tokens: int
     """All that they must know of its options: it bounds the drafts."""
+    priority: int
 
 
-class Aborted(NamedTuple):
-    """A request that was aborted."""
+class Ended(NamedTuple):
+    """A request that was aborted, or that was late."""
 
     serial: int
+    reason: Literal["abort", "timeout"]
 
 
-Event = Submitted | Aborted
+Event = Submitted | Ended
 
 
 class Message(NamedTuple):
@@ -66,6 +69,8 @@ class Message(NamedTuple):
     """What happened after that, in this order."""
     state: State
     """Its scheduler's, after all that."""
+    rates: Rates
+    """What it decides by between swapping and recomputing; of no account without swapping."""
 
 
 #: Of each group, one for messages between hosts.
@@ -153,10 +158,10 @@ class Ranks:
                 "engine on rank 0 before it, and follow again after it"
             )
 
-    def tell(self, order: Order, state: State) -> None:
+    def tell(self, order: Order, state: State, rates: Rates | None) -> None:
         """Tells the other ranks, as soon as they listen."""
         chosen, events = self.chosen, self.events
-        words = [order, len(chosen), len(events), *state, *chosen]
+        words = [order, len(chosen), len(events), *(rates or (0, 0)), *state, *chosen]
         words += [0] * (self._most - len(chosen))
         with self.naming("telling the other ranks to go on, which must be in follow()"):
             self._send(torch.tensor(words))
@@ -194,15 +199,15 @@ class Ranks:
     def hear(self) -> Message:
         """Waits for what the first rank tells."""
         fields = len(State._fields)
-        words = torch.empty(3 + fields + self._most, dtype=torch.int64)
+        words = torch.empty(5 + fields + self._most, dtype=torch.int64)
         events: list[list[Event]] = [[]]
         with self.naming("waiting for rank 0 to call step() or close()"):
             distributed.recv(words, group=self._hosts, group_src=0)
-            order, count, happened, *rest = words.tolist()
+            order, count, happened, tokens, copied, *rest = words.tolist()
             if happened:
                 distributed.recv_object_list(events, group=self._hosts, group_src=0)
         state, chosen = State(*rest[:fields]), rest[fields : fields + count]
-        return Message(Order(order), chosen, events[0], state)
+        return Message(Order(order), chosen, events[0], state, Rates(tokens, copied))
 
 
 def _host_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:

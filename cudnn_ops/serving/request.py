@@ -7,12 +7,13 @@ import time
 from collections import deque
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
+from cudnn_ops.serving.kept import Kept
 from cudnn_ops.serving.sampling import SamplingParams
 from cudnn_ops.serving.sequence import KVSequence
 from cudnn_ops.serving.stats import RequestStats
 from cudnn_ops.serving.text import Decode, TextStream, overlap
 
-FinishReason: TypeAlias = Literal["stop", "length", "error", "abort"]
+FinishReason: TypeAlias = Literal["stop", "length", "error", "abort", "timeout"]
 
 #: What ranks that follow are told beside a token: how the request goes on.
 _ENDS: tuple[FinishReason | None, ...] = (None, *get_args(FinishReason))
@@ -41,10 +42,16 @@ class Request:
         params: SamplingParams,
         serial: int,
         decode: Decode | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        queue_timeout: float | None = None,
     ) -> None:
         """Called by :meth:`cudnn_ops.generation.Engine.submit` only."""
         self.params = params
         self.serial = serial  # tells ranks which one is meant
+        self.priority = priority
+        """Requests of a higher one are served first."""
         self.stats = RequestStats(prompt_tokens=len(prompt))
         self.finish_reason: FinishReason | None = None
         """Why it ended; None while it waits or runs."""
@@ -57,7 +64,9 @@ class Request:
         # Prompt and output in one list: after a preemption they are recomputed alike.
         self.tokens = list(prompt)
         self.sequence: KVSequence | None = None  # while it runs
+        self.kept: Kept | None = None  # while it waits: what need not be computed
         self._submitted = time.perf_counter()
+        self._timeout, self._queue_timeout = timeout, queue_timeout
         self._text = None if decode is None else TextStream(decode, tuple(params.stop_strings))
         # One generator per request: sampling depends on its seed and its output so far alone.
         self._generator = random.Random(params.seed)
@@ -84,6 +93,19 @@ class Request:
             return None
         self._read()
         return self._text.shown(self.is_finished)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Requests are served in this order, the least first."""
+        return -self.priority, self.serial
+
+    def is_late(self, now: float) -> bool:
+        """Whether it has taken longer than it may, or has waited longer for its first step."""
+        passed = now - self._submitted
+        if self._timeout is not None and passed > self._timeout:
+            return True
+        never_ran = self.sequence is None and not self.stats.peak_pages
+        return never_ran and self._queue_timeout is not None and passed > self._queue_timeout
 
     @property
     def left(self) -> int:
@@ -148,9 +170,9 @@ class Request:
         self.finish_reason, self.error = "error", error
         self.stats.seconds = now - self._submitted
 
-    def abort(self, now: float) -> None:
+    def end(self, reason: FinishReason, now: float) -> None:
         """Ends the request at time ``now``, with the output that it has."""
-        self.finish_reason = "abort"
+        self.finish_reason = reason
         self.stats.seconds = now - self._submitted
 
     def _append(self, token: int, now: float) -> None:

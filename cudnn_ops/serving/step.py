@@ -16,7 +16,17 @@ class GeneratedToken(NamedTuple):
 
     request: Request
     token: int | None
-    """None if the request failed instead: ``request.error`` says why."""
+    """None if the request ended without one: it failed, and ``request.error`` says why, or it was
+    late (its ``finish_reason`` is ``"timeout"``)."""
+
+
+class Piece(NamedTuple):
+    """What a request has generated since the piece before."""
+
+    tokens: list[int]
+    """With speculation there may be several; none if text was held back before."""
+    text: str | None
+    """Empty if all of it is held back; None if the engine has no ``decode``."""
 
 
 @dataclass

@@ -285,6 +285,56 @@ def check_aborts(mesh: DeviceMesh) -> None:
     assert stats.finished == 5
 
 
+def check_priorities(mesh: DeviceMesh) -> None:
+    """The first rank tells who comes first, and who was late: running, waiting, and untold."""
+
+    def script(engine: Engine) -> list[Request]:
+        long = SamplingParams(max_tokens=20)
+        prompts = make_prompts(8, unit(), seed=4)
+        requests = [engine.submit(prompt, long, priority=-1) for prompt in prompts[:4]]
+        for _ in range(6):
+            engine.step()
+        for index, prompt in enumerate(prompts[4:]):
+            requests.append(engine.submit(prompt, long, priority=index))
+        engine.step()
+        running = [request for request in requests if request.sequence is not None]
+        waiting = [request for request in requests if request.sequence is None]
+        for request in (running[0], waiting[0], engine.submit([3], long)):
+            request._timeout = 0.0
+        for _ in engine.run():
+            pass
+        return requests
+
+    stats = check_equal(mesh, script, max_batch=3)
+    assert (stats.timed_out, stats.finished) == (3, 6)
+    assert stats.preemptions > 0
+
+
+def check_swapping(mesh: DeviceMesh) -> None:
+    """All ranks copy the same pages to their hosts and back, by what the first one measured."""
+    jobs = jobs_of(24, 1)
+    for policy in ("swap", "auto"):
+        size = 40 * unit() * 4 * 2 * 2 * 64 * 8  # more than all pages
+        options: dict[str, Any] = {"pages": 26, "preemption": policy, "swap_bytes": size}
+        ours = Served(mesh, **options)
+        if policy == "auto" and ours.engine._swapper and ours.engine.is_leader:
+            # Rates in whose light some requests are swapped.
+            ours.engine._swapper._computing.extend([1000.0] * 9)
+            ours.engine._swapper.space.rates.extend([40 * 2**20] * 9)
+        outputs = ours.run(lambda e: serve_at_random(e, jobs))
+        seen = on_all(mesh, (ours.released, ours.pages, ours.counters()))
+        assert seen == seen[:1] * mesh.size()
+        expected = Served(None, pages=200).run(lambda e: serve_at_random(e, jobs))
+        if ours.engine.is_leader and device().type == "cpu":
+            assert outputs == expected
+        assert ours.engine._swapper is not None
+        assert ours.engine._swapper.used == 0
+        assert ours.engine.cache.usage().in_use == 0
+        if policy == "swap":
+            assert ours.engine.stats.swaps == ours.engine.stats.preemptions > 0
+            assert ours.engine.stats.restored_tokens > 0
+
+
 def check_missing_pages(mesh: DeviceMesh) -> None:
     """The first rank is told of pages that something else holds, and all of them go on."""
     served = Served(mesh, pages=6)
@@ -429,6 +479,8 @@ def check_pairs_and_all() -> None:
         check_speculation,
         check_draft_model,
         check_aborts,
+        check_priorities,
+        check_swapping,
         check_missing_pages,
         check_heads_that_cannot_be_shared,
         check_ranks_that_differ,
@@ -454,6 +506,8 @@ def check_on_gpus() -> None:
         check_speculation,
         check_draft_model,
         check_aborts,
+        check_priorities,
+        check_swapping,
         check_missing_pages,
     ):
         check(mesh)
