@@ -4,6 +4,7 @@ from cudnn_ops.serving.choosing import NothingAllowed
 from cudnn_ops.serving.contiguous_cache import CachedKV, KVCache
 from cudnn_ops.serving.draft_model import DraftModel
 from cudnn_ops.serving.engine import Engine
+from cudnn_ops.serving.handover import KVReceiver, KVSender
 from cudnn_ops.serving.kv_cache import CacheUsage, PagedKVCache
 from cudnn_ops.serving.model_runner import Attend, Model
 from cudnn_ops.serving.page_pool import OutOfPages
@@ -23,6 +24,8 @@ __all__ = [
     "EngineStats",
     "GeneratedToken",
     "KVCache",
+    "KVReceiver",
+    "KVSender",
     "KVSequence",
     "Model",
     "NothingAllowed",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from cudnn_ops.serving.kept import Kept
 from cudnn_ops.serving.sampling import SamplingParams
@@ -13,7 +13,7 @@ from cudnn_ops.serving.sequence import KVSequence
 from cudnn_ops.serving.stats import RequestStats
 from cudnn_ops.serving.text import Decode, TextStream, overlap
 
-FinishReason: TypeAlias = Literal["stop", "length", "error", "abort", "timeout"]
+FinishReason: TypeAlias = Literal["stop", "length", "error", "abort", "timeout", "moved"]
 
 #: What ranks that follow are told beside a token: how the request goes on.
 _ENDS: tuple[FinishReason | None, ...] = (None, *get_args(FinishReason))
@@ -52,6 +52,8 @@ class Request:
         self.serial = serial  # tells ranks which one is meant
         self.priority = priority
         """Requests of a higher one are served first."""
+        self.origin: int | None = None
+        """The ``serial`` of the sender's request, if it was handed over by another engine."""
         self.stats = RequestStats(prompt_tokens=len(prompt))
         self.finish_reason: FinishReason | None = None
         """Why it ended; None while it waits or runs."""
@@ -71,6 +73,41 @@ class Request:
         # One generator per request: sampling depends on its seed and its output so far alone.
         self._generator = random.Random(params.seed)
         self._numbers: deque[float] = deque()  # drawn for tokens that are still to come
+
+    def state(self, now: float) -> dict[str, Any]:
+        """What another process must know to go on with it."""
+        assert self.sequence is not None
+        return {
+            "tokens": self.tokens,
+            "length": self.sequence.length,
+            "params": self.params,
+            "serial": self.serial,
+            "priority": self.priority,
+            "timeout": self._timeout,
+            "stats": self.stats,
+            "logprobs": self.logprobs,
+            "text": self._text and self._text.state,
+            "generator": self._generator,
+            "numbers": self._numbers,
+            "seconds": now - self._submitted,
+        }
+
+    @classmethod
+    def resume(cls, state: dict[str, Any], serial: int, decode: Decode | None) -> Request:
+        """The request of which another process has told the state."""
+        stats: RequestStats = state["stats"]
+        options = {name: state[name] for name in ("priority", "timeout")}
+        prompt = state["tokens"][: stats.prompt_tokens]
+        request = cls(prompt, state["params"], serial, decode, **options)
+        request.tokens, request.stats, request.logprobs = (
+            *(state["tokens"], stats, state["logprobs"]),
+        )
+        request.origin = state["serial"]
+        if request._text is not None:
+            request._text.state = state["text"]
+        request._generator, request._numbers = state["generator"], state["numbers"]
+        request._submitted -= state["seconds"]
+        return request
 
     @property
     def prompt(self) -> list[int]:
