@@ -235,7 +235,8 @@ class ModelDrafter:
             if samples:
                 table = parts["options"].view(steps, rows, -1)[step]
                 tokens, _ = sample(logits, table)
-            chosen[step].copy_(tokens)
+            # Any token will do where the draft model says NaN.
+            torch.clamp(tokens, min=0, out=chosen[step])
         drafts: list[list[int]] = chosen.T.tolist()
         return drafts
 

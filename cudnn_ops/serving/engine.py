@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cudnn_ops.serving.core import Core
 from cudnn_ops.serving.draft_model import DraftModel
 from cudnn_ops.serving.kv_cache import PagedKVCache
+from cudnn_ops.serving.memory import whole
 from cudnn_ops.serving.model_runner import Model
 from cudnn_ops.serving.ranks import Order, Submitted
 from cudnn_ops.serving.request import Request
@@ -86,6 +87,9 @@ class Engine(Core):
             is estimated to be faster, by measured rates of computing prompts and of copying.
         swap_bytes: how much of the host's memory may hold them. It is allocated at once, and on a
             GPU pinned; not with ``"recompute"``.
+        vocabulary: how many tokens the model knows: prompts with others are refused. Without it
+            they are not, and may fail in the model, with every request of the step; on a GPU none
+            can be served after that.
 
     Raises:
         RuntimeError: another rank does not create its engine within the group's timeout.
@@ -108,6 +112,7 @@ class Engine(Core):
         speculation: PromptLookup | DraftModel | None = None,
         preemption: Preemption = "recompute",
         swap_bytes: int = 4 << 30,
+        vocabulary: int | None = None,
     ) -> None:
         """Allocates the inputs of a step; captures nothing yet."""
         super().__init__(
@@ -115,6 +120,7 @@ class Engine(Core):
             *(preemption, swap_bytes),
         )
         self._serials = itertools.count()
+        self.vocabulary = None if vocabulary is None else whole("vocabulary", vocabulary, 1)
 
     @property
     def stats(self) -> EngineStats:
@@ -165,9 +171,9 @@ class Engine(Core):
 
         Raises:
             RuntimeError: this rank is not the mesh's first one.
-            ValueError: the prompt is empty or holds no token ids; prompt and ``max_tokens``
-                together exceed ``max_length``; there are ``stop_strings`` and no ``decode``;
-                ``priority`` is no whole number; a timeout is not more than 0.
+            ValueError: the prompt is empty, holds no token ids, or some beyond ``vocabulary``;
+                prompt and ``max_tokens`` together exceed ``max_length``; there are ``stop_strings``
+                and no ``decode``; ``priority`` is no whole number; a timeout is not more than 0.
         """
         self._check_leads("submit")
         params = SamplingParams() if params is None else params
@@ -179,6 +185,11 @@ class Engine(Core):
             raise ValueError("prompt must have at least one token, got none")
         if not 0 <= min(tokens) <= max(tokens) < 2**63:
             raise ValueError("prompt must be a sequence of token ids, from 0 to 2**63 - 1")
+        if self.vocabulary is not None and max(tokens) >= self.vocabulary:
+            raise ValueError(
+                f"prompt must be of tokens from 0 to {self.vocabulary - 1}, the model's "
+                f"vocabulary, got {max(tokens)}"
+            )
         if params.stop_strings and self._decode is None:
             raise ValueError(
                 f"stop_strings are {params.stop_strings!r}, and this engine makes no text: create "

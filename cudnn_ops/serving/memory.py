@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Literal
 
@@ -67,6 +68,11 @@ class PagedMemory:
     def _copy_page(self, source: int, target: int) -> None:
         self._keys[:, target].copy_(self._keys[:, source])
         self._values[:, target].copy_(self._values[:, source])
+
+    def _zero_pages(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._keys[:, page].zero_()
+            self._values[:, page].zero_()
 
     def by_page(self) -> tuple[Tensor, Tensor]:
         """[pages, layers, ...], keys and values of all layers, as integers of the same size.

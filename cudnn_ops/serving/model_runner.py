@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cudnn_ops.ops.paged import paged_attention
-from cudnn_ops.serving.choosing import Chooser, Chosen
+from cudnn_ops.serving.choosing import Chooser, Chosen, greatest
 from cudnn_ops.serving.inputs import Inputs, Packed, pack
 from cudnn_ops.serving.kv_cache import PagedKVCache
 from cudnn_ops.serving.ranks import Ranks
@@ -148,7 +148,8 @@ class ModelRunner:
 
         Returns:
             The logits [rows, vocabulary], a row for each place of a share, and the token of each
-            row's greatest, int64 [rows]. They may be overwritten by the next step.
+            row's greatest, int64 [rows], negative where that is not finite. They may be overwritten
+            by the next step.
         """
         if self._device.type == "cuda" and queries:
             self.replays += 1
@@ -287,7 +288,7 @@ class ModelRunner:
 
         last = inputs["last"][:rows]
         logits = self._model(inputs["tokens"][:tokens], inputs["positions"][:tokens], last, attend)
-        return logits, logits.argmax(-1)
+        return logits, greatest(logits)
 
     def _capture(self, batch: int, queries: int) -> None:
         """Captures decoding of a batch. Runs it before, on the inputs that are there.

@@ -154,7 +154,7 @@ class Scheduler:
         """
         size = self.cache.page_size
         for share in batch.shares:
-            if share.drafts:
+            if share.drafts and share.request.sequence is not None:
                 tokens = share.request.tokens
                 kept = max(share.stop, len(tokens) - 1)
                 self.cache.truncate(share.sequence, kept)
@@ -166,6 +166,13 @@ class Scheduler:
         self.running.remove(request)
         self._release(request)
         self._forget(request)
+
+    def discard(self, request: Request) -> None:
+        """Removes a running request whose keys and values may be NaN."""
+        assert request.sequence is not None
+        self.cache.discard(request.sequence)
+        request.sequence = self.cache.allocate()
+        self.finish(request)
 
     def find(self, serial: int) -> Request | None:
         """The request of this number, if it runs or waits."""
