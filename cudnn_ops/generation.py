@@ -2,11 +2,15 @@
 
 from cudnn_ops.serving import (
     Attend,
+    DraftModel,
     Engine,
     EngineStats,
     GeneratedToken,
+    KVReceiver,
+    KVSender,
     Model,
     NothingAllowed,
+    Piece,
     PromptLookup,
     Request,
     RequestStats,
@@ -17,11 +21,15 @@ from cudnn_ops.serving import (
 
 __all__ = [
     "Attend",
+    "DraftModel",
     "Engine",
     "EngineStats",
     "GeneratedToken",
+    "KVReceiver",
+    "KVSender",
     "Model",
     "NothingAllowed",
+    "Piece",
     "PromptLookup",
     "Request",
     "RequestStats",

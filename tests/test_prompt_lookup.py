@@ -93,5 +93,5 @@ def test_options_out_of_range(options, sentence):
 
 
 def test_engines_refuse_other_kinds():
-    with pytest.raises(ValueError, match="speculation must be None or a PromptLookup, got 'ngram'"):
+    with pytest.raises(ValueError, match="None, a PromptLookup or a DraftModel, got 'ngram'"):
         make_engine(cycle(1, 2), speculation="ngram")

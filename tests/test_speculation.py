@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections import Counter
-from dataclasses import replace
-from typing import Any
 
 import pytest
-import torch
 
 from cudnn_ops.generation import Engine, PromptLookup, Request, SamplingParams
-from cudnn_ops.serving.page_pool import Node
 from tests.cases.generation import (
     SETUPS,
     check_likeliest,
@@ -24,8 +18,9 @@ from tests.cases.generation import (
     run_failing_every_other_step,
     serve_at_random,
 )
-from tests.cases.sampling import cycle, distribution, make_table
+from tests.cases.sampling import cycle, make_table
 from tests.cases.sampling import make_engine as make_table_engine
+from tests.cases.speculation import WARPERS, check_cache, check_frequencies, check_same_as_without
 from tests.conftest import DEVICES
 
 #: Proposes almost always, so that much is rejected.
@@ -49,24 +44,6 @@ def repetitive_prompts(count: int, seed: int) -> list[list[int]]:
         phrase = [draw.randrange(64) for _ in range(draw.randint(1, 5))]
         prompts.append(phrase * draw.randint(2, 6))
     return prompts
-
-
-def check_cache(engine: Engine, requests: list[Request]) -> None:
-    """What the prefix cache knows are beginnings of requests, and nothing is held any more."""
-    assert engine.cache.usage().in_use == engine.cache.usage().sequences == 0
-    known = {
-        tuple(request.tokens[:length])
-        for request in requests
-        for length in range(len(request.tokens) + 1)
-    }
-
-    def walk(node: Node, before: tuple[int, ...]) -> None:
-        for block, child in node.children.items():
-            tokens = (*before, *memoryview(block).cast("q"))
-            assert tokens in known
-            walk(child, tokens)
-
-    walk(engine.cache._pool._root, ())
 
 
 # Greedy
@@ -156,103 +133,21 @@ def test_warming_up_touches_nothing(device):
 
 # Options of requests: the table's logits depend on the last token alone, without rounding
 
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"logprobs": 3},
-    {"repetition_penalty": 1.3, "logprobs": 0},
-    {"presence_penalty": 0.9, "frequency_penalty": -0.3},
-    {"logit_bias": {3: 2.0}, "bad_words": [[3, 4], [1, 2, 5], [7]], "logprobs": 1},
-    {"min_tokens": 9, "stop_tokens": [2, 5]},
-    {"allowed_tokens": lambda output: range(len(output) % 2, 10, 2)},
-    {"allowed_tokens": lambda output: torch.arange(10) != (output or [0])[-1]},
-    {"stop_sequences": [[1, 2], [3, 3], [6, 1, 4]], "min_tokens": 2},
-    {"stop_strings": ["12", "405", "77"]},
-]
-WARPERS: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 1.0},
-    {"temperature": 0.6, "top_k": 4},
-    {"temperature": 1.5, "top_p": 0.7, "min_p": 0.1},
-]
-
-
-def serve_options(table: torch.Tensor, speculation: PromptLookup | None, **options: Any):
-    engine = make_table_engine(
-        table,
-        decode=lambda tokens: "".join(map(str, tokens)),
-        speculation=speculation,
-        **options,
-    )
-    draw = random.Random(3)
-    jobs = [
-        (
-            [draw.randrange(10) for _ in range(draw.randint(1, 12))],
-            SamplingParams(draw.randint(9, 30), seed=index, **edits, **warpers),
-        )
-        for index, (edits, warpers) in enumerate(itertools.product(OPTIONS * 3, WARPERS))
-    ]
-    return engine, serve_at_random(engine, jobs)
-
 
 @pytest.mark.parametrize("any_draft", [False, True])
 def test_options_of_every_kind_give_the_same_as_without(any_draft, monkeypatch):
     if any_draft:
         monkeypatch.setattr("cudnn_ops.serving.speculation.NgramIndex", ProposeAtRandom)
-    table = make_table(4, vocabulary=10)
-    plain, expected = serve_options(table, None)
-    engine, requests = serve_options(table, EAGER, pages=24)
-    for request, right in zip(requests, expected, strict=True):
-        assert request.output == right.output
-        assert request.finish_reason == right.finish_reason
-        assert request.stopped_by == right.stopped_by
-        assert request.text == right.text
-        assert [each.token for each in request.logprobs] == [each.token for each in right.logprobs]
-        for ours, theirs in zip(request.logprobs, right.logprobs, strict=True):
-            assert ours.top == theirs.top
-            assert ours.logprob == theirs.logprob
-    stats = engine.stats
-    assert stats.preemptions > 0
-    assert stats.output_tokens == plain.stats.output_tokens
-    assert {request.finish_reason for request in requests} == {"stop", "length"}
-    assert 200 < stats.speculation.accepted_tokens < stats.speculation.draft_tokens - 200
+    engine, requests = check_same_as_without(make_table(4, vocabulary=10), EAGER, pages=24)
+    assert engine.stats.preemptions > 0
     check_cache(engine, requests)
 
 
 @pytest.mark.parametrize("warpers", WARPERS[1:], ids=str)
 def test_frequencies_are_the_probabilities(warpers):
     """Of the first three tokens together, some of which were drafts: a chi-squared test."""
-    table = make_table(11, vocabulary=4, scale=0.7)
-    prompt = [0, 1, 2, 3, 2, 1, 0, 1]
-    params = SamplingParams(max_tokens=6, **warpers)
-    expected: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(3):
-        expected = {
-            (*output, token): chance * probability
-            for output, chance in expected.items()
-            for token, probability in enumerate(
-                distribution(table[(*prompt, *output)[-1]], prompt, list(output), params).tolist()
-            )
-            if probability
-        }
-    engine = make_table_engine(table, pages=400, max_batch=64, chunk=512, speculation=EAGER)
-    count = 4000
-    found: Counter[tuple[int, ...]] = Counter()
-    for seed in range(count):
-        engine.submit(prompt, replace(params, seed=seed))
-        if seed % 50 == 49:
-            found.update(tuple(request.output[:3]) for request in engine.run())
-    assert found.keys() <= expected.keys()
-    # The rare ones count together, as the test requires.
-    common = [output for output, chance in expected.items() if chance * count > 5]
-    pairs = [(found[output], expected[output] * count) for output in common]
-    rest = [count - sum(each) for each in zip(*pairs, strict=True)]
-    pairs += [(int(rest[0]), rest[1])] if rest[1] > 5 else []
-    distance = sum((seen - right) ** 2 / right for seen, right in pairs)
-    halves = torch.tensor([len(pairs) - 1, distance], dtype=torch.float64) / 2
-    assert torch.special.gammaincc(*halves) > 0.01
-    speculation = engine.stats.speculation
+    speculation = check_frequencies(make_table(11, vocabulary=4, scale=0.7), EAGER, warpers)
     assert 0.1 < speculation.acceptance_rate < 0.9
-    assert speculation.drafts > count
 
 
 # Ends and errors inside of what is accepted

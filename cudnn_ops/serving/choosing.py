@@ -24,6 +24,10 @@ class NothingAllowed(RuntimeError):
     """No token may follow a request's output: its options exclude all of them."""
 
 
+class LogitsNotFinite(RuntimeError):
+    """The model's logits are NaN or infinite, and its keys and values perhaps, too."""
+
+
 class Chosen:
     """A step's next tokens, which the device may still be computing.
 
@@ -32,6 +36,7 @@ class Chosen:
             probability, and those and the ids of the n most likely tokens.
         branches: what the rows continue, by row, for what the tokens alone do not tell.
         errors: why some of them have none.
+        shares: in place of branches, which are then made if a row has no token.
     """
 
     def __init__(
@@ -39,12 +44,13 @@ class Chosen:
         results: Tensor,
         branches: Sequence[tuple[int, Branch]] = (),
         errors: dict[int, Exception] | None = None,
+        shares: Sequence[Share] = (),
     ) -> None:
         self.logprobs: dict[int, TokenLogprobs] = {}
         """Of rows that asked for them, by row; there once ``read`` was called."""
         self.errors = errors or {}
         """Of rows that failed, likewise."""
-        self._results, self._branches = results, branches
+        self._results, self._branches, self._shares = results, branches, shares
 
     def read(self) -> list[int]:
         """Waits for the device, and returns each row's token; of no account if it failed."""
@@ -54,6 +60,8 @@ class Chosen:
             rows = self._results.tolist()
             tokens = [int(row[0]) for row in rows]
             self._read_logprobs(rows)
+        if self._shares and min(tokens) < 0:
+            self._branches = _branches(self._shares)
         for row, branch in self._branches:
             if tokens[row] < 0 and row not in self.errors:
                 self.errors[row] = _why_none(tokens[row], branch)
@@ -72,7 +80,7 @@ class Chosen:
 def _why_none(code: int, branch: Branch) -> Exception:
     after = f"after {branch.output_tokens} tokens of output"
     if code == _NOT_FINITE:
-        return RuntimeError(f"the model's logits {after} are not finite: NaN, or infinity")
+        return LogitsNotFinite(f"the model's logits {after} are not finite: NaN, or infinity")
     return NothingAllowed(
         f"no token may follow {after}: allowed_tokens, bad_words and min_tokens exclude all that "
         "the model allows"
@@ -91,14 +99,14 @@ class Chooser:
 
         Args:
             logits: [rows, vocabulary], a row for each place of a share; not changed.
-            greedy: int64 [rows], the greatest one's token.
+            greedy: int64 [rows], the greatest one's token, as :func:`greatest` returns it.
             shares: a step's.
         """
         for share in shares:
             if not share.request.params._is_plain:
                 break
         else:
-            return Chosen(greedy)
+            return Chosen(greedy, shares=shares)
         try:
             return self._choose(logits, _branches(shares))
         except BaseException:
@@ -160,6 +168,13 @@ class Chooser:
         if self._counts is None:
             self._counts = TokenCounts(self._max_batch, vocabulary, self._device)
         return self._counts
+
+
+def greatest(logits: Tensor) -> Tensor:
+    """int64 [rows], the token of each row's greatest logit; negative where that is not finite."""
+    best, tokens = logits.max(-1)
+    # Of finite numbers alone, the difference to themselves is 0.
+    return tokens.masked_fill(best - best != 0, _NOT_FINITE)
 
 
 def _branches(shares: Sequence[Share]) -> list[tuple[int, Branch]]:

@@ -9,9 +9,9 @@
 
 Each step computes the next token of every running request, and a chunk of the prompts that have
 arrived; requests join and leave between steps. :class:`Model` describes what a model must provide.
-The queue is in :mod:`cudnn_ops.serving.scheduler`, the GPU's work in
-:mod:`cudnn_ops.serving.model_runner`, what several ranks tell each other in
-:mod:`cudnn_ops.serving.ranks`.
+What a step does is in :mod:`cudnn_ops.serving.core`, the queue in
+:mod:`cudnn_ops.serving.scheduler`, the GPU's work in :mod:`cudnn_ops.serving.model_runner`, what
+several ranks tell each other in :mod:`cudnn_ops.serving.ranks`.
 """
 
 from __future__ import annotations
@@ -21,34 +21,35 @@ import operator
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from types import TracebackType
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from cudnn_ops.serving.core import Core
+from cudnn_ops.serving.draft_model import DraftModel
 from cudnn_ops.serving.kv_cache import PagedKVCache
 from cudnn_ops.serving.memory import whole
-from cudnn_ops.serving.model_runner import Model, ModelRunner
-from cudnn_ops.serving.page_pool import OutOfPages
-from cudnn_ops.serving.ranks import Aborted, Message, Order, Ranks, Submitted
+from cudnn_ops.serving.model_runner import Model
+from cudnn_ops.serving.ranks import Order, Submitted
 from cudnn_ops.serving.request import Request
 from cudnn_ops.serving.sampling import SamplingParams
-from cudnn_ops.serving.scheduler import Scheduler
-from cudnn_ops.serving.speculation import Drafter, PromptLookup
+from cudnn_ops.serving.speculation import PromptLookup
 from cudnn_ops.serving.stats import EngineStats
-from cudnn_ops.serving.step import GeneratedToken, Outcome, Step
+from cudnn_ops.serving.step import GeneratedToken, Piece
+from cudnn_ops.serving.swap import Preemption
 from cudnn_ops.serving.text import Decode
 
 
-class Engine:
+class Engine(Core):
     """Generates tokens for requests that may arrive at any time: continuous batching.
 
-    Requests are served in the order of their arrival, as many at once as ``max_batch`` and the free
-    pages allow. Prefix caching reuses the keys and values of known prompts; a request whose prefix
-    is being computed for another request waits for it. When pages run out, the youngest running
-    request is preempted: it gives its pages back, waits, and is later computed again as far as
-    prefix caching does not find it.
+    Requests are served in the order of their priority and arrival, as many at once as ``max_batch``
+    and the free pages allow. Prefix caching reuses the keys and values of known prompts; a request
+    whose prefix is being computed for another request waits for it. When pages run out, or for a
+    request of a higher priority, the last running request in this order is preempted: it gives its
+    pages back, waits, and is later computed again as far as prefix caching does not find it, or
+    copied back (``preemption``).
 
     Greedy output equals that of the model alone, up to rounding in other batch shapes. Sampled
     output depends on the request's seed alone, up to the same rounding.
@@ -80,13 +81,22 @@ class Engine:
             the requests' ``text``. With a mesh, the first rank alone calls it.
         speculation: how to propose draft tokens, which a step verifies together; None proposes
             none. The output is the same, up to rounding in other batch shapes.
+        preemption: what happens to the keys and values of a preempted request. ``"recompute"``:
+            they are computed again, as far as prefix caching does not find them. ``"swap"``: they
+            are copied to the host and back, if there is room. ``"auto"``: they are copied if that
+            is estimated to be faster, by measured rates of computing prompts and of copying.
+        swap_bytes: how much of the host's memory may hold them. It is allocated at once, and on a
+            GPU pinned; not with ``"recompute"``.
+        vocabulary: how many tokens the model knows: prompts with others are refused. Without it
+            they are not, and may fail in the model, with every request of the step; on a GPU none
+            can be served after that.
 
     Raises:
         RuntimeError: another rank does not create its engine within the group's timeout.
         TypeError: ``mesh`` is something else.
         ValueError: a number less than 1; a ``decode`` or ``speculation`` of another kind; a mesh of
             several dimensions, or without this rank; engines or caches that differ between the
-            ranks.
+            ranks; an unknown ``preemption``.
     """
 
     def __init__(
@@ -99,31 +109,18 @@ class Engine:
         max_length: int | None = None,
         mesh: DeviceMesh | ProcessGroup | None = None,
         decode: Decode | None = None,
-        speculation: PromptLookup | None = None,
+        speculation: PromptLookup | DraftModel | None = None,
+        preemption: Preemption = "recompute",
+        swap_bytes: int = 4 << 30,
+        vocabulary: int | None = None,
     ) -> None:
         """Allocates the inputs of a step; captures nothing yet."""
-        room = cache.pages * cache.page_size
-        max_length = room if max_length is None else max_length
-        if decode is not None and not callable(decode):
-            raise ValueError(f"decode must be None or a function of token ids, got {decode!r}")
-        if speculation is not None and not isinstance(speculation, PromptLookup):
-            raise ValueError(f"speculation must be None or a PromptLookup, got {speculation!r}")
-        self.cache, self._decode, self.speculation = cache, decode, speculation
-        self.max_batch, self.chunk = whole("max_batch", max_batch, 1), whole("chunk", chunk, 1)
-        self.max_length = min(whole("max_length", max_length, 1), room)
-        self._ranks = None if mesh is None else self._join(mesh)
-        drafter = Drafter(speculation) if speculation else None
-        self._scheduler = Scheduler(cache, max_batch, chunk, drafter)
-        self._runner = ModelRunner(
-            *(model, cache, max_batch, chunk, self.max_length, self._ranks, self._num_draft_tokens)
+        super().__init__(
+            *(model, cache, max_batch, chunk, max_length, mesh, decode, speculation),
+            *(preemption, swap_bytes),
         )
-        self._stats = EngineStats()
         self._serials = itertools.count()
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether requests are submitted here: on a mesh's first rank, and without a mesh."""
-        return self._ranks is None or self._ranks.is_leader
+        self.vocabulary = None if vocabulary is None else whole("vocabulary", vocabulary, 1)
 
     @property
     def stats(self) -> EngineStats:
@@ -149,20 +146,34 @@ class Engine:
         self._tell("warm_up", Order.WARM_UP)
         self._warm_up()
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Request:
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        queue_timeout: float | None = None,
+    ) -> Request:
         """Queues a request; :meth:`step` serves it.
 
         Args:
             prompt: token ids, at least one.
             params: how to choose the next tokens; None stands for the defaults.
+            priority: requests of a higher one are served first, and preempt those of a lower one
+                where there is no room for both.
+            timeout: in seconds from now. The first step after that ends the request with the
+                ``finish_reason`` ``"timeout"``; it keeps its output.
+            queue_timeout: the same for a request that has waited so long and never ran.
 
         Returns:
             The request; serving updates its ``output``, ``finish_reason`` and ``stats``.
 
         Raises:
             RuntimeError: this rank is not the mesh's first one.
-            ValueError: the prompt is empty or holds no token ids; prompt and ``max_tokens``
-                together exceed ``max_length``; there are ``stop_strings`` and no ``decode``.
+            ValueError: the prompt is empty, holds no token ids, or some beyond ``vocabulary``;
+                prompt and ``max_tokens`` together exceed ``max_length``; there are ``stop_strings``
+                and no ``decode``; ``priority`` is no whole number; a timeout is not more than 0.
         """
         self._check_leads("submit")
         params = SamplingParams() if params is None else params
@@ -174,6 +185,11 @@ class Engine:
             raise ValueError("prompt must have at least one token, got none")
         if not 0 <= min(tokens) <= max(tokens) < 2**63:
             raise ValueError("prompt must be a sequence of token ids, from 0 to 2**63 - 1")
+        if self.vocabulary is not None and max(tokens) >= self.vocabulary:
+            raise ValueError(
+                f"prompt must be of tokens from 0 to {self.vocabulary - 1}, the model's "
+                f"vocabulary, got {max(tokens)}"
+            )
         if params.stop_strings and self._decode is None:
             raise ValueError(
                 f"stop_strings are {params.stop_strings!r}, and this engine makes no text: create "
@@ -187,9 +203,16 @@ class Engine:
                 f"with a larger max_length and a cache of more pages (now {self.cache.pages} of "
                 f"{self.cache.page_size} tokens)"
             )
-        request = self._enqueue(next(self._serials), tokens, params)
+        if not isinstance(priority, int):
+            raise ValueError(f"priority must be a whole number, got {priority!r}")
+        for name, seconds in (("timeout", timeout), ("queue_timeout", queue_timeout)):
+            if seconds is not None and not seconds > 0:
+                raise ValueError(f"{name} must be None or more than 0 seconds, got {seconds!r}")
+        serial, limits = next(self._serials), {"timeout": timeout, "queue_timeout": queue_timeout}
+        request = Request(tokens, params, serial, self._decode, priority=priority, **limits)
+        self._scheduler.enqueue(request)
         if self._ranks:
-            self._ranks.events.append(Submitted(request.serial, tokens, params.max_tokens))
+            self._ranks.events.append(Submitted(serial, tokens, params.max_tokens, priority))
         return request
 
     def abort(self, request: Request) -> None:
@@ -206,9 +229,7 @@ class Engine:
             return
         if self._scheduler.find(request.serial) is not request:
             raise ValueError(f"request must be one of this engine, got {request!r}")
-        self._abort(request)
-        if self._ranks:
-            self._ranks.events.append(Aborted(request.serial))
+        self._end(request, "abort")
 
     def step(self) -> list[GeneratedToken]:
         """Computes one step: the next tokens of running requests, and a chunk of prompts.
@@ -217,7 +238,8 @@ class Engine:
             The generated tokens; empty if there was nothing to do, or if no prompt is complete yet.
             With speculation a request may have several, one behind the other.
             ``request.is_finished`` says whether the last of them is its request's last. A request
-            that has failed is among them too (``finish_reason`` ``"error"``); the others go on.
+            that has failed is among them too (``finish_reason`` ``"error"``), as is one that was
+            late (``"timeout"``); the others go on.
 
         Raises:
             OutOfPages: other users of the cache hold so many pages that the oldest request cannot
@@ -226,11 +248,51 @@ class Engine:
                 the group's timeout.
         """
         began = time.perf_counter()
+        self._check_leads("step")
+        self._end_late()
         self._tell("step", Order.STEP)
-        return self._accept(self._compute(began))
+        generated = self._accept(self._compute(began))
+        late, self._late = self._late, []
+        return late + generated
+
+    def stream(self, request: Request) -> Iterator[Piece]:
+        """Steps until a request ends, and yields what it has generated, as soon as it is there.
+
+        All other requests are served too, and several streams may be read in turn: a stream steps
+        only if its request has nothing new. Use :meth:`abort` to end the request before its time.
+
+        Args:
+            request: of this engine.
+
+        Raises:
+            Exception: what the request failed by, behind the pieces before that.
+            OutOfPages: as :meth:`step`.
+            RuntimeError: as :meth:`step`.
+            ValueError: the request was not submitted to this engine.
+        """
+        self._check_leads("stream")
+        if not request.is_finished and self._scheduler.find(request.serial) is not request:
+            raise ValueError(f"request must be one of this engine, got {request!r}")
+        return self._stream(request)
+
+    def _stream(self, request: Request) -> Iterator[Piece]:
+        told, shown = 0, 0
+        while True:
+            is_finished, tokens, text = request.is_finished, request.output[told:], request.text
+            new = None if text is None else text[shown:]
+            if tokens or new:
+                told += len(tokens)
+                shown += len(new or "")
+                yield Piece(tokens, new)
+            elif is_finished:
+                break
+            else:
+                self.step()
+        if request.error is not None:
+            raise request.error
 
     def run(self) -> Iterator[Request]:
-        """Steps until no request is left, and yields each when it is finished or has failed.
+        """Steps until no request is left, and yields each when it ends, unless it was aborted.
 
         Requests that are submitted in between are served too.
         """
@@ -246,24 +308,12 @@ class Engine:
                 step within the group's timeout (one that has nothing to do counts); the cache was
                 used beside the engine on one of them.
         """
-        ranks = self._ranks
-        if ranks is None or ranks.is_leader:
+        if self.is_leader:
             raise RuntimeError(
                 "Engine.follow: this rank is the first one, which the others follow; it calls step "
                 "or run (is_leader tells them apart)"
             )
-        step: Step | None = None
-        while True:
-            message = ranks.hear()
-            self._settle(step, message)
-            step = None
-            if message.order == Order.CLOSE:
-                return
-            if message.order == Order.WARM_UP:
-                self._warm_up()
-                continue
-            with suppress(OutOfPages):  # raised on the first rank too, which tells what comes next
-                step = self._compute(time.perf_counter())
+        self._follow()
 
     def close(self) -> None:
         """Ends :meth:`follow` on the other ranks; where there are none, it does nothing.
@@ -285,133 +335,3 @@ class Engine:
         # If ranks are gone, the error says so already.
         with nullcontext() if error is None else suppress(RuntimeError):
             self.close()
-
-    @property
-    def _num_draft_tokens(self) -> int:
-        return self.speculation.num_draft_tokens if self.speculation else 0
-
-    def _join(self, mesh: DeviceMesh | ProcessGroup) -> Ranks | None:
-        """The ranks, which create equal engines; None if there is one alone."""
-        cache = self.cache
-        keys = cache.key_cache(0)
-        most = self.max_batch * (1 + self._num_draft_tokens)
-        ranks = Ranks.of(mesh, keys.device, most)
-        if ranks is not None:
-            sizes = ("layers", "pages", "page_size", "heads_kv", "head_size", "value_size")
-            facts = {f"cache.{name}": getattr(cache, name) for name in (*sizes, "prefix_sharing")}
-            names = ("max_batch", "chunk", "max_length", "speculation")
-            facts |= {name: getattr(self, name) for name in names}
-            ranks.check_agreement(facts | {"the cache's dtype": str(keys.dtype)})
-        return ranks
-
-    def _check_leads(self, method: str) -> None:
-        if self._ranks and not self._ranks.is_leader:
-            raise RuntimeError(
-                f"Engine.{method}: rank {self._ranks.rank} of {self._ranks.size} follows rank 0, "
-                f"which alone calls {method}; call follow() here"
-            )
-
-    def _tell(self, method: str, order: Order) -> None:
-        """Tells the other ranks what to do; raises on them, for they are told."""
-        self._check_leads(method)
-        if self._ranks:
-            self._ranks.tell(order, self._scheduler.state)
-
-    def _settle(self, step: Step | None, message: Message) -> None:
-        """Does what the first rank did since its last message.
-
-        Args:
-            step: what it was told then, if that was a step.
-            message: what it is told now.
-        """
-        ranks, scheduler = self._ranks, self._scheduler
-        assert ranks is not None
-        rows = sum(share.places for share in step.batch.shares) if step else 0
-        if rows != len(message.chosen):
-            raise RuntimeError(
-                f"Engine.follow: rank {ranks.rank} of {ranks.size} computed a step of {rows} "
-                f"tokens, and rank 0 one of {len(message.chosen)}: it failed there, or here before"
-            )
-        if step:
-            self._accept(step, message.chosen)
-        for event in message.events:
-            if isinstance(event, Submitted):
-                params = SamplingParams(max_tokens=event.max_tokens)
-                self._enqueue(event.serial, event.prompt, params)
-                continue
-            request = scheduler.find(event.serial)
-            assert request is not None
-            self._abort(request)
-        ranks.check_state(scheduler.state, message.state)
-
-    def _enqueue(self, serial: int, tokens: list[int], params: SamplingParams) -> Request:
-        request = Request(tokens, params, serial, self._decode)
-        self._scheduler.waiting.append(request)
-        return request
-
-    def _abort(self, request: Request) -> None:
-        self._scheduler.abort(request)
-        self._stats = replace(self._stats, aborted=self._stats.aborted + 1)
-
-    def _warm_up(self) -> None:
-        with self._ranks.computing("warming up") if self._ranks else nullcontext():
-            self._runner.warm_up()
-
-    def _compute(self, began: float) -> Step:
-        """Schedules and computes a step, which is said to have begun then."""
-        scheduler = self._scheduler
-        batch = scheduler.schedule()
-        pages = self.cache.pages - self.cache.available
-        if not batch.shares:
-            return Step(batch, [], None, pages, began)
-        try:
-            with self._ranks.computing("computing a step") if self._ranks else nullcontext():
-                chosen = self._runner.launch(batch)
-                # While the device computes: what it will have written is known already.
-                scheduler.commit(batch)
-                tokens = chosen.read()
-        except BaseException:
-            scheduler.undo(batch)
-            raise
-        return Step(batch, tokens, chosen, pages, began)
-
-    def _accept(self, step: Step, told: list[int] | None = None) -> list[GeneratedToken]:
-        """Gives the requests of a step their tokens, and counts it.
-
-        Args:
-            step: a step that was computed.
-            told: what the first rank says of each row; None there.
-        """
-        if step.chosen is None:
-            return []
-        outcome = step.accept(told, time.perf_counter(), self._ranks is not None)
-        scheduler = self._scheduler
-        if step.batch.has_drafts:
-            scheduler.settle(step.batch)
-        for request in outcome.ended:
-            scheduler.finish(request)
-        if self._ranks and told is None:
-            self._ranks.chosen = outcome.tells
-        self._count(step, outcome)
-        return outcome.generated
-
-    def _count(self, step: Step, outcome: Outcome) -> None:
-        """Counts a step, its tokens, and the requests that it ended."""
-        stats, scheduler, ended = self._stats, self._scheduler, outcome.ended
-        failed = [request for request in ended if request.finish_reason == "error"]
-        # One that failed before it had a token is among those generated, too.
-        missing = sum(token is None for _, token in outcome.generated) if failed else 0
-        self._stats = replace(
-            stats,
-            finished=stats.finished + len(ended) - len(failed),
-            failed=stats.failed + len(failed),
-            steps=stats.steps + 1,
-            replays=self._runner.replays,
-            computed_tokens=stats.computed_tokens + len(step.batch.slots),
-            output_tokens=stats.output_tokens + len(outcome.generated) - missing,
-            prefix_hits=scheduler.prefix_hits,
-            preemptions=scheduler.preemptions,
-            peak_pages=max(stats.peak_pages, step.pages),
-            seconds=stats.seconds + time.perf_counter() - step.began,
-            speculation=stats.speculation + outcome.speculation,
-        )

@@ -19,6 +19,10 @@ from cudnn_ops.serving.scheduler import Batch
 _FORMATS: dict[torch.dtype, Literal["q", "i"]] = {torch.int64: "q", torch.int32: "i"}
 
 
+#: Pinned copies that take turns, so that one may be written while another is still being read.
+_STAGES = 2
+
+
 class Inputs:
     """A step's inputs at fixed addresses, as CUDA graphs require; filled by a single copy.
 
@@ -46,21 +50,33 @@ class Inputs:
         # Each begins where any kernel may read it in its largest pieces.
         ends = list(accumulate(-(-length // ALIGNMENT) * ALIGNMENT for length in lengths))
         self._device = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
-        self._host = self._device
+        self._stages = [self._device]
         if device.type == "cuda":
-            self._host = torch.zeros(ends[-1], dtype=torch.uint8, pin_memory=True)
+            self._stages = [
+                torch.zeros(ends[-1], dtype=torch.uint8, pin_memory=True) for _ in range(_STAGES)
+            ]
+        starts = [0, *ends[:-1]]
+        parts = {
+            name: slice(start, start + length)
+            for name, start, length in zip(sizes, starts, lengths, strict=True)
+        }
+        self._views = {
+            name: self._device[parts[name]].view(dtype).view(shape)
+            for name, (dtype, shape) in sizes.items()
+        }
         # Written to as memory: a step writes seven inputs, and by way of tensors that would take a
         # third of a millisecond, in which the GPU waits.
-        memory = memoryview((ctypes.c_ubyte * ends[-1]).from_address(self._host.data_ptr()))
-        self._views: dict[str, Tensor] = {}
-        self._memory: dict[str, memoryview] = {}
-        starts = [0, *ends[:-1]]
-        for (name, (dtype, shape)), start, length in zip(
-            sizes.items(), starts, lengths, strict=True
-        ):
-            part = slice(start, start + length)
-            self._views[name] = self._device[part].view(dtype).view(shape)
-            self._memory[name] = memory[part].cast("B").cast(_FORMATS[dtype])
+        self._memories: list[dict[str, memoryview]] = []
+        for stage in self._stages:
+            memory = memoryview((ctypes.c_ubyte * ends[-1]).from_address(stage.data_ptr()))
+            self._memories.append(
+                {
+                    name: memory[parts[name]].cast("B").cast(_FORMATS[dtype])
+                    for name, (dtype, _) in sizes.items()
+                }
+            )
+        self._copied: list[torch.cuda.Event | None] = [None] * len(self._stages)
+        self._turn = 0
         self._width = width
         self._table_start = starts[-1]
 
@@ -68,27 +84,34 @@ class Inputs:
         """One of the inputs on the device."""
         return self._views[name]
 
+    def begin(self) -> None:
+        """Call it before a step's inputs are written: their stage may have to be copied first."""
+        self._turn = (self._turn + 1) % len(self._stages)
+        copied = self._copied[self._turn]
+        if copied is not None:
+            copied.synchronize()
+
     def write(self, name: str, values: Iterable[int], size: int, padding: int) -> None:
         """Sets the first ``size`` elements of an input, with ``padding`` behind the values."""
-        memory = self._memory[name]
+        memory = self._memories[self._turn][name]
         words = array(memory.format, values)
         words.extend([padding] * (size - len(words)))
         memory[:size] = words
 
     def clear_table(self, batch: int) -> memoryview:
         """The first ``batch`` rows of the page table, all of page 0."""
-        memory = self._memory["table"][: batch * self._width]
+        memory = self._memories[self._turn]["table"][: batch * self._width]
         memory[:] = array(memory.format, bytes(memory.nbytes))
         return memory
 
     def upload(self, batch: int) -> None:
-        """Copies what was written, of the table ``batch`` rows.
-
-        What is written next must wait until this copy is done.
-        """
-        if self._host is not self._device:
-            size = self._table_start + batch * self._width * self._memory["table"].itemsize
-            self._device[:size].copy_(self._host[:size], non_blocking=True)
+        """Copies what was written, of the table ``batch`` rows."""
+        stage = self._stages[self._turn]
+        if stage is not self._device:
+            size = self._table_start + batch * self._width * self._views["table"].itemsize
+            self._device[:size].copy_(stage[:size], non_blocking=True)
+            copied = self._copied[self._turn] = self._copied[self._turn] or torch.cuda.Event()
+            copied.record()
 
 
 class Packed(NamedTuple):

@@ -305,6 +305,26 @@ class PagedKVCache(PagedMemory):
         self._sequences.remove(sequence)
         sequence._void()
 
+    def discard(self, sequence: KVSequence) -> None:
+        """Ends a sequence whose keys and values are of no use, such as NaN.
+
+        The pages that it alone holds are zeroed and leave the prefix cache, but for those that
+        others were computed behind before.
+
+        Raises:
+            ValueError: it has been freed; it is not one of this cache.
+        """
+        self._check(sequence)
+        pool = self._pool
+        alone = [page for page in sequence._pages if pool.holders[page] == 1]
+        for page in reversed(alone):
+            node = pool.nodes[page]
+            if node is not None and not node.children:
+                pool.forget(page)
+        unknown = [page for page in alone if pool.nodes[page] is None]
+        self._zero_pages(unknown)
+        self.free(sequence)
+
     def commit(self, sequence: KVSequence, token_ids: Sequence[int]) -> int:
         """Enters a sequence's first full pages into the prefix cache, for :meth:`allocate` to find.
 

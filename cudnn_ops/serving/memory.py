@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Literal
 
@@ -10,6 +11,8 @@ from torch import Tensor
 
 ALIGNMENT = 256
 """Alignment, in bytes, of each layer's keys and values: kernels read 16 at once, TMA needs 128."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _append = torch.ops.cudnn_ops.paged_kv_append_
 
@@ -65,6 +68,19 @@ class PagedMemory:
     def _copy_page(self, source: int, target: int) -> None:
         self._keys[:, target].copy_(self._keys[:, source])
         self._values[:, target].copy_(self._values[:, source])
+
+    def _zero_pages(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._keys[:, page].zero_()
+            self._values[:, page].zero_()
+
+    def by_page(self) -> tuple[Tensor, Tensor]:
+        """[pages, layers, ...], keys and values of all layers, as integers of the same size.
+
+        So those of any dtype can be copied by their page's number.
+        """
+        dtype = _BITS[self._keys.element_size()]
+        return self._keys.view(dtype).transpose(0, 1), self._values.view(dtype).transpose(0, 1)
 
     def key_cache(self, layer: int) -> Tensor:
         """One layer's keys: [pages, page_size, heads_kv, head_size], for HND the middle swapped.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cudnn_ops.ops.paged import paged_attention
-from cudnn_ops.serving.choosing import Chooser, Chosen
+from cudnn_ops.serving.choosing import Chooser, Chosen, greatest
 from cudnn_ops.serving.inputs import Inputs, Packed, pack
 from cudnn_ops.serving.kv_cache import PagedKVCache
 from cudnn_ops.serving.ranks import Ranks
@@ -96,6 +96,7 @@ class ModelRunner:
         self._ranks = ranks
         self._verified = 1 + num_draft_tokens  # queries of a request that has drafts
         self._model, self._cache, self._chunk = model, cache, chunk
+        self.max_length = max_length
         self._device = cache.key_cache(0).device
         self._max_batch = padded_batch(max_batch)
         self._chooser = Chooser(self._device, max_batch)
@@ -110,9 +111,12 @@ class ModelRunner:
         self._inputs = Inputs(tokens, rows, self._max_batch, width, self._device)
         # By batch and queries of each request.
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self._rows = torch.arange(self._max_batch, device=self._device)
         self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         self.replays = 0
         """Steps that were replayed from a CUDA graph."""
+        self.vocabulary: int | None = None
+        """How many tokens the logits are of; None before the first step."""
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Chosen:
@@ -125,19 +129,67 @@ class ModelRunner:
             account where a share does not reach its request's last token, and on ranks that follow
             another.
         """
-        shares = batch.shares
         queries = 0
         if batch.is_decoding:
             queries = self._verified if batch.has_drafts else 1
-        packed = pack(batch, queries)
-        sequences = [share.sequence for share in shares]
-        self._fill(packed, queries, [sequence.length for sequence in sequences], sequences)
-        logits, greedy = self._compute(packed, queries)
-        if self._device.type == "cuda" and queries:
-            self.replays += 1
+        logits, greedy = self.compute(batch, queries)
         if self._ranks is not None and not self._ranks.is_leader:
             return Chosen(greedy)
-        return self._chooser.choose(logits, greedy, shares)
+        return self._chooser.choose(logits, greedy, batch.shares)
+
+    @torch.inference_mode()
+    def compute(self, batch: Batch, queries: int) -> tuple[Tensor, Tensor]:
+        """Queues the model over a batch.
+
+        Args:
+            batch: what to compute.
+            queries: 1, or as many as a request with drafts has, if no share has more tokens; 0
+                packs them.
+
+        Returns:
+            The logits [rows, vocabulary], a row for each place of a share, and the token of each
+            row's greatest, int64 [rows], negative where that is not finite. They may be overwritten
+            by the next step.
+        """
+        if self._device.type == "cuda" and queries:
+            self.replays += 1
+        packed = pack(batch, queries)
+        sequences = [share.sequence for share in batch.shares]
+        self._fill(packed, queries, [share.length for share in batch.shares], sequences)
+        return self._compute(packed, queries)
+
+    @torch.inference_mode()
+    def advance(self, tokens: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Queues one more token of each request of the step before, without the host's knowing it.
+
+        Of that step, each request had the same number of queries, and the page table had the pages
+        of what follows already.
+
+        Args:
+            tokens: int64 [requests], on the device.
+            slots: int64 [requests, padded to :func:`padded_batch`], on the device: where they are
+                stored, and -1 for those that are not and are of no account.
+
+        Returns:
+            As :meth:`compute`.
+        """
+        rows, batch = len(tokens), len(slots)
+        inputs = self._inputs
+        lengths = inputs["lengths"][:batch]
+        inputs["tokens"][:rows].copy_(tokens)
+        inputs["positions"][:batch].copy_(lengths)
+        inputs["slots"][:batch].copy_(slots)
+        inputs["last"][:batch].copy_(self._rows[:batch])
+        lengths.add_(slots >= 0)
+        logits, greedy = self._batched(batch, 1)
+        return logits[:rows], greedy[:rows]
+
+    @torch.inference_mode()
+    def compute_nothing(self) -> None:
+        """Queues a step of padding: then it is known how many tokens the logits are of."""
+        packed = Packed([0], [0], [-1], [0], [1])
+        self._fill(packed, 1, [0], [])
+        self._compute(packed, 1)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -171,6 +223,7 @@ class ModelRunner:
         # Only decoding needs as many tokens as rows.
         size = batch * queries or total
         inputs = self._inputs
+        inputs.begin()
         inputs.write("tokens", packed.tokens, size, 0)
         inputs.write("positions", packed.positions, size, 0)
         inputs.write("slots", packed.slots, size, -1)
@@ -195,14 +248,20 @@ class ModelRunner:
                 max_seqlen_q=self._chunk,
                 is_causal=True,
             )
-        elif self._device.type == "cuda":
-            if (batch, queries) not in self._graphs:
-                self._capture(batch, queries)
-            graph, logits, greedy = self._graphs[batch, queries]
-            graph.replay()
         else:
-            logits, greedy = self._decode(batch, queries)
+            logits, greedy = self._batched(batch, queries)
+        self.vocabulary = logits.shape[1]
         return logits[:rows], greedy[:rows]
+
+    def _batched(self, batch: int, queries: int) -> tuple[Tensor, Tensor]:
+        """As :meth:`_decode`; on a GPU from a CUDA graph."""
+        if self._device.type != "cuda":
+            return self._decode(batch, queries)
+        if (batch, queries) not in self._graphs:
+            self._capture(batch, queries)
+        graph, logits, greedy = self._graphs[batch, queries]
+        graph.replay()
+        return logits, greedy
 
     def _decode(self, batch: int, queries: int) -> tuple[Tensor, Tensor]:
         """The model where each of the batch has so many queries; all of their logits."""
@@ -229,7 +288,7 @@ class ModelRunner:
 
         last = inputs["last"][:rows]
         logits = self._model(inputs["tokens"][:tokens], inputs["positions"][:tokens], last, attend)
-        return logits, logits.argmax(-1)
+        return logits, greatest(logits)
 
     def _capture(self, batch: int, queries: int) -> None:
         """Captures decoding of a batch. Runs it before, on the inputs that are there.

@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from cudnn_ops.serving.scheduler import State
+from cudnn_ops.serving.swap import Rates
 
 OP = "cudnn_ops.generation.Engine"
 
@@ -45,15 +46,17 @@ class Submitted(NamedTuple):
     prompt: list[int]
     max_tokens: int
     """All that they must know of its options: it bounds the drafts."""
+    priority: int
 
 
-class Aborted(NamedTuple):
-    """A request that was aborted."""
+class Ended(NamedTuple):
+    """A request that was aborted, or that was late."""
 
     serial: int
+    reason: Literal["abort", "timeout"]
 
 
-Event = Submitted | Aborted
+Event = Submitted | Ended
 
 
 class Message(NamedTuple):
@@ -66,6 +69,8 @@ class Message(NamedTuple):
     """What happened after that, in this order."""
     state: State
     """Its scheduler's, after all that."""
+    rates: Rates
+    """What it decides by between swapping and recomputing; of no account without swapping."""
 
 
 #: Of each group, one for messages between hosts.
@@ -153,33 +158,56 @@ class Ranks:
                 "engine on rank 0 before it, and follow again after it"
             )
 
-    def tell(self, order: Order, state: State) -> None:
+    def tell(self, order: Order, state: State, rates: Rates | None) -> None:
         """Tells the other ranks, as soon as they listen."""
         chosen, events = self.chosen, self.events
-        words = [order, len(chosen), len(events), *state, *chosen]
+        words = [order, len(chosen), len(events), *(rates or (0, 0)), *state, *chosen]
         words += [0] * (self._most - len(chosen))
-        tensor, others = torch.tensor(words), range(1, self.size)
         with self.naming("telling the other ranks to go on, which must be in follow()"):
-            sent = [distributed.isend(tensor, group=self._hosts, group_dst=rank) for rank in others]
-            for work in sent:
-                assert work is not None  # this rank is in the group
-                work.wait()
-            for rank in others if events else ():
+            self._send(torch.tensor(words))
+            for rank in range(1, self.size) if events else ():
                 distributed.send_object_list([events], group=self._hosts, group_dst=rank)
         self.chosen, self.events = [], []
+
+    def share_drafts(self, drafts: list[list[int]], most: int) -> list[list[int]]:
+        """The first rank's draft tokens of some requests, on all ranks.
+
+        Args:
+            drafts: on the first rank, of each request; on the others, as many lists.
+            most: the largest number of a request.
+        """
+        if self.is_leader:
+            words = torch.tensor([[len(row), *row, *[0] * (most - len(row))] for row in drafts])
+            with self.naming("telling the other ranks what the draft model proposes"):
+                self._send(words)
+            return drafts
+        words = torch.empty(len(drafts), 1 + most, dtype=torch.int64)
+        with self.naming("waiting for what rank 0's draft model proposes"):
+            distributed.recv(words, group=self._hosts, group_src=0)
+        return [row[: 1 + row[0]][1:] for row in words.tolist()]
+
+    def _send(self, tensor: torch.Tensor) -> None:
+        """Sends it to all other ranks, and waits until they have it."""
+        sent = [
+            distributed.isend(tensor, group=self._hosts, group_dst=rank)
+            for rank in range(1, self.size)
+        ]
+        for work in sent:
+            assert work is not None  # this rank is in the group
+            work.wait()
 
     def hear(self) -> Message:
         """Waits for what the first rank tells."""
         fields = len(State._fields)
-        words = torch.empty(3 + fields + self._most, dtype=torch.int64)
+        words = torch.empty(5 + fields + self._most, dtype=torch.int64)
         events: list[list[Event]] = [[]]
         with self.naming("waiting for rank 0 to call step() or close()"):
             distributed.recv(words, group=self._hosts, group_src=0)
-            order, count, happened, *rest = words.tolist()
+            order, count, happened, tokens, copied, *rest = words.tolist()
             if happened:
                 distributed.recv_object_list(events, group=self._hosts, group_src=0)
         state, chosen = State(*rest[:fields]), rest[fields : fields + count]
-        return Message(Order(order), chosen, events[0], state)
+        return Message(Order(order), chosen, events[0], state, Rates(tokens, copied))
 
 
 def _host_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
+from cudnn_ops.serving.kept import Kept
 from cudnn_ops.serving.sampling import SamplingParams
 from cudnn_ops.serving.sequence import KVSequence
 from cudnn_ops.serving.stats import RequestStats
 from cudnn_ops.serving.text import Decode, TextStream, overlap
 
-FinishReason: TypeAlias = Literal["stop", "length", "error", "abort"]
+FinishReason: TypeAlias = Literal["stop", "length", "error", "abort", "timeout", "moved"]
 
 #: What ranks that follow are told beside a token: how the request goes on.
 _ENDS: tuple[FinishReason | None, ...] = (None, *get_args(FinishReason))
@@ -41,10 +42,18 @@ class Request:
         params: SamplingParams,
         serial: int,
         decode: Decode | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        queue_timeout: float | None = None,
     ) -> None:
         """Called by :meth:`cudnn_ops.generation.Engine.submit` only."""
         self.params = params
         self.serial = serial  # tells ranks which one is meant
+        self.priority = priority
+        """Requests of a higher one are served first."""
+        self.origin: int | None = None
+        """The ``serial`` of the sender's request, if it was handed over by another engine."""
         self.stats = RequestStats(prompt_tokens=len(prompt))
         self.finish_reason: FinishReason | None = None
         """Why it ended; None while it waits or runs."""
@@ -57,11 +66,48 @@ class Request:
         # Prompt and output in one list: after a preemption they are recomputed alike.
         self.tokens = list(prompt)
         self.sequence: KVSequence | None = None  # while it runs
+        self.kept: Kept | None = None  # while it waits: what need not be computed
         self._submitted = time.perf_counter()
+        self._timeout, self._queue_timeout = timeout, queue_timeout
         self._text = None if decode is None else TextStream(decode, tuple(params.stop_strings))
         # One generator per request: sampling depends on its seed and its output so far alone.
         self._generator = random.Random(params.seed)
         self._numbers: deque[float] = deque()  # drawn for tokens that are still to come
+
+    def state(self, now: float) -> dict[str, Any]:
+        """What another process must know to go on with it."""
+        assert self.sequence is not None
+        return {
+            "tokens": self.tokens,
+            "length": self.sequence.length,
+            "params": self.params,
+            "serial": self.serial,
+            "priority": self.priority,
+            "timeout": self._timeout,
+            "stats": self.stats,
+            "logprobs": self.logprobs,
+            "text": self._text and self._text.state,
+            "generator": self._generator,
+            "numbers": self._numbers,
+            "seconds": now - self._submitted,
+        }
+
+    @classmethod
+    def resume(cls, state: dict[str, Any], serial: int, decode: Decode | None) -> Request:
+        """The request of which another process has told the state."""
+        stats: RequestStats = state["stats"]
+        options = {name: state[name] for name in ("priority", "timeout")}
+        prompt = state["tokens"][: stats.prompt_tokens]
+        request = cls(prompt, state["params"], serial, decode, **options)
+        request.tokens, request.stats, request.logprobs = (
+            *(state["tokens"], stats, state["logprobs"]),
+        )
+        request.origin = state["serial"]
+        if request._text is not None:
+            request._text.state = state["text"]
+        request._generator, request._numbers = state["generator"], state["numbers"]
+        request._submitted -= state["seconds"]
+        return request
 
     @property
     def prompt(self) -> list[int]:
@@ -84,6 +130,24 @@ class Request:
             return None
         self._read()
         return self._text.shown(self.is_finished)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Requests are served in this order, the least first."""
+        return -self.priority, self.serial
+
+    def is_late(self, now: float) -> bool:
+        """Whether it has taken longer than it may, or has waited longer for its first step."""
+        passed = now - self._submitted
+        if self._timeout is not None and passed > self._timeout:
+            return True
+        never_ran = self.sequence is None and not self.stats.peak_pages
+        return never_ran and self._queue_timeout is not None and passed > self._queue_timeout
+
+    @property
+    def left(self) -> int:
+        """How many tokens it may still generate."""
+        return self.params.max_tokens - self.stats.output_tokens
 
     @property
     def is_finished(self) -> bool:
@@ -128,7 +192,7 @@ class Request:
         """Does what :meth:`accept` or :meth:`fail` did on the rank that tells it.
 
         Returns:
-            The token; None if the request failed before it had one, of which -1 tells.
+            The token; None if the request failed before it had one, of which less than 0 tells.
         """
         if told < 0:
             self.finish_reason = "error"
@@ -143,9 +207,9 @@ class Request:
         self.finish_reason, self.error = "error", error
         self.stats.seconds = now - self._submitted
 
-    def abort(self, now: float) -> None:
+    def end(self, reason: FinishReason, now: float) -> None:
         """Ends the request at time ``now``, with the output that it has."""
-        self.finish_reason = "abort"
+        self.finish_reason = reason
         self.stats.seconds = now - self._submitted
 
     def _append(self, token: int, now: float) -> None:

@@ -5,25 +5,26 @@ Host logic alone: the model is run by :mod:`cudnn_ops.serving.model_runner`.
 
 from __future__ import annotations
 
-import time
 import zlib
 from array import array
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
+from cudnn_ops.serving.kept import Kept
 from cudnn_ops.serving.kv_cache import PagedKVCache
 from cudnn_ops.serving.page_pool import OutOfPages
 from cudnn_ops.serving.request import Request
 from cudnn_ops.serving.sequence import KVSequence
 from cudnn_ops.serving.speculation import Drafter
+from cudnn_ops.serving.swap import Swapper
 
 
 class Share(NamedTuple):
     """One request's part of a step: tokens ``start`` to ``stop - 1``, and draft tokens after them.
 
-    Their slots are allocated: the sequence's length is ``stop + len(drafts)``.
+    Their slots are allocated.
     """
 
     request: Request
@@ -37,6 +38,11 @@ class Share(NamedTuple):
     def places(self) -> int:
         """At how many places of the request a next token is chosen."""
         return 1 + len(self.drafts)
+
+    @property
+    def length(self) -> int:
+        """How many tokens of the request there are with these."""
+        return self.stop + len(self.drafts)
 
     @property
     def is_last(self) -> bool:
@@ -72,23 +78,31 @@ class State(NamedTuple):
     """Requests."""
     slots: int
     """A checksum of the slots of the step before."""
+    swapped: int
+    """Pages on the host."""
 
 
 class Scheduler:
-    """First come, first served, as many requests at once as fit into the batch and the pages.
+    """Serves as many requests at once as fit into the batch and the pages.
 
-    Running requests are older than all waiting ones, and only the youngest running one is ever
-    preempted. So the oldest request always makes progress, and no request starves.
+    Those of a higher priority come first, and of these the oldest. Only the last of the running
+    ones is ever preempted: for pages, or for a waiting request of a higher priority. So the first
+    request always makes progress, and among equals none starves.
     """
 
     def __init__(
-        self, cache: PagedKVCache, max_batch: int, chunk: int, drafter: Drafter | None = None
+        self,
+        cache: PagedKVCache,
+        max_batch: int,
+        chunk: int,
+        drafter: Drafter | None = None,
+        swapper: Swapper | None = None,
     ) -> None:
         self.cache, self.max_batch, self.chunk = cache, max_batch, chunk
-        self._drafter = drafter
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # the oldest first
-        self.prefix_hits = self.preemptions = 0
+        self._drafter, self._swapper = drafter, swapper
+        self.waiting: list[Request] = []  # the first to be served first
+        self.running: list[Request] = []  # likewise
+        self.prefix_hits = self.preemptions = self.swaps = self.restored_tokens = 0
         self._slots: list[int] = []  # of the step before
 
     @property
@@ -97,7 +111,8 @@ class Scheduler:
         pool = self.cache._pool
         slots = zlib.crc32(array("q", self._slots))
         queues = len(self.running), len(self.waiting)
-        return State(len(pool.free), len(pool.evictable), *queues, slots)
+        swapped = self._swapper.used if self._swapper else 0
+        return State(len(pool.free), len(pool.evictable), *queues, slots, swapped)
 
     def schedule(self) -> Batch:
         """Plans a step and allocates slots for its tokens; empty if there is nothing to do.
@@ -106,10 +121,15 @@ class Scheduler:
             OutOfPages: there are too few for the oldest request alone, for somebody else holds
                 pages of the cache. It may be called again once they are free.
         """
+        self._make_way()
         batch = self._continue_running()
         self._admit(batch)
         if self._drafter:
-            batch = self._with_drafts(batch, self._drafter)
+            try:
+                batch = self._with_drafts(batch, self._drafter)
+            except BaseException:  # a draft model's
+                self.undo(batch)
+                raise
         self._slots = batch.slots
         return batch
 
@@ -134,7 +154,7 @@ class Scheduler:
         """
         size = self.cache.page_size
         for share in batch.shares:
-            if share.drafts:
+            if share.drafts and share.request.sequence is not None:
                 tokens = share.request.tokens
                 kept = max(share.stop, len(tokens) - 1)
                 self.cache.truncate(share.sequence, kept)
@@ -147,6 +167,13 @@ class Scheduler:
         self._release(request)
         self._forget(request)
 
+    def discard(self, request: Request) -> None:
+        """Removes a running request whose keys and values may be NaN."""
+        assert request.sequence is not None
+        self.cache.discard(request.sequence)
+        request.sequence = self.cache.allocate()
+        self.finish(request)
+
     def find(self, serial: int) -> Request | None:
         """The request of this number, if it runs or waits."""
         for queue in (self.running, self.waiting):
@@ -155,14 +182,34 @@ class Scheduler:
                     return request
         return None
 
-    def abort(self, request: Request) -> None:
+    def enqueue(self, request: Request) -> None:
+        """Adds a request behind those that are served before it."""
+        insort(self.waiting, request, key=lambda each: each.rank)
+
+    def remove(self, request: Request) -> None:
         """Removes a running or waiting request, and frees its pages."""
         if request.sequence is None:
             self.waiting.remove(request)
+            if request.kept is not None:
+                request.kept.drop()
+                request.kept = None
             self._forget(request)
         else:
             self.finish(request)
-        request.abort(time.perf_counter())
+
+    def _make_way(self) -> None:
+        """Preempts requests for one of a higher priority that has waited since the last step."""
+        while self.waiting and self.running:
+            candidate, last = self.waiting[0], self.running[-1]
+            if candidate.priority <= last.priority:
+                return
+            if len(self.running) < self.max_batch:
+                sequence = self.cache.allocate(candidate.tokens)
+                has_room = self._has_room(candidate, sequence)
+                self.cache.free(sequence)
+                if has_room:
+                    return
+            self._preempt(last)
 
     def _continue_running(self) -> Batch:
         """Schedules the next tokens of running requests, preempting some if pages run out."""
@@ -207,18 +254,40 @@ class Scheduler:
             ):
                 cache.free(sequence)
                 return
-            count = min(len(request.tokens) - hits, budget)
+            kept = request.kept
+            start = hits
+            if kept is not None and kept.first * cache.page_size <= hits:
+                start = max(hits, kept.length)
+            count = min(len(request.tokens) - start, budget)
             try:
-                batch.slots.extend(cache.extend(sequence, count))
+                slots = cache.extend(sequence, start - hits + count)
             except OutOfPages:
                 cache.free(sequence)
                 raise
-            self.running.append(self.waiting.popleft())
+            batch.slots.extend(slots[start - hits :])
+            if kept is not None:
+                self._restore(request, kept, sequence, hits, start)
+            del self.waiting[0]
+            insort(self.running, request, key=lambda each: each.rank)
             request.sequence = sequence
             request.stats.prefix_hits += hits
             self.prefix_hits += hits
-            batch.shares.append(Share(request, sequence, hits, sequence.length))
+            batch.shares.append(Share(request, sequence, start, sequence.length))
             budget -= count
+
+    def _restore(
+        self, request: Request, kept: Kept, sequence: KVSequence, hits: int, start: int
+    ) -> None:
+        """Brings back what was kept of a request, from token ``hits`` to ``start - 1``."""
+        if start > hits:
+            size = self.cache.page_size
+            pages = sequence.pages[hits // size : self._pages(start)]
+            kept.restore(pages, hits // size)
+            self.cache.commit(sequence, request.tokens[:start])
+            self.restored_tokens += start - hits
+            request.stats.restored_tokens += start - hits
+        kept.drop()
+        request.kept = None
 
     def _left(self, batch: Batch) -> int:
         """What the prompts in a batch leave of a step's budget."""
@@ -235,11 +304,19 @@ class Scheduler:
         shares: list[Share] = []
         slots: list[int] = []
         known = iter(batch.slots)
+        wanted: dict[Request, int] = {}
+        for share in batch.shares:
+            if share.is_last and share.stop - share.start == 1:
+                # The step generates one token beside those that are accepted.
+                count = min(share.request.left - 1, drafter.num_draft_tokens, budget)
+                if count > 0:
+                    wanted[share.request] = count
+        drafter.prepare(wanted, self.running)
         for share in batch.shares:
             slots += islice(known, share.stop - share.start)
             room = -share.stop % size + cache.available * size
-            is_decoding = share.is_last and share.stop - share.start == 1
-            drafts = drafter.propose(share.request, min(budget, room)) if is_decoding else []
+            count = min(wanted.get(share.request, 0), budget, room)
+            drafts = drafter.propose(share.request, count) if count > 0 else []
             slots += cache.extend(share.sequence, len(drafts))
             budget -= len(drafts)
             shares.append(share._replace(drafts=tuple(drafts)))
@@ -264,24 +341,31 @@ class Scheduler:
         It is worth waiting for: computing it twice costs more than a step's delay.
         """
         stop = hits + self.cache.page_size
-        if not self.cache.prefix_sharing or stop >= len(candidate.tokens):
+        is_known = candidate.kept is not None and stop <= candidate.kept.length
+        if not self.cache.prefix_sharing or is_known or stop >= len(candidate.tokens):
             return False
         known = candidate.tokens[:stop]
         # Were it computed, it would have been found.
         return any(request.tokens[:stop] == known for request in self.running)
 
     def _preempt(self, request: Request) -> None:
-        """Preempts the youngest running request. Prefix caching may find what it has computed."""
+        """Preempts a running request. Prefix caching may find what it has computed."""
         self.running.remove(request)
+        assert request.sequence is not None
+        if self._swapper:
+            request.kept = self._swapper.save(request.sequence)
+            self.swaps += request.kept is not None
         self._release(request)
         request.stats.preemptions += 1
         self.preemptions += 1
-        self.waiting.appendleft(request)
+        self.enqueue(request)
 
     def _release(self, request: Request) -> None:
         assert request.sequence is not None
         self.cache.free(request.sequence)
         request.sequence = None
+        if self._drafter:
+            self._drafter.release(request)
 
     def _forget(self, request: Request) -> None:
         if self._drafter:

@@ -13,8 +13,9 @@ Leviathan et al., "Fast inference from transformers via speculative decoding", a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from cudnn_ops.serving.memory import whole
 from cudnn_ops.serving.request import Request
@@ -88,27 +89,70 @@ class NgramIndex:
         return []
 
 
-class Drafter:
-    """Proposes draft tokens for the requests of one engine.
+class Drafter(Protocol):
+    """Proposes draft tokens for the requests of one engine."""
 
-    They follow from a request's tokens alone, so that all ranks propose the same ones.
-    """
+    @property
+    def num_draft_tokens(self) -> int:
+        """The largest number of draft tokens of a request in a step."""
+        ...
 
-    def __init__(self, options: PromptLookup) -> None:
-        self.options = options
-        self._indices: dict[Request, NgramIndex] = {}
+    def warm_up(self) -> None:
+        """Builds the plans of all steps, and captures their graphs."""
+        ...
 
-    def propose(self, request: Request, count: int) -> list[int]:
-        """At most ``count`` draft tokens, and no more than the request and the options allow."""
-        # The step generates one token beside those that are accepted.
-        left = request.params.max_tokens - request.stats.output_tokens - 1
-        count = min(count, left, self.options.num_draft_tokens)
-        if count < 1:
-            return []
-        if request not in self._indices:
-            self._indices[request] = NgramIndex(self.options)
-        return self._indices[request].propose(request.tokens, count)
+    def prepare(self, wanted: Mapping[Request, int], running: Sequence[Request]) -> None:
+        """Called once a step, before ``propose`` is.
+
+        Args:
+            wanted: requests that decode, with the largest number of draft tokens of each.
+            running: all that run, in the order in which they are served.
+        """
+        ...
+
+    def propose(self, request: Request, count: int) -> Sequence[int]:
+        """At most ``count`` draft tokens, which is at least 1, and at most what was wanted."""
+        ...
+
+    def release(self, request: Request) -> None:
+        """Frees the memory of a request that has no pages any more."""
+        ...
 
     def forget(self, request: Request) -> None:
         """Drops what is known of a request that has ended."""
+        ...
+
+
+class LookupDrafter:
+    """Proposes what followed before.
+
+    It follows from a request's tokens alone, so that all ranks propose the same.
+    """
+
+    def __init__(self, options: PromptLookup) -> None:
+        self._options = options
+        self._indices: dict[Request, NgramIndex] = {}
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """As the options say."""
+        return self._options.num_draft_tokens
+
+    def warm_up(self) -> None:
+        """There is nothing to build."""
+
+    def prepare(self, wanted: Mapping[Request, int], running: Sequence[Request]) -> None:
+        """There is nothing to prepare."""
+
+    def propose(self, request: Request, count: int) -> list[int]:
+        """At most ``count`` draft tokens; none if the last tokens have not occurred before."""
+        if request not in self._indices:
+            self._indices[request] = NgramIndex(self._options)
+        return self._indices[request].propose(request.tokens, count)
+
+    def release(self, request: Request) -> None:
+        """It comes back with the same tokens, so that the index stays right."""
+
+    def forget(self, request: Request) -> None:
+        """Drops the index of a request that has ended."""
         self._indices.pop(request, None)

@@ -46,7 +46,9 @@ class RequestStats:
     prefix_hits: int = 0
     """Tokens that prefix caching found, including those found again after a preemption."""
     preemptions: int = 0
-    """How often it lost its pages to older requests."""
+    """How often it lost its pages to requests that are served before it."""
+    restored_tokens: int = 0
+    """Tokens whose keys and values came back from the host, or from another engine."""
     peak_pages: int = 0
     """The largest number of pages that it held, including shared ones."""
     time_to_first_token: float | None = None
@@ -71,6 +73,8 @@ class EngineStats:
     """Requests that ended by an error of their own."""
     aborted: int = 0
     """Requests that were aborted."""
+    timed_out: int = 0
+    """Requests that ended by their timeout."""
     steps: int = 0
     replays: int = 0
     """Steps that were replayed from a CUDA graph."""
@@ -80,6 +84,10 @@ class EngineStats:
     prefix_hits: int = 0
     """Tokens of admitted requests that prefix caching found in the cache."""
     preemptions: int = 0
+    swaps: int = 0
+    """How many of the preemptions copied pages to the host."""
+    restored_tokens: int = 0
+    """Tokens whose keys and values came back from the host, or from another engine."""
     peak_pages: int = 0
     """The largest number of pages in use in any step."""
     seconds: float = 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Decode: TypeAlias = Callable[[list[int]], str]
 """The text of some tokens, such as ``tokenizer.decode``."""
@@ -44,6 +44,15 @@ class TextStream:
         """Tokens so far."""
         self.stop: str | None = None
         """The string that has ended it."""
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What another stream of the same kind needs to go on."""
+        return {name: value for name, value in vars(self).items() if name != "_decode"}
+
+    @state.setter
+    def state(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
 
     def feed(self, tokens: list[int], is_end: bool, searches: bool) -> None:
         """Appends tokens.

@@ -18,6 +18,7 @@ from cudnn_ops import OutOfPages, PagedKVCache
 from cudnn_ops.distributed import heads_of_rank
 from cudnn_ops.generation import (
     Attend,
+    DraftModel,
     Engine,
     EngineStats,
     PromptLookup,
@@ -69,6 +70,8 @@ class Served:
             device=device(),
         )
         options = {"max_batch": 6, "chunk": 5 * unit(), "mesh": mesh} | options
+        if callable(options.get("speculation")):
+            options["speculation"] = options["speculation"](mesh)
         self.logits: list[Tensor] = []
         self.engine = Engine(self.serve, cache, max_length=config.sequence, **options)
         self.released: list[list[int]] = []  # of requests that gave back their pages
@@ -226,6 +229,37 @@ def check_speculation(mesh: DeviceMesh) -> None:
         assert 0 < stats.speculation.accepted_tokens < stats.speculation.draft_tokens
 
 
+def check_draft_model(mesh: DeviceMesh) -> None:
+    """The first rank alone runs the draft model, whole, and all of them verify the same drafts."""
+    calls: list[int] = []
+
+    def speculation(mesh: DeviceMesh | None) -> DraftModel:
+        if mesh is not None and mesh.get_local_rank() > 0:
+            return DraftModel(None, None, 3)
+        # The engine's model without its mesh; what it says is shifted at some of the positions.
+        draft = Served(None)
+
+        def serve(tokens: Tensor, positions: Tensor, last: Tensor, attend: Attend) -> Tensor:
+            calls.append(len(tokens))
+            logits = draft.model.serve(tokens, positions, last, attend)
+            return torch.where((positions[last] % 4 == 0)[:, None], logits.roll(1, 1), logits)
+
+        return DraftModel(serve, draft.engine.cache, 3)
+
+    jobs = [
+        (prompt, replace(params, temperature=index % 3 / 2, seed=index, top_k=9))
+        for index, (prompt, params) in enumerate(jobs_of(24, 1))
+    ]
+    options: dict[str, Any] = {"pages": 22, "speculation": speculation}
+    stats = check_equal(mesh, lambda e: serve_at_random(e, jobs), **options)
+    assert stats.finished == 24
+    assert stats.preemptions > 0
+    assert 0 < stats.speculation.accepted_tokens < stats.speculation.draft_tokens
+    first, *others = on_all(mesh, len(calls))
+    # All of them served it alone as well.
+    assert others == [first // 2] * len(others)
+
+
 def check_aborts(mesh: DeviceMesh) -> None:
     """Of requests that run, wait, are in their prompt, or have not been told of; and of none."""
 
@@ -249,6 +283,56 @@ def check_aborts(mesh: DeviceMesh) -> None:
     stats = check_equal(mesh, script, max_batch=3)
     assert stats.aborted == 4
     assert stats.finished == 5
+
+
+def check_priorities(mesh: DeviceMesh) -> None:
+    """The first rank tells who comes first, and who was late: running, waiting, and untold."""
+
+    def script(engine: Engine) -> list[Request]:
+        long = SamplingParams(max_tokens=20)
+        prompts = make_prompts(8, unit(), seed=4)
+        requests = [engine.submit(prompt, long, priority=-1) for prompt in prompts[:4]]
+        for _ in range(6):
+            engine.step()
+        for index, prompt in enumerate(prompts[4:]):
+            requests.append(engine.submit(prompt, long, priority=index))
+        engine.step()
+        running = [request for request in requests if request.sequence is not None]
+        waiting = [request for request in requests if request.sequence is None]
+        for request in (running[0], waiting[0], engine.submit([3], long)):
+            request._timeout = 0.0
+        for _ in engine.run():
+            pass
+        return requests
+
+    stats = check_equal(mesh, script, max_batch=3)
+    assert (stats.timed_out, stats.finished) == (3, 6)
+    assert stats.preemptions > 0
+
+
+def check_swapping(mesh: DeviceMesh) -> None:
+    """All ranks copy the same pages to their hosts and back, by what the first one measured."""
+    jobs = jobs_of(24, 1)
+    for policy in ("swap", "auto"):
+        size = 40 * unit() * 4 * 2 * 2 * 64 * 8  # more than all pages
+        options: dict[str, Any] = {"pages": 26, "preemption": policy, "swap_bytes": size}
+        ours = Served(mesh, **options)
+        if policy == "auto" and ours.engine._swapper and ours.engine.is_leader:
+            # Rates in whose light some requests are swapped.
+            ours.engine._swapper._computing.extend([1000.0] * 9)
+            ours.engine._swapper.space.rates.extend([40 * 2**20] * 9)
+        outputs = ours.run(lambda e: serve_at_random(e, jobs))
+        seen = on_all(mesh, (ours.released, ours.pages, ours.counters()))
+        assert seen == seen[:1] * mesh.size()
+        expected = Served(None, pages=200).run(lambda e: serve_at_random(e, jobs))
+        if ours.engine.is_leader and device().type == "cpu":
+            assert outputs == expected
+        assert ours.engine._swapper is not None
+        assert ours.engine._swapper.used == 0
+        assert ours.engine.cache.usage().in_use == 0
+        if policy == "swap":
+            assert ours.engine.stats.swaps == ours.engine.stats.preemptions > 0
+            assert ours.engine.stats.restored_tokens > 0
 
 
 def check_missing_pages(mesh: DeviceMesh) -> None:
@@ -393,7 +477,10 @@ def check_pairs_and_all() -> None:
         check_sampling,
         check_options,
         check_speculation,
+        check_draft_model,
         check_aborts,
+        check_priorities,
+        check_swapping,
         check_missing_pages,
         check_heads_that_cannot_be_shared,
         check_ranks_that_differ,
@@ -417,7 +504,10 @@ def check_on_gpus() -> None:
         check_sampling,
         check_options,
         check_speculation,
+        check_draft_model,
         check_aborts,
+        check_priorities,
+        check_swapping,
         check_missing_pages,
     ):
         check(mesh)

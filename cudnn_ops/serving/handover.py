@@ -1,0 +1,443 @@
+"""Prefill and decoding apart: one engine computes prompts, another one goes on with the requests.
+
+Both are processes of one group of ``torch.distributed``. Keys and values are sent from device to
+device by the group's backend; what is said about them goes through the group's store, which can be
+asked without waiting. So neither engine ever waits for the other one's step:
+
+    sender                          receiver
+    offer/<request>: its state ──>  takes it when it has a place and pages
+                               <──  take/<request>
+    sent/<n>: which request's
+    keys and values it sends;
+    its pages are free         ──>  receives them, and serves the request
+                               <──  done/<n>
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import ProcessGroup
+
+from cudnn_ops.serving.edits import upload
+from cudnn_ops.serving.engine import Engine
+from cudnn_ops.serving.kv_cache import PagedKVCache
+from cudnn_ops.serving.page_pool import OutOfPages
+from cudnn_ops.serving.request import Request
+from cudnn_ops.serving.step import GeneratedToken
+
+#: How long an engine that has nothing to do waits before it asks again, in seconds.
+_PAUSE = 0.001
+
+#: How many ends of pairs were made here, so that each pair has keys of its own in the store.
+_made: Counter[tuple[str, ProcessGroup, tuple[int, int]]] = Counter()
+
+
+class _End:
+    """One end of a pair: what sender and receiver have in common."""
+
+    ROLE, OTHER = "", ""
+
+    def __init__(
+        self,
+        engine: Engine,
+        peer: int,
+        group: ProcessGroup | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        self._op = f"cudnn_ops.generation.{type(self).__name__}"
+        if engine._ranks is not None:
+            raise ValueError(f"{self._op}: engine must be on one rank, got one with a mesh")
+        if not timeout > 0:
+            raise ValueError(f"{self._op}: timeout must be more than 0 seconds, got {timeout!r}")
+        known = distributed.group.WORLD if group is None else group
+        if known is None:
+            raise ValueError(f"{self._op}: torch.distributed.init_process_group was not called")
+        rank = known.rank()
+        if not 0 <= peer < known.size() or peer == rank:
+            raise ValueError(
+                f"{self._op}: peer must be another rank of the group's {known.size()}, got {peer}"
+            )
+        self.engine, self._peer, self._group, self._timeout = engine, peer, known, timeout
+        pair = (rank, peer) if self.ROLE == "sender" else (peer, rank)
+        self._key = (self.ROLE, known, pair)
+        _made[self._key] += 1
+        number = _made[self._key]
+        ranks = [distributed.get_global_rank(known, each) for each in pair]
+        prefix = f"cudnn_ops/handover/{ranks[0]}-{ranks[1]}/{number}"
+        store = distributed.distributed_c10d._get_default_store()
+        self._store = distributed.PrefixStore(prefix, store)
+        self._is_lost = False
+        self._said, self._beat = 0.0, 0  # when and what this end last said
+        self._heard, self._pulse = time.monotonic(), b""  # when and what the other end last said
+        self._agree()
+
+    def _facts(self) -> dict[str, Any]:
+        cache, engine = self.engine.cache, self.engine
+        names = ("layers", "page_size", "heads_kv", "head_size", "value_size", "kv_layout")
+        facts = {f"cache.{name}": getattr(cache, name) for name in names}
+        facts["the cache's dtype"] = str(cache.key_cache(0).dtype)
+        return facts | {"decode": engine._decode is not None, "max_length": engine.max_length}
+
+    def _agree(self) -> None:
+        """Both ends compare their engines; raises ValueError on both."""
+        own, key = f"facts/{self.ROLE}", f"facts/{self.OTHER}"
+        self._say(own, pickle.dumps(self._facts()))
+        with self._naming("waiting for the other end to be created"):
+            try:
+                self._store.wait([key], timedelta(seconds=self._timeout))
+            except RuntimeError:
+                # As if this end had not been made, either: both count their pairs.
+                _made[self._key] -= 1
+                self._store.delete_key(own)
+                raise
+        facts = {self.ROLE: self._facts(), self.OTHER: pickle.loads(self._store.get(key))}
+        for name, sent in facts["sender"].items():
+            taken = facts["receiver"][name]
+            if taken < sent if name == "max_length" else taken != sent:
+                raise ValueError(
+                    f"{self._op}: {name} is {sent} of the sender's engine and {taken} of the "
+                    "receiver's; their caches must have equal pages, both decode or neither, and "
+                    "the receiver's max_length must be at least the sender's"
+                )
+        self._heard = time.monotonic()
+
+    @contextmanager
+    def _naming(self, doing: str) -> Iterator[None]:
+        """A context whose RuntimeErrors mean that the other end is lost, and say so."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._lose(f"while {doing}") from error
+
+    def _lose(self, why: str) -> RuntimeError:
+        """Gives up what is on its way between the ends; the error to raise."""
+        self._is_lost = True
+        error = RuntimeError(f"{self._op}: the {self.OTHER}, rank {self._peer}, is lost {why}")
+        self._give_up(error)
+        return error
+
+    def _give_up(self, error: RuntimeError) -> None:
+        raise NotImplementedError
+
+    def _keep_alive(self) -> None:
+        """Tells the other end that this one is there, and looks whether that one is."""
+        now = time.monotonic()
+        if now - self._said < self._timeout / 20:
+            return
+        self._said, self._beat = now, self._beat + 1
+        with self._naming("asking the store"):
+            self._store.set(f"alive/{self.ROLE}", str(self._beat))
+            key = f"alive/{self.OTHER}"
+            pulse = self._store.get(key) if self._store.check([key]) else b""
+        if pulse != self._pulse:
+            self._pulse, self._heard = pulse, now
+        elif now - self._heard > self._timeout:
+            raise self._lose(f"after {self._timeout} seconds without a step of it")
+
+    def _say(self, key: str, said: bytes = b"") -> None:
+        """Tells the other end something under a key."""
+        self._store.set(key, said)  # type: ignore[arg-type]  # it accepts bytes, too
+
+    def _take(self, key: str) -> bytes | None:
+        """What the other end has said under a key, which is removed; None if it has not yet."""
+        if not self._store.check([key]):
+            return None
+        said = self._store.get(key)
+        self._store.delete_key(key)
+        return said
+
+
+class KVSender(_End):
+    """Computes prompts in one process, and hands the requests over to a :class:`KVReceiver`.
+
+    Requests are submitted to ``engine`` as ever. A step computes their prompts and first tokens.
+    Behind these a request belongs to the receiver's engine, and the one here has the
+    ``finish_reason`` ``"moved"``. Its pages are kept until the receiver has room, and then freed.
+    The output is that of one engine alone, up to rounding in other batch shapes.
+
+    Both ends must be stepped all the time, also if there is nothing to do: one that makes no step
+    within ``timeout`` counts as lost. Then the requests that were on their way fail, and the step
+    raises RuntimeError.
+
+    Args:
+        engine: without a mesh. Its cache's pages must be as the receiver's.
+        peer: the receiver's rank in the group.
+        group: both processes are in it; None stands for the default group. NCCL sends between
+            GPUs, gloo on CPUs.
+        timeout: in seconds.
+
+    Raises:
+        RuntimeError: the receiver is not created within the timeout.
+        ValueError: an engine with a mesh; a rank that is not another one of the group; engines that
+            do not fit together; a timeout that is not more than 0.
+    """
+
+    ROLE, OTHER = "sender", "receiver"
+
+    def __init__(
+        self,
+        engine: Engine,
+        peer: int,
+        group: ProcessGroup | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        """Waits for the other end."""
+        self._offers: dict[int, Request] = {}  # by number; they hold pages
+        self._sends: dict[int, list[Any]] = {}  # by number: tensors, and what sends them
+        self._offered = self._sent = 0
+        super().__init__(engine, peer, group, timeout)
+
+    @property
+    def pending(self) -> int:
+        """Requests that are on their way to the receiver."""
+        return len(self._offers) + len(self._sends)
+
+    def step(self) -> list[GeneratedToken]:
+        """Steps the engine, and hands over the requests that have their first tokens.
+
+        Returns:
+            As :meth:`Engine.step`.
+
+        Raises:
+            RuntimeError: the receiver is lost.
+        """
+        if not self._is_lost:
+            self._keep_alive()
+            with self._naming("handing requests over"):
+                self._serve()
+        engine = self.engine
+        generated: list[GeneratedToken] = []
+        if engine.running or engine.waiting:
+            try:
+                generated = engine.step()
+            except OutOfPages:
+                if not self._offers:  # whose pages come back when they are taken
+                    raise
+        if not self._is_lost:
+            for request in list(engine._scheduler.running):
+                if request.output:
+                    self._offer(request)
+        return generated
+
+    def run(self) -> Iterator[Request]:
+        """Steps until no request is left here, and yields each when it has ended or moved.
+
+        Raises:
+            RuntimeError: the receiver is lost.
+        """
+        seen: set[Request] = set()
+        while self.engine.running or self.engine.waiting or self.pending:
+            seen.update(self.engine._scheduler.running, self.engine._scheduler.waiting)
+            if not self.step() and not self.engine.running:
+                time.sleep(_PAUSE)
+            ended = [request for request in seen if request.is_finished]
+            seen.difference_update(ended)
+            yield from sorted(ended, key=lambda request: request.serial)
+
+    def close(self) -> None:
+        """Tells the receiver that no request will follow, so that its ``run`` ends."""
+        if not self._is_lost:
+            with self._naming("closing"):
+                self._store.set("closed", str(self._offered))
+
+    def _offer(self, request: Request) -> None:
+        """Takes a request from the engine, with its pages, and tells the receiver."""
+        now = time.perf_counter()
+        try:
+            state = pickle.dumps(request.state(now))
+        except Exception as error:  # of functions, say
+            self.engine._scheduler.finish(request)
+            request.fail(ValueError(f"{self._op}: params must be picklable: {error}"), now)
+            return
+        self.engine._scheduler.running.remove(request)
+        self._offers[self._offered] = request
+        with self._naming("offering a request"):
+            self._say(f"offer/{self._offered}", state)
+        self._offered += 1
+
+    def _serve(self) -> None:
+        """Sends what the receiver takes, and forgets what it has."""
+        for number in list(self._offers):
+            if self._take(f"take/{number}") is not None:
+                request = self._offers[number]
+                assert request.sequence is not None
+                tensors = _read(self.engine.cache, request.sequence.pages)
+                self.engine._scheduler._release(request)
+                self.engine._scheduler._forget(request)
+                del self._offers[number]
+                # Before they are: NCCL's first message waits until both ends have called.
+                self._say(f"sent/{self._sent}", str(number).encode())
+                works = [
+                    distributed.isend(each, group=self._group, group_dst=self._peer)
+                    for each in tensors
+                ]
+                self._sends[self._sent] = [*tensors, *works]
+                self._sent += 1
+                request.end("moved", time.perf_counter())
+        for number in list(self._sends):
+            if self._take(f"done/{number}") is not None:
+                for each in self._sends.pop(number):
+                    if isinstance(each, distributed.Work):
+                        each.wait()
+
+    def _give_up(self, error: RuntimeError) -> None:
+        for request in self._offers.values():
+            self.engine._scheduler._release(request)
+            self.engine._scheduler._forget(request)
+            request.fail(error, time.perf_counter())
+        self._offers.clear()
+        self._sends.clear()
+
+
+class KVReceiver(_End):
+    """Goes on with the requests that a :class:`KVSender` hands over.
+
+    A request that arrives has its first tokens in its ``output`` already, and the number of the
+    sender's request in ``origin``. Its figures and timeouts include the time before. The engine may
+    serve requests of its own besides.
+
+    Args:
+        engine: without a mesh. Its cache's pages must be as the sender's.
+        peer: the sender's rank in the group.
+        group: as the sender's.
+        timeout: as the sender's, in seconds.
+
+    Raises:
+        RuntimeError: the sender is not created within the timeout.
+        ValueError: as :class:`KVSender`.
+    """
+
+    ROLE, OTHER = "receiver", "sender"
+
+    def __init__(
+        self,
+        engine: Engine,
+        peer: int,
+        group: ProcessGroup | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        """Waits for the other end."""
+        self._offers: dict[int, dict[str, Any]] = {}  # by number, those to be taken
+        self._taken: dict[int, dict[str, Any]] = {}
+        self._seen = self._received = 0
+        self._last: int | None = None  # how many offers there are in all, once that is known
+        super().__init__(engine, peer, group, timeout)
+
+    @property
+    def pending(self) -> int:
+        """Requests that are on their way from the sender."""
+        return len(self._offers) + len(self._taken)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests may still come."""
+        return not self._is_lost and self._last != self._received
+
+    def step(self) -> list[GeneratedToken]:
+        """Receives what has come, and steps the engine.
+
+        Returns:
+            As :meth:`Engine.step`.
+
+        Raises:
+            RuntimeError: the sender is lost. What has been received can be served on.
+        """
+        if self.is_open:
+            self._keep_alive()
+            with self._naming("receiving requests"):
+                self._receive()
+        if self.engine.running or self.engine.waiting:
+            return self.engine.step()
+        return []
+
+    def run(self) -> Iterator[Request]:
+        """Steps until the sender has closed and no request is left; yields each when it ends.
+
+        Raises:
+            RuntimeError: the sender is lost. Call it again to serve what has been received.
+        """
+        while self.is_open or self.engine.running or self.engine.waiting:
+            generated = self.step()
+            yield from dict.fromkeys(request for request, _ in generated if request.is_finished)
+            if not self.engine.running:
+                time.sleep(_PAUSE)
+
+    def _receive(self) -> None:
+        while (offer := self._take(f"offer/{self._seen}")) is not None:
+            self._offers[self._seen] = pickle.loads(offer)
+            self._seen += 1
+        if self._last is None and self._store.check(["closed"]):
+            self._last = int(self._store.get("closed"))
+        for number in sorted(
+            self._offers, key=lambda each: (-self._offers[each]["priority"], each)
+        ):
+            if not self._has_room(self._offers[number]):
+                break
+            self._taken[number] = self._offers.pop(number)
+            self._say(f"take/{number}")
+        # In the order in which they are sent.
+        while (sent := self._take(f"sent/{self._received}")) is not None:
+            state = self._taken[int(sent)]
+            engine, cache = self.engine, self.engine.cache
+            count = -(-state["length"] // cache.page_size)
+            tensors = [
+                torch.empty((count, *each.shape[1:]), dtype=each.dtype, device=each.device)
+                for each in cache.by_page()
+            ]
+            for each in tensors:
+                flat = each.view(torch.uint8)
+                distributed.recv(flat, group=self._group, group_src=self._peer)
+            request = Request.resume(state, next(engine._serials), engine._decode)
+            request.kept = _Landed(cache, tensors, state["length"])
+            engine._scheduler.enqueue(request)
+            del self._taken[int(sent)]
+            self._say(f"done/{self._received}")
+            self._received += 1
+
+    def _has_room(self, state: dict[str, Any]) -> bool:
+        """Whether the engine could serve a request at once, beside those that are on their way."""
+        engine, size = self.engine, self.engine.cache.page_size
+        if engine.waiting or engine.running + len(self._taken) >= engine.max_batch:
+            return False
+        states = [state, *self._taken.values()]
+        needed = sum(-(-len(each["tokens"]) // size) for each in states)
+        # One to spare for each that runs, unless there is none.
+        spare = engine.running + len(self._taken)
+        return needed + spare <= engine.cache.available
+
+    def _give_up(self, error: RuntimeError) -> None:
+        self._offers.clear()
+        self._taken.clear()
+
+
+class _Landed(NamedTuple):
+    """Keys and values that came from another process."""
+
+    cache: PagedKVCache
+    tensors: list[Tensor]
+    length: int
+    first: int = 0
+
+    def restore(self, pages: Any, skipped: int) -> None:
+        """As :class:`~cudnn_ops.serving.kept.Kept` says."""
+        index = upload({"index": torch.tensor(pages)}, self.tensors[0].device)["index"]
+        for source, target in zip(self.tensors, self.cache.by_page(), strict=True):
+            target.index_copy_(0, index, source[skipped:])
+
+    def drop(self) -> None:
+        """They are freed with this."""
+
+
+def _read(cache: PagedKVCache, pages: tuple[int, ...]) -> list[Tensor]:
+    """Bytes of keys and of values: copies, in the order of the pages."""
+    index = upload({"index": torch.tensor(pages)}, cache.key_cache(0).device)["index"]
+    return [each.index_select(0, index).view(torch.uint8) for each in cache.by_page()]
