@@ -7,7 +7,7 @@ greatest logit, nothing is launched here. The results are read at once, by the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class Chosen:
     def __init__(
         self,
         results: Tensor,
-        branches: Sequence[tuple[int, Branch]] = (),
+        branches: Iterable[tuple[int, Branch]] = (),
         errors: dict[int, Exception] | None = None,
     ) -> None:
         self.logprobs: dict[int, TokenLogprobs] = {}
@@ -54,9 +54,10 @@ class Chosen:
             rows = self._results.tolist()
             tokens = [int(row[0]) for row in rows]
             self._read_logprobs(rows)
-        for row, branch in self._branches:
-            if tokens[row] < 0 and row not in self.errors:
-                self.errors[row] = _why_none(tokens[row], branch)
+        if min(tokens) < 0:
+            for row, branch in self._branches:
+                if tokens[row] < 0 and row not in self.errors:
+                    self.errors[row] = _why_none(tokens[row], branch)
         return tokens
 
     def _read_logprobs(self, rows: list[list[float]]) -> None:
@@ -91,16 +92,16 @@ class Chooser:
 
         Args:
             logits: [rows, vocabulary], a row for each place of a share; not changed.
-            greedy: int64 [rows], the greatest one's token.
+            greedy: int64 [rows], the tokens of :func:`greatest`.
             shares: a step's.
         """
         for share in shares:
             if not share.request.params._is_plain:
                 break
         else:
-            return Chosen(greedy)
+            return Chosen(greedy, _branches(shares))
         try:
-            return self._choose(logits, _branches(shares))
+            return self._choose(logits, list(_branches(shares)))
         except BaseException:
             self._counts = None  # perhaps not what the host takes them for
             raise
@@ -162,16 +163,20 @@ class Chooser:
         return self._counts
 
 
-def _branches(shares: Sequence[Share]) -> list[tuple[int, Branch]]:
+def _branches(shares: Sequence[Share]) -> Iterator[tuple[int, Branch]]:
     """What the rows of a step continue, without those that continue no last token."""
-    branches: list[tuple[int, Branch]] = []
     row = 0
     for share in shares:
         if share.is_last:
             for count in range(share.places):
-                branches.append((row + count, Branch(share.request, share.drafts[:count])))
+                yield row + count, Branch(share.request, share.drafts[:count])
         row += share.places
-    return branches
+
+
+def greatest(logits: Tensor) -> Tensor:
+    """The tokens of the greatest logits [rows, vocabulary]; negative where they are not finite."""
+    best, tokens = logits.max(-1)
+    return torch.where(best.abs() < torch.inf, tokens, _NOT_FINITE)
 
 
 def with_logprobs(logits: Tensor, tokens: Tensor, count: int) -> Tensor:

@@ -305,6 +305,20 @@ class PagedKVCache(PagedMemory):
         self._sequences.remove(sequence)
         sequence._void()
 
+    def discard(self, sequence: KVSequence) -> None:
+        """Ends a sequence whose keys and values must not be used again: they may not be finite.
+
+        Pages that no other sequence holds are zeroed and free; they leave the prefix cache, with
+        all pages that follow them there.
+
+        Raises:
+            ValueError: it has been freed; it is not one of this cache.
+        """
+        self._check(sequence)
+        pages = list(sequence._pages)
+        self.free(sequence)
+        self._zero_pages(self._pool.drop(pages))
+
     def commit(self, sequence: KVSequence, token_ids: Sequence[int]) -> int:
         """Enters a sequence's first full pages into the prefix cache, for :meth:`allocate` to find.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Literal
 
@@ -10,6 +11,8 @@ from torch import Tensor
 
 ALIGNMENT = 256
 """Alignment, in bytes, of each layer's keys and values: kernels read 16 at once, TMA needs 128."""
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _append = torch.ops.cudnn_ops.paged_kv_append_
 
@@ -65,6 +68,12 @@ class PagedMemory:
     def _copy_page(self, source: int, target: int) -> None:
         self._keys[:, target].copy_(self._keys[:, source])
         self._values[:, target].copy_(self._values[:, source])
+
+    def _zero_pages(self, pages: Sequence[int]) -> None:
+        index = torch.tensor(pages, dtype=torch.int64, device=self._keys.device)
+        for memory in (self._keys, self._values):
+            # As whole numbers: float8 has no index_fill_.
+            memory.view(_WORDS[memory.element_size()]).index_fill_(1, index, 0)
 
     def key_cache(self, layer: int) -> Tensor:
         """One layer's keys: [pages, page_size, heads_kv, head_size], for HND the middle swapped.

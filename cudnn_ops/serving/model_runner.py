@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cudnn_ops.ops.paged import paged_attention
-from cudnn_ops.serving.choosing import Chooser, Chosen
+from cudnn_ops.serving.choosing import Chooser, Chosen, greatest
 from cudnn_ops.serving.inputs import Inputs, Packed, pack
 from cudnn_ops.serving.kv_cache import PagedKVCache
 from cudnn_ops.serving.ranks import Ranks
@@ -229,7 +229,7 @@ class ModelRunner:
 
         last = inputs["last"][:rows]
         logits = self._model(inputs["tokens"][:tokens], inputs["positions"][:tokens], last, attend)
-        return logits, logits.argmax(-1)
+        return logits, greatest(logits)
 
     def _capture(self, batch: int, queries: int) -> None:
         """Captures decoding of a batch. Runs it before, on the inputs that are there.

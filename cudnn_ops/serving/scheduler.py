@@ -280,7 +280,10 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         assert request.sequence is not None
-        self.cache.free(request.sequence)
+        if request.finish_reason == "error":  # its keys and values may not be finite
+            self.cache.discard(request.sequence)
+        else:
+            self.cache.free(request.sequence)
         request.sequence = None
 
     def _forget(self, request: Request) -> None:
