@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,8 @@ except ModuleNotFoundError as error:
     ) from error
 
 __all__ = ["create_app"]
+
+_log = logging.getLogger(__name__)
 
 #: The status that stands for a client that has left, in the metrics alone.
 _LEFT = 499
@@ -181,7 +184,6 @@ class _Server:
         app.get("/", response_model=None)(self.page)
         app.add_exception_handler(APIError, _tell)
         app.add_exception_handler(HTTPException, _tell_http)
-        app.add_exception_handler(Exception, _tell)
         return app
 
     # Routes
@@ -235,6 +237,11 @@ class _Server:
             raise
         except ClientDisconnect:  # nobody reads this
             return Response(status_code=_LEFT)
+        except Exception as error:  # a fault of the server's
+            _log.exception("%s: an error that was not expected", route)
+            told = as_api_error(error)
+            status = told.status
+            return told.response()
         finally:
             self._metrics.requests.labels(route, str(status)).inc()
 
@@ -258,7 +265,7 @@ class _Server:
     def _check_key(self, request: Request) -> None:
         if self._key is None:
             return
-        given = request.headers.get("authorization", "").encode()
+        given = request.headers.get("authorization", "").encode("latin-1")  # as it was sent
         if not hmac.compare_digest(given, self._key):
             raise APIError(401, "a valid API key is needed", code="invalid_api_key")
 

@@ -65,13 +65,6 @@ class CommonRequest(_Body):
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
 
-    @field_validator("stop")
-    @classmethod
-    def _is_text(cls, stop: str | list[str]) -> str | list[str]:
-        for each in [stop] if isinstance(stop, str) else stop:
-            check_text(each)
-        return stop
-
     @field_validator("logit_bias")
     @classmethod
     def _has_tokens(cls, biases: dict[str, float]) -> dict[str, float]:

@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from fastapi import FastAPI
@@ -137,7 +137,8 @@ def serve_in_thread(app: FastAPI, host: str = "127.0.0.1", port: int = 0) -> Ite
 
     def run_and_tell() -> None:
         try:
-            asyncio.run(run())
+            with suppress(SystemExit):  # where the application does not start, which it logs
+                asyncio.run(run())
         finally:
             has_ended.set()
             has_begun.set()
