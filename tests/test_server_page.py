@@ -15,7 +15,6 @@ from PIL import Image
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support.ui import WebDriverWait
 
 from cudnn_ops.server.app import create_app
@@ -46,7 +45,7 @@ class Plain(Letters):
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory) -> Iterator[WebDriver]:
+def browser(tmp_path_factory) -> Iterator[webdriver.Chrome]:
     options = webdriver.ChromeOptions()
     options.binary_location = str(CHROMIUM)
     for flag in [*FLAGS.split(), f"--user-data-dir={tmp_path_factory.mktemp('browser')}"]:
@@ -66,11 +65,11 @@ def tiny() -> Iterator[Tiny]:
     tiny.check_pages()
 
 
-def wait(browser: WebDriver, condition) -> None:
+def wait(browser: webdriver.Chrome, condition) -> None:
     WebDriverWait(browser, 60, poll_frequency=0.05).until(lambda _: condition())
 
 
-def say(browser: WebDriver, text: str, options: dict[str, str] | None = None) -> None:
+def say(browser: webdriver.Chrome, text: str, options: dict[str, str] | None = None) -> None:
     wait(browser, lambda: browser.find_element(By.ID, "send").is_enabled())
     for name, value in ({"temperature": "0", "max_tokens": "20"} | (options or {})).items():
         script = "document.getElementById(arguments[0]).value = arguments[1]"
@@ -78,15 +77,15 @@ def say(browser: WebDriver, text: str, options: dict[str, str] | None = None) ->
     browser.find_element(By.ID, "prompt").send_keys(text, Keys.ENTER)
 
 
-def bubbles(browser: WebDriver) -> list[str]:
+def bubbles(browser: webdriver.Chrome) -> list[str]:
     return [each.text for each in browser.find_elements(By.CSS_SELECTOR, ".bubble")]
 
 
-def notes(browser: WebDriver) -> list[str]:
+def notes(browser: webdriver.Chrome) -> list[str]:
     return [each.text for each in browser.find_elements(By.CSS_SELECTOR, ".note") if each.text]
 
 
-def check_screenshot(browser: WebDriver, path: Path) -> None:
+def check_screenshot(browser: webdriver.Chrome, path: Path) -> None:
     """Something is drawn where its parts are, in several colours."""
     browser.save_screenshot(str(path))
     pixels = np.asarray(Image.open(BytesIO(path.read_bytes())).convert("RGB")).astype(int)
@@ -101,7 +100,7 @@ def check_screenshot(browser: WebDriver, path: Path) -> None:
         assert len(np.unique(part.reshape(-1, 3), axis=0)) > 20  # letters with soft edges
 
 
-def check_log(browser: WebDriver) -> None:
+def check_log(browser: webdriver.Chrome) -> None:
     """No errors of the script or of the page's policy."""
     log = browser.get_log("browser")
     assert [each for each in log if each["level"] in ("SEVERE", "WARNING")] == []

@@ -198,6 +198,7 @@ def test_a_page_is_as_large_as_it_says():
 
 
 def test_conversations(tmp_path):
+    make_transformers_model("llama").config.save_pretrained(tmp_path)
     write_tokenizer(tmp_path, chat=False)
     plain = load_tokenizer(tmp_path)
     assert not plain.has_chat
@@ -252,8 +253,13 @@ def test_folders_that_are_none(tmp_path):
         load_model(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"it has no config\.json"):
         load_model(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"it has no config\.json"):
+        load_tokenizer(tmp_path)
+    make_transformers_model("llama").config.save_pretrained(tmp_path)
     with pytest.raises((OSError, ValueError)):
         load_tokenizer(tmp_path)
+    with pytest.raises(OSError, match="safetensors"):
+        load_model(tmp_path)
     with pytest.raises(ValueError, match=r"max_length must be 1 to 256, .* got 257"):
         ServedModel(make_transformers_model("llama"), 257)
 

@@ -160,6 +160,15 @@ class ServedModel:
         return config.num_hidden_layers, config.num_key_value_heads, size
 
 
+def _read_config(folder: Path) -> Any:
+    if not (folder / "config.json").is_file():
+        # transformers would take the name for one of a model elsewhere.
+        raise FileNotFoundError(
+            f"{folder} is no folder of a model of transformers: it has no config.json"
+        )
+    return AutoConfig.from_pretrained(folder, local_files_only=True)
+
+
 def _check_config(config: Any) -> None:
     if config.model_type not in FAMILIES:
         raise NotImplementedError(
@@ -197,12 +206,7 @@ def load_model(
         NotImplementedError: as :class:`ServedModel`, and so is ValueError.
         OSError: the folder has no model.
     """
-    folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(
-            f"{folder} is no folder of a model of transformers: it has no config.json"
-        )
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = _read_config(Path(folder))
     _check_config(config)  # before gigabytes are read
     if dtype is None:
         narrow = (torch.float16, torch.bfloat16)
@@ -278,14 +282,14 @@ def load_tokenizer(folder: str | Path, chat_template: str | None = None) -> Serv
         chat_template: a Jinja template; None stands for the folder's own.
 
     Raises:
-        OSError: the folder has no tokenizer. Also ValueError, where transformers raises it.
+        OSError: the folder has no model, or no tokenizer. Also ValueError, where transformers
+            raises it.
     """
     folder = Path(folder)
+    config = _read_config(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     ends: set[int] = set()
-    named = [tokenizer.eos_token_id]
-    if (folder / "config.json").is_file():
-        named.append(AutoConfig.from_pretrained(folder, local_files_only=True).eos_token_id)
+    named = [tokenizer.eos_token_id, config.eos_token_id]
     if (folder / "generation_config.json").is_file():
         named.append(GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id)
     for each in named:

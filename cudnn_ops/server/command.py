@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import torch
 
 from cudnn_ops.server.async_engine import AsyncEngine
 from cudnn_ops.serving import Engine, PromptLookup
+from cudnn_ops.serving.memory import whole
 
 if TYPE_CHECKING:
     from cudnn_ops.integrations.transformers_serving import ServedModel
@@ -106,29 +108,32 @@ def pages_of(model: ServedModel, max_batch: int, page_size: int, gib: float | No
 def _serve(args: argparse.Namespace) -> int:
     if not math.isfinite(args.grace) or args.grace < 0:
         raise ValueError(f"--grace must be at least 0 and finite, got {args.grace}")
-    if args.max_body_bytes < 1:
-        raise ValueError(f"--max-body-bytes must be at least 1, got {args.max_body_bytes}")
+    for name in ("max_batch", "chunk", "page_size", "max_body_bytes"):
+        whole(f"--{name.replace('_', '-')}", getattr(args, name), 1)
+    whole("--max-waiting", args.max_waiting, 0)
     if not 0 <= args.port < 65536:
         raise ValueError(f"--port must be 0 to 65535, got {args.port}")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda needs a GPU, and torch finds none")
     try:
-        from cudnn_ops.integrations.transformers_serving import load_model, load_tokenizer
+        # What is missing is told before transformers is imported, which takes long.
         from cudnn_ops.server.app import create_app
         from cudnn_ops.server.running import bind, serve, url_of
+
+        adapter = import_module("cudnn_ops.integrations.transformers_serving")
     except ImportError as error:
         raise RuntimeError(str(error)) from error
     key = args.api_key or os.environ.get(_KEY) or None
     bound = bind(args.host, args.port)
     with bound:
         template = args.chat_template
-        tokenizer = load_tokenizer(
+        tokenizer = adapter.load_tokenizer(
             args.folder, None if template is None else template.read_text(encoding="utf-8")
         )
         device = args.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = load_model(
+        model = adapter.load_model(
             args.folder, device=device, dtype=_DTYPES[args.dtype], max_length=args.max_length
         )
         pages = pages_of(model, args.max_batch, args.page_size, args.cache_gib)

@@ -38,15 +38,17 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         OSError: the address cannot be had.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    bound = socket.socket(family, kind, protocol)
+    bound = None
     try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except OSError as error:
-        bound.close()
+        if bound is not None:
+            bound.close()
         raise OSError(f"{host}:{port} cannot be served: {error}") from error
     return bound
 
