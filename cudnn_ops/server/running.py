@@ -22,6 +22,8 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
+__all__ = ["serve_in_thread"]
+
 #: Seconds that open connections get to read the ends of their answers.
 _LAST_WORDS = 5
 #: Seconds that a server in a thread gets to start.
