@@ -30,7 +30,6 @@ _SWITCH_INTERVAL = 2e-4
 _DTYPES = {"auto": None} | {
     name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")
 }
-_KEY = "CUDNN_OPS_API_KEY"
 
 
 def add_serve(commands: Any) -> None:
@@ -71,7 +70,7 @@ def add_serve(commands: Any) -> None:
         "--grace", type=float, default=30.0, help="seconds that requests get to finish at the end"
     )
     serve.add_argument(
-        "--api-key", help=f"what clients must send as bearer; None: what {_KEY} says, if anything"
+        "--api-key", help="what clients must send as bearer; None: what CUDNN_OPS_API_KEY says"
     )
     serve.add_argument("--chat-template", type=Path, help="a Jinja file; None: the folder's own")
     serve.set_defaults(run=_serve)
@@ -123,7 +122,7 @@ def _serve(args: argparse.Namespace) -> int:
         adapter = import_module("cudnn_ops.integrations.transformers_serving")
     except ImportError as error:
         raise RuntimeError(str(error)) from error
-    key = args.api_key or os.environ.get(_KEY) or None
+    key = args.api_key or os.environ.get("CUDNN_OPS_API_KEY") or None
     bound = bind(args.host, args.port)
     with bound:
         template = args.chat_template
