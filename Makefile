@@ -11,6 +11,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 demo: build
 	$(PYTHON) -m examples.train_llama
+	$(PYTHON) -m examples.serve
 
 test: build
 	$(PYTHON) -m pytest -m "not gpu" -n auto --maxprocesses 8 --maxschedchunk 1

@@ -1,4 +1,4 @@
-"""``python -m cudnn_ops``: what cuDNN supports, the plans on disk, and measuring."""
+"""``python -m cudnn_ops``: what cuDNN supports, the plans on disk, measuring, and a server."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from cudnn_ops.plans.linear_tuning import tune_linear, write_linear_table
 from cudnn_ops.plans.norm_tuning import tune_norms, write_table
 from cudnn_ops.plans.tables import EngineTable
 from cudnn_ops.plans.tune import tune_sdpa, tune_standard_shapes
+from cudnn_ops.server.command import add_serve
 from cudnn_ops.support import command_line
 from cudnn_ops.support import table as support_table
 
@@ -208,6 +209,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_bundle(commands, _add_device)
     add_bench(commands)
+    add_serve(commands)
 
     tune = commands.add_parser(
         "tune",

@@ -41,7 +41,7 @@ python_maximum_signature_line_length = 88
 # a module, which have no pages.
 nitpicky = True
 nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|transformers|diffusers|collections|pathlib|typing|os)\..*"),
+    (r"py:.*", r"(torch|transformers|diffusers|fastapi|collections|pathlib|typing|os)\..*"),
     (
         r"py:(class|data|func)",
         r"(Tensor|Path|Self|(nn\.)?(Module|Linear)|Parameter|GraphModule|sdpa_mask|Activation"

@@ -97,6 +97,26 @@ class Summary:
     speculation: SpeculationStats
 
 
+def load_checkpoint(path: Path) -> Llama:
+    """The trained model, on the CPU.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint; the message says how to get one.
+        ValueError: the file is something else.
+    """
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} is not there: `python -m examples.train_llama` trains a model and writes it, "
+            "--checkpoint names another"
+        )
+    try:
+        return Llama.load(path, Operators.named("cudnn_ops"))
+    except (EOFError, KeyError, TypeError, RuntimeError, UnpicklingError) as error:
+        raise ValueError(
+            f"--checkpoint: {path} is not what `python -m examples.train_llama` writes"
+        ) from error
+
+
 def load_model(config: GenerateConfig, device: torch.device) -> Llama:
     """The trained model, or one of the device's size with random weights; on the CPU.
 
@@ -104,23 +124,11 @@ def load_model(config: GenerateConfig, device: torch.device) -> Llama:
         FileNotFoundError: there is no checkpoint; the message says how to get one.
         ValueError: the file is something else.
     """
-    operators = Operators.named("cudnn_ops")
     if config.random:
         torch.manual_seed(config.seed)
-        model = Llama(RECIPES[device.type].model, operators)
-    elif config.checkpoint.exists():
-        try:
-            model = Llama.load(config.checkpoint, operators)
-        except (EOFError, KeyError, TypeError, RuntimeError, UnpicklingError) as error:
-            raise ValueError(
-                f"--checkpoint: {config.checkpoint} is not what `python -m examples.train_llama` "
-                "writes"
-            ) from error
+        model = Llama(RECIPES[device.type].model, Operators.named("cudnn_ops"))
     else:
-        raise FileNotFoundError(
-            f"{config.checkpoint} is not there: `python -m examples.train_llama` trains a model "
-            "and writes it, --checkpoint names another, --random serves random weights"
-        )
+        model = load_checkpoint(config.checkpoint)
     if device.type == "cuda":
         for weight in model.parameters():
             # Not model.bfloat16(): the angles of the positions must stay float32.

@@ -10,8 +10,11 @@ from pydoc_data.topics import topics
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
+from cudnn_ops.integrations.transformers_serving import load_tokenizer
 from examples import generate as generate_example
+from examples import serve as serve_example
 from examples import train_llama
 from examples.generate import GenerateConfig, generate, report, sample_text
 from examples.llama import Llama, LlamaConfig, Operators
@@ -114,6 +117,37 @@ def test_serving_a_checkpoint(tmp_path: Path) -> None:
         assert sample_text(request) in shared.stdout
 
 
+def test_a_folder_of_transformers_is_the_same_model(tmp_path: Path, capsys) -> None:
+    """And a server of it answers: greedily, what the model itself says."""
+    torch.manual_seed(0)
+    model = Llama(LlamaConfig(2, 32, 4, 2, sequence=64), Operators.named("cudnn_ops"))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(3 if weight.dim() == 2 else 1)
+    model.save(tmp_path / CHECKPOINT)
+    config = serve_example.ServeConfig(
+        tmp_path / CHECKPOINT, tmp_path / "llama", prompt="né\n", max_tokens=20, temperature=0.0
+    )
+    serve_example.write_folder(config)
+    tokens = torch.tensor([[*"né\n".encode()]])
+    tokenizer = load_tokenizer(config.out)
+    assert tokenizer.encode("né\n") == tokens[0].tolist()
+    assert [tokenizer.encode(chr(byte)) for byte in range(128)] == [[byte] for byte in range(128)]
+    theirs = LlamaForCausalLM.from_pretrained(config.out)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, model(tokens), rtol=1e-4, atol=1e-4)
+        for _ in range(20):
+            tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], 1)
+    expected = bytes(tokens[0, 4:].tolist()).decode(errors="replace")
+    arguments = ["--checkpoint", str(config.checkpoint), "--out", str(config.out)]
+    arguments += ["--prompt", "né\n", "--max-tokens", "20", "--temperature", "0", "--device", "cpu"]
+    assert serve_example.main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert shown == (
+        f"--- né\n\n+++ {expected}\n\nserve it: python -m cudnn_ops serve {config.out}\n"
+    )
+
+
 def test_a_checkpoint_that_is_not_there_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"python -m examples.train_llama"):
         generate(GenerateConfig(checkpoint=tmp_path / "none.pt", device="cpu"))
@@ -139,6 +173,9 @@ def test_no_gpu_is_told_in_a_line(program, capsys) -> None:
         (generate_example, ["--random", "--max-tokens", "9999"], "--max-tokens is 1 to 252"),
         (generate_example, ["--random", "--pages", "1"], "a request has room for 16"),
         (generate_example, ["--samples", "-1"], "--samples must be at least 0"),
+        (serve_example, ["--checkpoint", "{file}"], "is not what `python -m examples."),
+        (serve_example, ["--checkpoint", "none.pt"], "none.pt is not there"),
+        (serve_example, ["--seed", str(2**63)], "--seed must fit into 64 bits"),
         (generate_example, ["--draft-tokens", "-1"], "--draft-tokens must be at least 0"),
         (generate_example, ["--tp", "0"], "--tp must be at least 1"),
         (generate_example, ["--random", "--tp", "2"], "torchrun --nproc-per-node 2"),

@@ -137,13 +137,19 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
 
-ADAPTERS = (".integrations.transformers", ".integrations.diffusers")
+ADAPTERS = (
+    ".integrations.transformers",
+    ".integrations.transformers_serving",
+    ".integrations.diffusers",
+)
+SERVER = (".server", ".server.app", ".server.running")
 
 
 def public_modules() -> Iterator[ModuleType]:
     pytest.importorskip("transformers")
     pytest.importorskip("diffusers")
-    for name in ("", ".distributed", ".generation", ".nn", *ADAPTERS):
+    pytest.importorskip("fastapi")
+    for name in ("", ".distributed", ".generation", ".nn", *ADAPTERS, *SERVER):
         yield import_module(f"cudnn_ops{name}")
 
 

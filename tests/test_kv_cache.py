@@ -309,6 +309,37 @@ def test_known_pages_outlive_their_sequences():
     check(cache, {again: ABC[:8]})
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_discarded_pages_are_zero_and_unknown(layout, dtype):
+    """And so is what follows them in the tree; pages that another sequence holds are kept."""
+    cache = make_cache(8, dtype=dtype, kv_layout=layout)
+    for part in (cache._keys, cache._values):
+        part.copy_(torch.full(part.shape, torch.nan))
+    beginning = cache.allocate(ABC[:4])
+    cache.extend(beginning, 4)
+    cache.commit(beginning, ABC[:4])
+    follower = cache.allocate([*ABC, 1])
+    cache.extend(follower, 9)
+    cache.commit(follower, ABC)
+    bad = cache.allocate([*ABC[:8], 5, 5])
+    assert bad.length == 8
+    cache.extend(bad, 2)
+    pages = list(follower.pages)
+    own = bad.pages[2]
+    cache.free(follower)
+    assert free_and_evictable(cache) == (4, 1)
+    cache.discard(bad)
+    assert free_and_evictable(cache) == (7, 0)
+    assert cache.allocate([*ABC, 1]).length == 4  # of the page that `beginning` holds
+    zeroed = {*pages[1:3], own}
+    for layer in range(cache.layers):
+        for part in (cache.key_cache(layer), cache.value_cache(layer)):
+            for page in range(8):
+                is_zero = not part[page].float().nan_to_num(1.0).any()
+                assert is_zero == (page in zeroed)
+
+
 def test_two_that_computed_the_same_keep_one_page():
     cache = make_cache(8)
     first = prefill(cache, ABC[:10], commit=False)
@@ -584,6 +615,7 @@ USES = {
     "extend_all": lambda c, s: c.extend_all([(c.allocate(), 1), (s, 0)]),
     "truncate": lambda c, s: c.truncate(s, 0),
     "free": lambda c, s: c.free(s),
+    "discard": lambda c, s: c.discard(s),
     "commit": lambda c, s: c.commit(s, []),
     "slots": lambda c, s: c.slots(s, 0, 0),
     "page_table": lambda c, s: c.page_table([c.allocate(), s]),

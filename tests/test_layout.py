@@ -22,7 +22,8 @@ IMPORTS: dict[str, set[str]] = {
     "serving": {"ops", "distributed"},
     "distributed": {"ops"},
     "compiler": {"ops", "plans"},
-    "integrations": {"", "nn", "ops"},
+    "integrations": {"", "nn", "ops", "serving"},
+    "server": {"integrations", "serving"},
 }
 #: Names at the package's root that stand for no room: what the library is asked.
 ROOT_NAMES = {"_C"}

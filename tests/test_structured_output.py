@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from cudnn_ops.generation import Engine, NothingAllowed, SamplingParams
+from cudnn_ops.generation import Engine, NothingAllowed, PromptLookup, SamplingParams
 from tests.cases.generation import generate_alone, make_model, serve_at_random
 from tests.cases.generation import make_engine as make_llama_engine
 from tests.cases.sampling import VOCABULARY, make_engine, make_table
@@ -181,6 +181,30 @@ def test_logits_that_are_not_finite():
     assert str(bad.error) == (
         "the model's logits after 0 tokens of output are not finite: NaN, or infinity"
     )
+
+
+@pytest.mark.parametrize("speculation", [None, PromptLookup(3)])
+def test_logits_that_are_not_finite_where_nobody_asks_for_more(speculation):
+    """The greatest logit of all is seen to be none, beside requests that go on."""
+    table = make_table(3)
+    table[7] = torch.nan
+    table[8] = torch.inf
+    table[9, 5] = torch.inf
+    table[10] = -torch.inf
+    engine = make_engine(table, speculation=speculation)
+    alone = make_engine(table)
+    expected = alone.submit([3, 4, 3, 4], SamplingParams(12))
+    list(alone.run())
+    good = engine.submit([3, 4, 3, 4], SamplingParams(12))
+    bad = [engine.submit([3, token], SamplingParams(12)) for token in (7, 8, 9, 10)]
+    assert set(engine.run()) == {good, *bad}
+    assert good.output == expected.output
+    for request in bad:
+        assert request.output == []
+        assert isinstance(request.error, RuntimeError)
+        assert str(request.error).endswith("are not finite: NaN, or infinity")
+    assert engine.stats.failed == 4
+    assert engine.cache.usage().in_use == 0
 
 
 def test_a_thousand_aborts_at_random():

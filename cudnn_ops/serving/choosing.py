@@ -7,7 +7,7 @@ greatest logit, nothing is launched here. The results are read at once, by the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -24,10 +24,6 @@ class NothingAllowed(RuntimeError):
     """No token may follow a request's output: its options exclude all of them."""
 
 
-class LogitsNotFinite(RuntimeError):
-    """The model's logits are NaN or infinite, and its keys and values perhaps, too."""
-
-
 class Chosen:
     """A step's next tokens, which the device may still be computing.
 
@@ -36,21 +32,19 @@ class Chosen:
             probability, and those and the ids of the n most likely tokens.
         branches: what the rows continue, by row, for what the tokens alone do not tell.
         errors: why some of them have none.
-        shares: in place of branches, which are then made if a row has no token.
     """
 
     def __init__(
         self,
         results: Tensor,
-        branches: Sequence[tuple[int, Branch]] = (),
+        branches: Iterable[tuple[int, Branch]] = (),
         errors: dict[int, Exception] | None = None,
-        shares: Sequence[Share] = (),
     ) -> None:
         self.logprobs: dict[int, TokenLogprobs] = {}
         """Of rows that asked for them, by row; there once ``read`` was called."""
         self.errors = errors or {}
         """Of rows that failed, likewise."""
-        self._results, self._branches, self._shares = results, branches, shares
+        self._results, self._branches = results, branches
 
     def read(self) -> list[int]:
         """Waits for the device, and returns each row's token; of no account if it failed."""
@@ -60,11 +54,10 @@ class Chosen:
             rows = self._results.tolist()
             tokens = [int(row[0]) for row in rows]
             self._read_logprobs(rows)
-        if self._shares and min(tokens) < 0:
-            self._branches = _branches(self._shares)
-        for row, branch in self._branches:
-            if tokens[row] < 0 and row not in self.errors:
-                self.errors[row] = _why_none(tokens[row], branch)
+        if min(tokens) < 0:
+            for row, branch in self._branches:
+                if tokens[row] < 0 and row not in self.errors:
+                    self.errors[row] = _why_none(tokens[row], branch)
         return tokens
 
     def _read_logprobs(self, rows: list[list[float]]) -> None:
@@ -80,7 +73,7 @@ class Chosen:
 def _why_none(code: int, branch: Branch) -> Exception:
     after = f"after {branch.output_tokens} tokens of output"
     if code == _NOT_FINITE:
-        return LogitsNotFinite(f"the model's logits {after} are not finite: NaN, or infinity")
+        return RuntimeError(f"the model's logits {after} are not finite: NaN, or infinity")
     return NothingAllowed(
         f"no token may follow {after}: allowed_tokens, bad_words and min_tokens exclude all that "
         "the model allows"
@@ -99,16 +92,16 @@ class Chooser:
 
         Args:
             logits: [rows, vocabulary], a row for each place of a share; not changed.
-            greedy: int64 [rows], the greatest one's token, as :func:`greatest` returns it.
+            greedy: int64 [rows], the tokens of :func:`greatest`.
             shares: a step's.
         """
         for share in shares:
             if not share.request.params._is_plain:
                 break
         else:
-            return Chosen(greedy, shares=shares)
+            return Chosen(greedy, _branches(shares))
         try:
-            return self._choose(logits, _branches(shares))
+            return self._choose(logits, list(_branches(shares)))
         except BaseException:
             self._counts = None  # perhaps not what the host takes them for
             raise
@@ -170,23 +163,20 @@ class Chooser:
         return self._counts
 
 
-def greatest(logits: Tensor) -> Tensor:
-    """int64 [rows], the token of each row's greatest logit; negative where that is not finite."""
-    best, tokens = logits.max(-1)
-    # Of finite numbers alone, the difference to themselves is 0.
-    return tokens.masked_fill(best - best != 0, _NOT_FINITE)
-
-
-def _branches(shares: Sequence[Share]) -> list[tuple[int, Branch]]:
+def _branches(shares: Sequence[Share]) -> Iterator[tuple[int, Branch]]:
     """What the rows of a step continue, without those that continue no last token."""
-    branches: list[tuple[int, Branch]] = []
     row = 0
     for share in shares:
         if share.is_last:
             for count in range(share.places):
-                branches.append((row + count, Branch(share.request, share.drafts[:count])))
+                yield row + count, Branch(share.request, share.drafts[:count])
         row += share.places
-    return branches
+
+
+def greatest(logits: Tensor) -> Tensor:
+    """The tokens of the greatest logits [rows, vocabulary]; negative where they are not finite."""
+    best, tokens = logits.max(-1)
+    return torch.where(best.abs() < torch.inf, tokens, _NOT_FINITE)
 
 
 def with_logprobs(logits: Tensor, tokens: Tensor, count: int) -> Tensor:

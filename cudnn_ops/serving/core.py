@@ -238,13 +238,10 @@ class Core:
             return []
         outcome = step.accept(told, time.perf_counter(), self._ranks is not None)
         scheduler = self._scheduler
-        for request in outcome.spoiled:  # before others can get its pages
-            scheduler.discard(request)
         if step.batch.has_drafts:
             scheduler.settle(step.batch)
         for request in outcome.ended:
-            if request.sequence is not None:
-                scheduler.finish(request)
+            scheduler.finish(request)
         if self._ranks and told is None:
             self._ranks.chosen = outcome.tells
         self._count(step, outcome)

@@ -306,24 +306,18 @@ class PagedKVCache(PagedMemory):
         sequence._void()
 
     def discard(self, sequence: KVSequence) -> None:
-        """Ends a sequence whose keys and values are of no use, such as NaN.
+        """Ends a sequence whose keys and values must not be used again: they may not be finite.
 
-        The pages that it alone holds are zeroed and leave the prefix cache, but for those that
-        others were computed behind before.
+        Pages that no other sequence holds are zeroed and free; they leave the prefix cache, with
+        all pages that follow them there.
 
         Raises:
             ValueError: it has been freed; it is not one of this cache.
         """
         self._check(sequence)
-        pool = self._pool
-        alone = [page for page in sequence._pages if pool.holders[page] == 1]
-        for page in reversed(alone):
-            node = pool.nodes[page]
-            if node is not None and not node.children:
-                pool.forget(page)
-        unknown = [page for page in alone if pool.nodes[page] is None]
-        self._zero_pages(unknown)
+        pages = list(sequence._pages)
         self.free(sequence)
+        self._zero_pages(self._pool.drop(pages))
 
     def commit(self, sequence: KVSequence, token_ids: Sequence[int]) -> int:
         """Enters a sequence's first full pages into the prefix cache, for :meth:`allocate` to find.

@@ -12,7 +12,7 @@ from torch import Tensor
 ALIGNMENT = 256
 """Alignment, in bytes, of each layer's keys and values: kernels read 16 at once, TMA needs 128."""
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _append = torch.ops.cudnn_ops.paged_kv_append_
 
@@ -70,16 +70,17 @@ class PagedMemory:
         self._values[:, target].copy_(self._values[:, source])
 
     def _zero_pages(self, pages: Sequence[int]) -> None:
-        for page in pages:
-            self._keys[:, page].zero_()
-            self._values[:, page].zero_()
+        index = torch.tensor(pages, dtype=torch.int64, device=self._keys.device)
+        for memory in (self._keys, self._values):
+            # As whole numbers: float8 has no index_fill_.
+            memory.view(_WORDS[memory.element_size()]).index_fill_(1, index, 0)
 
     def by_page(self) -> tuple[Tensor, Tensor]:
         """[pages, layers, ...], keys and values of all layers, as integers of the same size.
 
         So those of any dtype can be copied by their page's number.
         """
-        dtype = _BITS[self._keys.element_size()]
+        dtype = _WORDS[self._keys.element_size()]
         return self._keys.view(dtype).transpose(0, 1), self._values.view(dtype).transpose(0, 1)
 
     def key_cache(self, layer: int) -> Tensor:

@@ -120,6 +120,31 @@ class PagePool:
                 else:
                     self.evictable[page] = None
 
+    def drop(self, pages: Iterable[int]) -> list[int]:
+        """Frees those of a sequence's pages that nobody holds, and what follows them in the tree.
+
+        Returns:
+            The pages, all of which are free now.
+        """
+        dropped: list[int] = []
+        for page in pages:
+            node = self.nodes[page]
+            if self.holders[page]:
+                continue
+            if node is None:
+                dropped.append(page)
+                continue
+            # What follows a page that nobody holds is held by nobody either.
+            family = [node]
+            for each in family:
+                family.extend(each.children.values())
+            for each in reversed(family):  # leaves first
+                self.forget(each.page)
+                del self.evictable[each.page]
+                self.free.append(each.page)
+                dropped.append(each.page)
+        return dropped
+
     def forget(self, page: int) -> None:
         """Removes a leaf from the tree."""
         node = self.nodes[page]

@@ -192,7 +192,7 @@ class Request:
         """Does what :meth:`accept` or :meth:`fail` did on the rank that tells it.
 
         Returns:
-            The token; None if the request failed before it had one, of which less than 0 tells.
+            The token; None if the request failed before it had one, of which -1 tells.
         """
         if told < 0:
             self.finish_reason = "error"

@@ -154,7 +154,7 @@ class Scheduler:
         """
         size = self.cache.page_size
         for share in batch.shares:
-            if share.drafts and share.request.sequence is not None:
+            if share.drafts:
                 tokens = share.request.tokens
                 kept = max(share.stop, len(tokens) - 1)
                 self.cache.truncate(share.sequence, kept)
@@ -166,13 +166,6 @@ class Scheduler:
         self.running.remove(request)
         self._release(request)
         self._forget(request)
-
-    def discard(self, request: Request) -> None:
-        """Removes a running request whose keys and values may be NaN."""
-        assert request.sequence is not None
-        self.cache.discard(request.sequence)
-        request.sequence = self.cache.allocate()
-        self.finish(request)
 
     def find(self, serial: int) -> Request | None:
         """The request of this number, if it runs or waits."""
@@ -362,7 +355,10 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         assert request.sequence is not None
-        self.cache.free(request.sequence)
+        if request.finish_reason == "error":  # its keys and values may not be finite
+            self.cache.discard(request.sequence)
+        else:
+            self.cache.free(request.sequence)
         request.sequence = None
         if self._drafter:
             self._drafter.release(request)

@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cudnn_ops.serving.choosing import Chosen, LogitsNotFinite
+from cudnn_ops.serving.choosing import Chosen
 from cudnn_ops.serving.request import Request
 from cudnn_ops.serving.scheduler import Batch
 from cudnn_ops.serving.stats import SpeculationStats
-
-#: What ranks that follow are told where a request has no token.
-_FAILED, _SPOILED = -1, -2
 
 
 class GeneratedToken(NamedTuple):
@@ -40,8 +37,6 @@ class Outcome:
     """What ranks that follow are told, a number for each row; empty if there are none."""
     generated: list[GeneratedToken] = field(default_factory=list)
     ended: list[Request] = field(default_factory=list)
-    spoiled: list[Request] = field(default_factory=list)
-    """Those of them whose keys and values may be NaN."""
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
 
 
@@ -89,14 +84,8 @@ class Step(NamedTuple):
                 else:
                     request.accept(tokens[row], now, chosen.logprobs.get(row))
                 generated.append(GeneratedToken(request, token))
-                is_spoiled = isinstance(request.error, LogitsNotFinite)
-                if told is not None:
-                    is_spoiled = told[row] == _SPOILED
-                if is_spoiled:
-                    outcome.spoiled.append(request)
                 if tells:
-                    failed = _SPOILED if is_spoiled else _FAILED
-                    outcome.tells[row] = failed if token is None else request.told
+                    outcome.tells[row] = -1 if token is None else request.told
                 accepted += token == draft
                 row += 1
                 if request.finish_reason:

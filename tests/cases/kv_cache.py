@@ -162,6 +162,7 @@ class Walk:
             self.truncate: 1.5,
             self.commit: 4,
             self.free: 1.5 if len(self.contents) > 1 else 0,
+            self.discard: 0.5 if len(self.contents) > 1 else 0,
         }
         (step,) = self.random.choices(list(steps), list(steps.values()))
         if self.contents or step == self.allocate:
@@ -278,3 +279,14 @@ class Walk:
         one = self.any()
         self.cache.free(one)
         del self.contents[one], self.said[one]
+
+    def discard(self) -> None:
+        one = self.any()
+        others = {page for each in self.contents if each is not one for page in each.pages}
+        alone = [page for page in one.pages if page not in others]
+        self.cache.discard(one)
+        del self.contents[one], self.said[one]
+        assert set(alone) <= set(self.cache._pool.free)
+        for layer in range(self.cache.layers):
+            assert not self.cache.key_cache(layer)[alone].any()
+            assert not self.cache.value_cache(layer)[alone].any()

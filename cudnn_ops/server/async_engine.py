@@ -1,0 +1,510 @@
+"""An engine for asyncio: one thread steps it, coroutines submit requests and get their tokens.
+
+    async with AsyncEngine(engine, decode=tokenizer.decode) as serving:
+        generation = await serving.submit(prompt, SamplingParams(max_tokens=100))
+        async for update in generation:
+            print(update.text, end="")
+
+The engine is touched by its thread alone, which takes orders from a queue between two steps and
+hands each step's tokens to the event loop together. What a coroutine has not fetched yet is merged
+into one update, so that a slow reader costs no more than its own output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+from cudnn_ops.serving import (
+    Engine,
+    GeneratedToken,
+    OutOfPages,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+)
+from cudnn_ops.serving.request import FinishReason
+from cudnn_ops.serving.text import Decode, TextStream
+
+#: After so many failed steps in a row the engine is given up.
+_MOST_FAILURES = 3
+#: Seconds between two looks at pages that somebody else holds.
+_PAGES_PAUSE = 0.02
+#: Seconds after which an idle engine makes a step, which ranks that follow it wait for.
+_HEARTBEAT = 10.0
+#: Seconds that the thread gets to end its last step.
+_LAST_STEP = 60.0
+
+Order = Callable[[], None]
+
+
+class QueueFull(RuntimeError):
+    """There are as many requests as the engine admits; the request was not queued."""
+
+
+class Stopped(RuntimeError):
+    """The engine takes no requests any more: it stops, or its thread has failed."""
+
+
+class RequestFailed(RuntimeError):
+    """A request ended by an error of its own or of its step; ``__cause__`` is the error."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What is new of a request."""
+
+    tokens: list[int]
+    """Tokens that were generated."""
+    text: str
+    """What they add to the text; empty if the engine has no ``decode``."""
+    logprobs: list[TokenLogprobs]
+    """One for each token, if the request asks for them."""
+    finish_reason: FinishReason | None
+    """Why the request ended, in its last update."""
+
+
+class _End(NamedTuple):
+    """How a request ended."""
+
+    reason: FinishReason | None = None
+    stopped_by: object = None
+    error: Exception | None = None
+
+
+class _News(NamedTuple):
+    """What a step brings for one request."""
+
+    generation: Generation
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+    end: _End | None
+
+
+class Generation:
+    """One request: an asynchronous iterator of :class:`Update`.
+
+    With ``async with generation:``, a request that has not ended by then is aborted. It belongs to
+    the event loop that submitted it.
+
+    Raises:
+        RequestFailed: while iterating, if the request fails.
+        Stopped: while iterating, if the engine stops before the request's end.
+    """
+
+    def __init__(self, owner: AsyncEngine, prompt: list[int], params: SamplingParams) -> None:
+        """Called by :meth:`AsyncEngine.submit` only."""
+        self.prompt, self.params = prompt, params
+        self.output_tokens = 0
+        """Tokens generated so far, of the updates that were fetched."""
+        self._owner = owner
+        self._accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._request: Request | None = None  # the thread's
+        self._wake = asyncio.Event()
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._end: _End | None = None
+        self._is_over = False  # the end was fetched
+        self._text = None
+        self._shown = 0
+        if owner._decode is not None:
+            self._text = TextStream(owner._decode, tuple(params.stop_strings))
+
+    def abort(self) -> None:
+        """Ends the request, and frees its pages before the next step. Iterating ends too."""
+        if self._end is None:
+            self._finish(_End("abort"))
+            self._owner._order(partial(self._owner._abort, self))
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> Update:
+        while not self._tokens and self._end is None:
+            self._wake.clear()
+            await self._wake.wait()
+        if self._is_over or (self._end is not None and self._end.reason == "abort"):
+            raise StopAsyncIteration
+        tokens, self._tokens = self._tokens, []
+        logprobs, self._logprobs = self._logprobs, []
+        end = self._end
+        if end is not None and end.error is not None:
+            if not tokens:
+                self._is_over = True
+                raise end.error
+            end = None  # what there is comes first
+        self._is_over = end is not None
+        try:
+            text = self._read(tokens, end)
+        except Exception as error:
+            self.abort()
+            raise RequestFailed(f"the text of tokens {tokens} cannot be made: {error}") from error
+        return Update(tokens, text, logprobs, None if end is None else end.reason)
+
+    async def __aenter__(self) -> Generation:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.abort()
+
+    def _read(self, tokens: list[int], end: _End | None) -> str:
+        """The text of new tokens, as :attr:`cudnn_ops.generation.Request.text` makes it."""
+        stream = self._text
+        # One behind the other, as they came: what waits for others is told by how many wait.
+        for index, token in enumerate(tokens):
+            self.output_tokens += 1
+            is_last = end is not None and index == len(tokens) - 1
+            is_hidden = is_last and end is not None and isinstance(end.stopped_by, int)
+            if stream is not None and stream.stop is None:
+                searches = self.output_tokens >= self.params.min_tokens
+                stream.feed([] if is_hidden else [token], is_last, searches)
+        if stream is None:
+            return ""
+        shown = stream.shown(end is not None)
+        new = shown[self._shown :]
+        self._shown = max(self._shown, len(shown))
+        return new
+
+    def _take(self, news: _News) -> None:
+        """What the thread has told, in the event loop."""
+        if self._end is None:
+            self._tokens += news.tokens
+            self._logprobs += news.logprobs
+            if news.end is not None:
+                self._finish(news.end)
+            self._wake.set()
+
+    def _finish(self, end: _End) -> None:
+        self._end = end
+        self._wake.set()
+        if not self._accepted.done():
+            if end.error is not None:
+                self._accepted.set_exception(end.error)
+            else:
+                self._accepted.cancel()
+
+
+class AsyncEngine:
+    """Serves the coroutines of one event loop from one :class:`~cudnn_ops.generation.Engine`.
+
+    ``async with`` starts the thread and stops it. From then on until its end nobody else may call
+    the engine.
+
+    Errors stay where they belong. A request that cannot be served is refused before it is queued;
+    one that fails ends by :class:`RequestFailed`, and the others go on. If a step fails, the
+    requests that took part in it fail; if three in a row do, or the GPU cannot be used any more, so
+    do all others, and the engine takes no more. In each case all pages are given back.
+
+    Args:
+        engine: the first rank's, if there are several.
+        vocabulary: how many tokens the model has; others are refused. None checks nothing.
+        decode: the text of some tokens, for :attr:`Update.text`; with ``stop_strings`` it must be
+            the engine's. It is called in the event loop, while the engine's thread computes.
+        max_waiting: how many requests may wait beside those of the largest batch.
+
+    Raises:
+        ValueError: a number that is too small.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        vocabulary: int | None = None,
+        decode: Decode | None = None,
+        max_waiting: int = 256,
+    ) -> None:
+        for name, number, least in (("vocabulary", vocabulary, 1), ("max_waiting", max_waiting, 0)):
+            if number is not None and (not isinstance(number, int) or number < least):
+                raise ValueError(f"{name} must be a whole number, at least {least}, got {number!r}")
+        self.engine = engine
+        self.vocabulary = vocabulary
+        self.capacity = engine.max_batch + max_waiting
+        """How many requests may run and wait at once."""
+        self.error: BaseException | None = None
+        """What has ended the thread, if it has failed."""
+        self._decode = decode
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        self._gate = threading.Lock()
+        self._is_closed = True  # no order is taken any more; changed while holding the gate
+        self._is_stopping = False
+        self._open: set[Generation] = set()  # the event loop's: those that the thread may know
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._live: dict[Request, Generation] = {}  # the thread's
+        self._failures = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it takes requests."""
+        return not (self._is_closed or self._is_stopping)
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that run or wait."""
+        return len(self._open)
+
+    async def __aenter__(self) -> AsyncEngine:
+        if self._thread is not None:
+            raise RuntimeError("an AsyncEngine is started once; create another one")
+        self._loop = asyncio.get_running_loop()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="cudnn_ops engine", daemon=True)
+        self._thread.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    async def submit(
+        self, prompt: Sequence[int], params: SamplingParams | None = None
+    ) -> Generation:
+        """Queues a request.
+
+        Args:
+            prompt: token ids.
+            params: how to choose the next tokens; None stands for the defaults.
+
+        Raises:
+            QueueFull: there are too many requests.
+            Stopped: the engine stops, or has failed.
+            ValueError: the request cannot be served, as
+                :meth:`cudnn_ops.generation.Engine.submit` says; tokens that the model does not
+                have.
+        """
+        params = SamplingParams() if params is None else params
+        tokens = list(prompt)
+        self._check_tokens(tokens, params)
+        self._check_ready()
+        if len(self._open) >= self.capacity:
+            raise QueueFull(
+                f"{len(self._open)} requests run or wait, and no more are admitted: try again later"
+            )
+        generation = Generation(self, tokens, params)
+        self._open.add(generation)
+        self._idle.clear()
+        if not self._order(partial(self._submit, generation)):
+            self._forget(generation)
+            self._check_ready()
+        try:
+            await generation._accepted
+        except BaseException:
+            generation.abort()
+            raise
+        return generation
+
+    async def stop(self, grace: float = 0.0) -> None:
+        """Takes no more requests, waits for those that there are, and ends the thread.
+
+        Args:
+            grace: how many seconds to wait; what has not ended by then ends by :class:`Stopped`.
+        """
+        self._is_stopping = True
+        if grace > 0:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), grace)
+        if self._thread is not None:
+            self._orders.put(None)
+            await asyncio.to_thread(self._thread.join, _LAST_STEP)
+
+    # In the event loop
+
+    def _check_ready(self) -> None:
+        if self.error is not None:
+            raise Stopped(f"the engine has failed: {self.error!r}")
+        if self._thread is None:
+            raise Stopped("the engine was not started: use it in `async with`")
+        if not self.is_ready:
+            raise Stopped("the server stops, and takes no more requests")
+
+    def _check_tokens(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """An embedding that is asked for other tokens would end all requests, not this one."""
+        if self.vocabulary is None:
+            return
+        wrong = [token for token in prompt if not 0 <= token < self.vocabulary]
+        if wrong:
+            raise ValueError(
+                f"prompt must be of tokens from 0 to {self.vocabulary - 1}, the model's "
+                f"vocabulary, got {wrong[0]}"
+            )
+        biased = max(params.logit_bias, default=0)
+        if biased >= self.vocabulary:
+            raise ValueError(
+                f"logit_bias must be of tokens from 0 to {self.vocabulary - 1}, the model's "
+                f"vocabulary, got {biased}"
+            )
+
+    def _order(self, order: Order) -> bool:
+        """Tells the thread what to do; False if it takes no orders any more."""
+        with self._gate:
+            if self._is_closed:
+                return False
+            self._orders.put(order)
+            return True
+
+    def _forget(self, generation: Generation) -> None:
+        self._open.discard(generation)
+        if not self._open:
+            self._idle.set()
+
+    def _deliver(self, news: Sequence[_News]) -> None:
+        for each in news:
+            each.generation._take(each)
+            if each.end is not None:
+                self._forget(each.generation)
+
+    def _accept(self, generation: Generation) -> None:
+        if not generation._accepted.done():
+            generation._accepted.set_result(None)
+
+    # In the thread
+
+    def _tell(self, function: Callable[..., object], *args: object) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(function, *args)
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            while self._obey():
+                self._step()
+        except BaseException as caught:  # SystemExit too: nobody may wait for a thread that is gone
+            error = caught
+        finally:
+            self._close(error)
+
+    def _obey(self) -> bool:
+        """Does what was ordered, and waits for that while there is nothing else to do.
+
+        Returns:
+            False when the thread is to end.
+        """
+        try:
+            if not self._live:
+                order = self._orders.get(timeout=_HEARTBEAT)
+            else:
+                order = self._orders.get_nowait()
+            while order is not None:
+                order()
+                order = self._orders.get_nowait()
+        except queue.Empty:
+            return True
+        return False
+
+    def _submit(self, generation: Generation) -> None:
+        try:
+            request = self.engine.submit(generation.prompt, generation.params)
+        except Exception as error:
+            self._tell(self._deliver, [_News(generation, [], [], _End(error=error))])
+            return
+        generation._request = request
+        self._live[request] = generation
+        self._tell(self._accept, generation)
+
+    def _abort(self, generation: Generation) -> None:
+        request = generation._request
+        if request is not None and self._live.pop(request, None) is not None:
+            self.engine.abort(request)
+        self._tell(self._forget, generation)
+
+    def _step(self) -> None:
+        try:
+            generated = self.engine.step()
+        except OutOfPages:  # somebody else holds them, and nothing is lost
+            time.sleep(_PAGES_PAUSE)
+            return
+        except Exception as error:
+            self._failures += 1
+            if self._failures == _MOST_FAILURES or isinstance(error, torch.AcceleratorError):
+                raise
+            self._fail(error)
+            return
+        self._failures = 0
+        if generated:
+            self._tell(self._deliver, self._news(generated))
+
+    def _news(self, generated: Sequence[GeneratedToken]) -> list[_News]:
+        tokens: dict[Request, list[int]] = {}
+        for request, token in generated:
+            mine = tokens.setdefault(request, [])
+            if token is not None:
+                mine.append(token)
+        news = []
+        for request, mine in tokens.items():
+            logprobs = request.logprobs[-len(mine) :] if mine else []
+            end = None
+            generation = self._live[request]
+            if request.is_finished:
+                del self._live[request]
+                failed = None
+                if request.error is not None:
+                    failed = RequestFailed(str(request.error) or repr(request.error))
+                    failed.__cause__ = request.error
+                end = _End(request.finish_reason, request.stopped_by, failed)
+            news.append(_News(generation, mine, logprobs, end))
+        return news
+
+    def _fail(self, error: Exception) -> None:
+        """Ends the requests of a step that has failed: those that hold pages."""
+        failed = RequestFailed(f"the step that computed this request has failed: {error}")
+        failed.__cause__ = error
+        news = []
+        for request, generation in list(self._live.items()):
+            if request.sequence is not None:
+                del self._live[request]
+                self.engine.abort(request)
+                news.append(_News(generation, [], [], _End(error=failed)))
+        self._tell(self._deliver, news)
+
+    def _close(self, error: BaseException | None) -> None:
+        """The thread's last deed: nobody is left waiting, and no page is left held."""
+        self.error = error
+        with self._gate:
+            self._is_closed = True
+        stopped = Stopped(
+            "the server stops, and this request's time is over"
+            if error is None
+            else f"the engine has failed: {error!r}"
+        )
+        stopped.__cause__ = error
+        for request in list(self._live):
+            try:
+                self.engine.abort(request)
+            except Exception as failed:  # whatever state the failed step has left
+                self.error = self.error or failed
+        self._live.clear()
+        try:
+            self.engine.close()
+        except RuntimeError as failed:  # ranks that are gone too
+            self.error = self.error or failed
+        try:
+            self._tell(self._end_all, stopped)
+        except RuntimeError:
+            return  # the event loop is closed: nobody waits
+
+    def _end_all(self, stopped: Stopped) -> None:
+        for generation in list(self._open):
+            generation._take(_News(generation, [], [], _End(error=stopped)))
+            self._forget(generation)
