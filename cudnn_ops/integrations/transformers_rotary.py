@@ -30,7 +30,7 @@ def fuse_rotary_(model: nn.Module) -> list[str]:
 
     That is one kernel for both. A function is replaced only if it computes the same on random
     inputs: over whole heads, over their first part (Phi-3, GPT-NeoX), on neighbouring elements
-    (Cohere, GLM, GPT-J; DeepSeek-V3), by an angle for each pair (gpt-oss), or with float32 angles
+    (Cohere, GLM; DeepSeek-V3), by an angle for each pair (gpt-oss), or with float32 angles
     (OLMo 2 and 3). Unsupported calls, such as those with angles of another shape, use the
     original function, with a warning. Other models, even of the same class, are not changed; a
     second call changes nothing.
