@@ -74,6 +74,7 @@ class Core:
             self._swapper = Swapper(cache, preemption, swap_bytes)
         self._scheduler = Scheduler(cache, max_batch, chunk, self._drafter, self._swapper)
         self._stats = EngineStats()
+        self._limited: list[Request] = []  # that may be late one day
         self._late: list[GeneratedToken] = []  # that ended between steps, to be told
 
     @property
@@ -183,6 +184,12 @@ class Core:
         if self._swapper:
             self._swapper.rates = message.rates
 
+    def _enqueue(self, request: Request) -> None:
+        """Queues a request that this rank leads."""
+        self._scheduler.enqueue(request)
+        if request.is_limited:
+            self._limited.append(request)
+
     def _end(self, request: Request, reason: Literal["abort", "timeout"]) -> None:
         """Ends a request between two steps; the other ranks are told before the next."""
         self._scheduler.remove(request)
@@ -197,8 +204,11 @@ class Core:
 
     def _end_late(self) -> None:
         """Ends the requests that are late; on the first rank."""
-        now, scheduler = time.perf_counter(), self._scheduler
-        for request in [*scheduler.running, *scheduler.waiting]:
+        if not self._limited:
+            return
+        now = time.perf_counter()
+        self._limited = [request for request in self._limited if not request.is_finished]
+        for request in self._limited:
             if request.is_late(now):
                 self._end(request, "timeout")
                 self._late.append(GeneratedToken(request, None))

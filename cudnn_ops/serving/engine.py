@@ -210,7 +210,7 @@ class Engine(Core):
                 raise ValueError(f"{name} must be None or more than 0 seconds, got {seconds!r}")
         serial, limits = next(self._serials), {"timeout": timeout, "queue_timeout": queue_timeout}
         request = Request(tokens, params, serial, self._decode, priority=priority, **limits)
-        self._scheduler.enqueue(request)
+        self._enqueue(request)
         if self._ranks:
             self._ranks.events.append(Submitted(serial, tokens, params.max_tokens, priority))
         return request

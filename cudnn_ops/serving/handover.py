@@ -253,12 +253,14 @@ class KVSender(_End):
         """Takes a request from the engine, with its pages, and tells the receiver."""
         now = time.perf_counter()
         try:
-            state = pickle.dumps(request.state(now))
+            state = pickle.dumps(request.state())
         except Exception as error:  # of functions, say
             self.engine._scheduler.finish(request)
             request.fail(ValueError(f"{self._op}: params must be picklable: {error}"), now)
             return
         self.engine._scheduler.running.remove(request)
+        if request.is_limited:
+            self.engine._limited.remove(request)
         self._offers[self._offered] = request
         with self._naming("offering a request"):
             self._say(f"offer/{self._offered}", state)
@@ -275,7 +277,8 @@ class KVSender(_End):
                 self.engine._scheduler._forget(request)
                 del self._offers[number]
                 # Before they are: NCCL's first message waits until both ends have called.
-                self._say(f"sent/{self._sent}", str(number).encode())
+                said = {"number": number, "seconds": request.age(time.perf_counter())}
+                self._say(f"sent/{self._sent}", pickle.dumps(said))
                 works = [
                     distributed.isend(each, group=self._group, group_dst=self._peer)
                     for each in tensors
@@ -386,7 +389,8 @@ class KVReceiver(_End):
             self._say(f"take/{number}")
         # In the order in which they are sent.
         while (sent := self._take(f"sent/{self._received}")) is not None:
-            state = self._taken[int(sent)]
+            said = pickle.loads(sent)
+            state = self._taken[said["number"]]
             engine, cache = self.engine, self.engine.cache
             count = -(-state["length"] // cache.page_size)
             tensors = [
@@ -396,10 +400,11 @@ class KVReceiver(_End):
             for each in tensors:
                 flat = each.view(torch.uint8)
                 distributed.recv(flat, group=self._group, group_src=self._peer)
+            state["seconds"] = said["seconds"]
             request = Request.resume(state, next(engine._serials), engine._decode)
             request.kept = _Landed(cache, tensors, state["length"])
-            engine._scheduler.enqueue(request)
-            del self._taken[int(sent)]
+            engine._enqueue(request)
+            del self._taken[said["number"]]
             self._say(f"done/{self._received}")
             self._received += 1
 

@@ -74,8 +74,12 @@ class Request:
         self._generator = random.Random(params.seed)
         self._numbers: deque[float] = deque()  # drawn for tokens that are still to come
 
-    def state(self, now: float) -> dict[str, Any]:
-        """What another process must know to go on with it."""
+    def age(self, now: float) -> float:
+        """Seconds since its submission."""
+        return now - self._submitted
+
+    def state(self) -> dict[str, Any]:
+        """What another process must know to go on with it, beside its age."""
         assert self.sequence is not None
         return {
             "tokens": self.tokens,
@@ -89,12 +93,11 @@ class Request:
             "text": self._text and self._text.state,
             "generator": self._generator,
             "numbers": self._numbers,
-            "seconds": now - self._submitted,
         }
 
     @classmethod
     def resume(cls, state: dict[str, Any], serial: int, decode: Decode | None) -> Request:
-        """The request of which another process has told the state."""
+        """The request of which another process has told the state, and its age in ``seconds``."""
         stats: RequestStats = state["stats"]
         options = {name: state[name] for name in ("priority", "timeout")}
         prompt = state["tokens"][: stats.prompt_tokens]
@@ -136,9 +139,14 @@ class Request:
         """Requests are served in this order, the least first."""
         return -self.priority, self.serial
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether it has a timeout."""
+        return self._timeout is not None or self._queue_timeout is not None
+
     def is_late(self, now: float) -> bool:
         """Whether it has taken longer than it may, or has waited longer for its first step."""
-        passed = now - self._submitted
+        passed = self.age(now)
         if self._timeout is not None and passed > self._timeout:
             return True
         never_ran = self.sequence is None and not self.stats.peak_pages

@@ -71,7 +71,10 @@ def check_equal() -> None:
     list(alone.run())
     if distributed.get_rank() == 0:
         sender = KVSender(engine_of(40), 1)
-        requests = [sender.engine.submit(*job) for job in jobs]
+        requests = [
+            sender.engine.submit(*job, priority=index % 3, timeout=1e6)
+            for index, job in enumerate(jobs)
+        ]
         ended = list(sender.run())
         sender.close()
         assert sorted(ended, key=lambda each: each.serial) == requests
@@ -103,6 +106,30 @@ def check_equal() -> None:
         assert request.stats.output_tokens == len(request.output)
         if request.params.logprobs is not None:
             assert [each.token for each in request.logprobs] == request.output
+
+
+def check_timeouts() -> None:
+    """The time at the sender counts."""
+    if distributed.get_rank() == 0:
+        sender = KVSender(engine_of(40), 1)
+        params = SamplingParams(80)
+        requests = [sender.engine.submit([1, 2], params, timeout=each) for each in (60.0, 1e6)]
+        requests[0]._submitted -= 50
+        list(sender.run())
+        sender.close()
+        assert {request.finish_reason for request in requests} == {"moved"}
+    else:
+        receiver = KVReceiver(engine_of(40), 0)
+        while len(receiver.engine._limited) < 2:
+            receiver.step()
+        late, other = receiver.engine._limited
+        assert late._timeout == 60
+        assert 50 < late.age(time.perf_counter()) < 60
+        late._submitted -= 11
+        assert set(receiver.run()) == {late, other}
+        assert (late.finish_reason, other.finish_reason) == ("timeout", "length")
+        assert (other.priority, late.priority) == (0, 0)
+        check_empty(receiver.engine)
 
 
 def check_functions_that_cannot_be_sent() -> None:
@@ -177,6 +204,7 @@ def check_a_sender_that_stops() -> None:
 def check_pair() -> None:
     for check in (
         check_equal,
+        check_timeouts,
         check_functions_that_cannot_be_sent,
         check_engines_that_differ,
         check_an_end_that_never_comes,

@@ -291,15 +291,15 @@ def check_priorities(mesh: DeviceMesh) -> None:
     def script(engine: Engine) -> list[Request]:
         long = SamplingParams(max_tokens=20)
         prompts = make_prompts(8, unit(), seed=4)
-        requests = [engine.submit(prompt, long, priority=-1) for prompt in prompts[:4]]
+        requests = [engine.submit(prompt, long, priority=-1, timeout=1e6) for prompt in prompts[:4]]
         for _ in range(6):
             engine.step()
         for index, prompt in enumerate(prompts[4:]):
-            requests.append(engine.submit(prompt, long, priority=index))
+            requests.append(engine.submit(prompt, long, priority=index, timeout=1e6))
         engine.step()
         running = [request for request in requests if request.sequence is not None]
         waiting = [request for request in requests if request.sequence is None]
-        for request in (running[0], waiting[0], engine.submit([3], long)):
+        for request in (running[0], waiting[0], engine.submit([3], long, timeout=1e6)):
             request._timeout = 0.0
         for _ in engine.run():
             pass
