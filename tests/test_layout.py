@@ -33,7 +33,10 @@ INCLUDES: dict[str, set[str]] = {
     "kernels": set(),
     "ops": {"graph", "kernels"},
 }
-FAMILIES = {"adaptive_norm", "attention", "conv", "gated", "group_norm", "linear", "norm", "rotary"}
+FAMILIES = {
+    *("adaptive_norm", "attention", "conv", "gated", "group_norm", "linear", "norm", "quantize"),
+    "rotary",
+}
 #: Headers that the build writes.
 GENERATED = re.compile(r"\w+_images\.h|graph_hash\.h|known_bad_rules\.h")
 #: "from -> included" pairs that are against the rules, to be mended.

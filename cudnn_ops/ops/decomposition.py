@@ -14,8 +14,10 @@ from cudnn_ops.ops import adaptive_norm, conv, group_norm, linear, norm, paged, 
 from cudnn_ops.ops.activation import ACTIVATIONS, activate, needs_before
 from cudnn_ops.ops.arguments import bind
 from cudnn_ops.ops.gated import gated_in_torch
+from cudnn_ops.ops.quantize import dequantize_in_torch, quantize_in_torch
 from cudnn_ops.ops.rotary import rotary_in_torch
 from cudnn_ops.ops.sdpa import memory_order
+from cudnn_ops.ops.sdpa_fp8 import sdpa_fp8_in_torch
 
 _ops = torch.ops.cudnn_ops
 
@@ -65,6 +67,9 @@ def decompositions() -> _Decompositions:
         _ops._adaptive_norm.default: _adaptive_norm,
         _ops._gated.default: gated_in_torch,
         _ops._rotary.default: rotary_in_torch,
+        _ops._sdpa_fp8.default: _sdpa_fp8,
+        _ops._quantize_fp8.default: quantize_in_torch,
+        _ops._dequantize_fp8.default: dequantize_in_torch,
         _ops._conv.default: _conv,
         _ops._linear.default: _linear,
         _ops._mlp.default: _mlp,
@@ -137,6 +142,12 @@ def _sdpa(*args: Any, **kwargs: Any) -> Tensor:
         query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
     return _in_order_of(out, query)
+
+
+def _sdpa_fp8(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    call = bind(_ops._sdpa_fp8.default, args, kwargs)
+    out, lse, *amax = sdpa_fp8_in_torch(*args, **kwargs)
+    return (_in_order_of(out, call.query), lse if call.with_lse else lse.new_empty(0), *amax)
 
 
 def _varlen(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
