@@ -180,8 +180,17 @@ def test_exported_by_torch_s_operators(device):
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
-def one(device: str) -> Tensor:
-    return torch.ones(1, device=device)
+@pytest.mark.parametrize("device", DEVICES)
+def test_vmap(device):
+    x = torch.randn(3, 2, 4, 20, 16, device=device)
+
+    def attend(x):
+        data, descale, _ = cudnn_ops.quantize_fp8(x)
+        scales = dict.fromkeys(("descale_q", "descale_k", "descale_v"), descale)
+        return cudnn_ops.sdpa_fp8(data, data, data, **scales)
+
+    found = torch.vmap(attend)(x)
+    torch.testing.assert_close(found, torch.stack([attend(sample) for sample in x]))
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

@@ -146,8 +146,9 @@ def _sdpa(*args: Any, **kwargs: Any) -> Tensor:
 
 def _sdpa_fp8(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = bind(_ops._sdpa_fp8.default, args, kwargs)
-    out, lse, *amax = sdpa_fp8_in_torch(*args, **kwargs)
-    return (_in_order_of(out, call.query), lse if call.with_lse else lse.new_empty(0), *amax)
+    out, lse, amax, amax_out = sdpa_fp8_in_torch(*args, **kwargs)
+    kept = lse if call.with_lse else lse.new_empty(0)
+    return _in_order_of(out, call.query), kept, amax, amax_out
 
 
 def _varlen(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

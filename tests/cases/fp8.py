@@ -44,9 +44,15 @@ class Case:
         return "seq_lens_q" in self.options or "seq_lens_kv" in self.options
 
 
-def _case(*sizes: int, **options: Any) -> Case:
-    names = ("length", "length_kv", "head_size", "value_size")
-    return Case(**dict(zip(names, sizes, strict=False)), options=options)
+def _case(
+    length: int = 96,
+    length_kv: int = 96,
+    head_size: int = 64,
+    value_size: int = 64,
+    **options: Any,
+) -> Case:
+    sizes = (length, length_kv, head_size, value_size)
+    return Case(2, 4, 4, *sizes, options=options)
 
 
 CASES = [
