@@ -118,6 +118,12 @@ def test_memory_as_it_lies(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_no_log_sum_exp_that_nobody_asked_for(device):
+    data, descales = cases.inputs(cases.draw(cases.CASES[0], device), E4M3)
+    assert _op(*data, *descales.values(), torch.bfloat16)[1].shape == (0,)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_equal_keys_and_extreme_scores(device):
     """All keys the same: the mean of the values. One score far above all: that key's value."""
     case = cases.Case(length=64, length_kv=64)
