@@ -40,11 +40,13 @@ from cudnn_ops.ops.paged import (
     paged_attention_with_lse,
     paged_kv_append_,
 )
+from cudnn_ops.ops.quantize import QuantizedFp8, dequantize_fp8, quantize_fp8
 from cudnn_ops.ops.rotary import rotary_embedding, rotary_embedding_qk
 from cudnn_ops.ops.sdpa import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_with_lse,
 )
+from cudnn_ops.ops.sdpa_fp8 import AttentionFp8, sdpa_fp8, sdpa_fp8_with_stats
 from cudnn_ops.ops.varlen import varlen_attention, varlen_attention_with_lse
 from cudnn_ops.plans.bundle import (
     BundleReport,
@@ -103,6 +105,7 @@ _when_imported(
 )
 
 __all__ = [
+    "AttentionFp8",
     "BundleReport",
     "CacheInfo",
     "CacheUsage",
@@ -121,6 +124,7 @@ __all__ = [
     "PlanBundle",
     "PlanRequest",
     "Profile",
+    "QuantizedFp8",
     "StoreInfo",
     "TunedPlan",
     "WarmupReport",
@@ -143,6 +147,7 @@ __all__ = [
     "conv_transpose2d",
     "conv_transpose3d",
     "decompositions",
+    "dequantize_fp8",
     "gate_add_adaptive_layer_norm",
     "gate_add_adaptive_rms_norm",
     "geglu",
@@ -168,6 +173,7 @@ __all__ = [
     "plan_requests",
     "profile",
     "profile_names",
+    "quantize_fp8",
     "record_shapes",
     "rms_norm",
     "rotary_embedding",
@@ -175,6 +181,8 @@ __all__ = [
     "save_requests",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_with_lse",
+    "sdpa_fp8",
+    "sdpa_fp8_with_stats",
     "set_autotune",
     "set_cache_limit",
     "set_plan_policy",

@@ -14,6 +14,7 @@ from benchmarks import (
     bench_attention_features,
     bench_bundle,
     bench_cold_start,
+    bench_fp8,
     bench_host_overhead,
     bench_paged_decode,
     bench_sdpa,
@@ -324,3 +325,22 @@ def test_training_step_leaves_the_gradients_of_one_call() -> None:
     for _ in range(2):
         bench_host_overhead.training_step(lambda: leaf * 2, [leaf], torch.ones(3))
     torch.testing.assert_close(leaf.grad, torch.full((3,), 2.0))
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_bench_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SHAPES", "tensors", "gpu_ms"):
+        monkeypatch.setattr(bench_fp8, name, getattr(bench_sdpa, name))
+    rows = Rows(ENV)
+    bench_fp8.run(rows, rounds=harness.QUICK_ROUNDS)
+    times = harness.pivot(rows.rows, "gpu_ms")
+    assert list(times[str(SHAPE)]) == ["cudnn_ops", "known scales", "kernel alone", "bf16"]
+    roundings = ("rounded", "rounded, known scale", "widened")
+    assert list(times)[1:] == [f"{SHAPE} {name}" for name in roundings]
+    assert all(list(times[f"{SHAPE} {name}"]) == ["cudnn_ops", "copy"] for name in roundings)
+    errors = harness.pivot(rows.rows, "error")[str(SHAPE)]
+    assert errors["bf16"] < 0.01 < errors["cudnn_ops"] < 0.06
+    assert errors["cudnn_ops"] == errors["known scales"] == errors["kernel alone"]
+    out = torch.full((2, 4, 48, 16), torch.nan)
+    with pytest.raises(RuntimeError, match="broken: the output is nan of its norm off"):
+        bench_fp8.verify("broken", SHAPE, out, torch.ones(2, 48, 16))

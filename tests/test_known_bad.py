@@ -28,6 +28,15 @@ def pages(heads: int) -> tuple[tuple[int, ...], torch.dtype]:
     return (64, 16, heads, 128), torch.bfloat16
 
 
+def fp8(length: int, size: int, value_size: int | None = None) -> dict[str, Any]:
+    """The operands of FP8 attention."""
+    heads = (2, 4, length)
+    shapes = ((*heads, size), (*heads, size), (*heads, value_size or size))
+    return {"op": "sdpa_fp8"} | {
+        name: (shape, torch.float8_e4m3fn) for name, shape in zip("qkv", shapes, strict=True)
+    }
+
+
 #: Of each rule: a call that meets it, and one that is next to it and does not. Where the operators
 #: find another way, no call meets it: then the fields of a plan that does are put in by hand.
 CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -76,6 +85,14 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"op": "paged_attention", "q": PAGED_QUERY, "k": pages(4), "page_table": (2, 20)},
         {"op": "paged_attention", "q": PAGED_QUERY, "k": pages(8), "page_table": (2, 20)},
     ),
+    "fp8-window-over-told-lengths-on-hopper": (
+        {**fp8(70, 64), "window_size": (8, 0), "seq_lens_kv": True},
+        {**fp8(70, 64), "is_causal": True, "seq_lens_kv": True},
+    ),
+    "fp8-values-over-128-on-hopper": (fp8(70, 192, 144), fp8(70, 192, 128)),
+    "fp8-keys-over-192-on-hopper": (fp8(70, 208, 128), fp8(70, 192, 128)),
+    "fp8-few-queries-of-192-on-blackwell": (fp8(15, 192, 128), fp8(16, 192, 128)),
+    "fp8-bfloat16-output-in-9.24": (fp8(4096, 64), {**fp8(4096, 64), "is_causal": True}),
     "slopes-from-the-end-of-told-lengths": (
         {
             "op": "sdpa",
@@ -107,8 +124,10 @@ def rules_back() -> Iterator[None]:
     set_known_bad(cudnn_ops.known_bad())
 
 
-def words(op: str, q=SHAPE, k=None, **options: Any) -> list[int]:
-    found, refusal = support.plan_key(op, q, k, None, with_lse=True, polymorphic=False, **options)
+def words(op: str, q=SHAPE, k=None, v=None, sm: int = 90, **options: Any) -> list[int]:
+    found, refusal = support.plan_key(
+        op, q, k, v, with_lse=True, polymorphic=False, sm=sm, **options
+    )
     assert not refusal
     return list(found)
 
@@ -124,7 +143,8 @@ def versions(rule: KnownBad) -> tuple[str, str]:
 
 
 def verdict(rule: KnownBad, call: dict[str, Any], version: str, sm: int | None = None) -> str:
-    return _C.known_bad(words(**call), gpu(rule) if sm is None else sm, version_number(version))
+    given = words(**call, sm=gpu(rule))
+    return _C.known_bad(given, gpu(rule) if sm is None else sm, version_number(version))
 
 
 def test_every_rule_has_a_test():
@@ -164,7 +184,11 @@ def test_the_rules_are_part_of_the_library():
     """A process that loads it and never imports the package, as one of C++, refuses the same."""
     names = sorted(set(CALLS) - EVADED)
     plans = [
-        (words(**CALLS[name][0]), gpu(RULES[name]), version_number(versions(RULES[name])[0]))
+        (
+            words(**CALLS[name][0], sm=gpu(RULES[name])),
+            gpu(RULES[name]),
+            version_number(versions(RULES[name])[0]),
+        )
         for name in names
     ]
     command = [sys.executable, "-c", ALONE, str(_library.LIBRARY)]

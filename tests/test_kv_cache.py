@@ -758,41 +758,6 @@ def test_usage():
     assert cache.usage() == empty
 
 
-def test_discarded_pages_are_zero_and_unknown():
-    """Those that another sequence holds, or that others were computed behind, stay as they are."""
-    cache = PagedKVCache(2, 12, 4, 1, 8, dtype=torch.float32, device="cpu")
-
-    def fill(tokens: list[int]) -> KVSequence:
-        sequence = cache.allocate(tokens)
-        cache.extend(sequence, len(tokens) - sequence.length)
-        cache.commit(sequence, tokens)
-        return sequence
-
-    for layer in range(2):
-        cache.key_cache(layer).fill_(torch.nan)
-        cache.value_cache(layer).fill_(torch.nan)
-    behind = fill([*ABC[:4], 1, 2, 3, 4, 5])
-    cache.free(behind)  # two pages are known, and evictable
-    other = fill([*ABC[:8], 9])
-    pages = set(other.pages)
-    bad = fill([*ABC, 7, 8])
-    alone = [page for page in bad.pages if page not in pages]
-    assert len(alone) == 2
-    cache.discard(bad)
-    cache.discard(other)
-    kept = cache.allocate([*ABC[:4], 1, 2, 3, 4, 5])
-    assert kept.length == 8  # what was there before
-    for layer in range(2):
-        is_nan = cache.key_cache(layer).isnan().flatten(1).all(1)
-        assert not is_nan[alone].any()
-        assert not is_nan[sorted(pages - set(kept.pages))].any()
-        assert is_nan[list(kept.pages)].all()
-        assert torch.equal(is_nan, cache.value_cache(layer).isnan().flatten(1).all(1))
-    assert cache.allocate(ABC).length == 4
-    with pytest.raises(ValueError, match="sequence has been freed"):
-        cache.discard(bad)
-
-
 def test_reset_forgets_everything():
     cache = make_cache(4)
     prefill(cache, ABC)

@@ -66,6 +66,8 @@ inline fe::DataType_t frontend_dtype(c10::ScalarType dtype) {
     case c10::ScalarType::BFloat16: return fe::DataType_t::BFLOAT16;
     case c10::ScalarType::Float: return fe::DataType_t::FLOAT;
     case c10::ScalarType::Double: return fe::DataType_t::DOUBLE;
+    case c10::ScalarType::Float8_e4m3fn: return fe::DataType_t::FP8_E4M3;
+    case c10::ScalarType::Float8_e5m2: return fe::DataType_t::FP8_E5M2;
     case c10::ScalarType::Int: return fe::DataType_t::INT32;
     case c10::ScalarType::Long: return fe::DataType_t::INT64;
     default: return fe::DataType_t::NOT_SET;

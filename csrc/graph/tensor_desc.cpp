@@ -12,6 +12,8 @@ const char* short_name(c10::ScalarType dtype) {
     case c10::ScalarType::BFloat16: return "bf16";
     case c10::ScalarType::Float: return "fp32";
     case c10::ScalarType::Double: return "fp64";
+    case c10::ScalarType::Float8_e4m3fn: return "e4m3";
+    case c10::ScalarType::Float8_e5m2: return "e5m2";
     default: return c10::toString(dtype);
   }
 }

@@ -13,6 +13,11 @@ inline bool is_computed_in(at::ScalarType dtype) {
          dtype == at::kDouble;
 }
 
+// The dtypes of 8 bits that cuDNN computes attention in.
+inline bool is_fp8(at::ScalarType dtype) {
+  return dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2;
+}
+
 // Whether a backward was given a tensor that is like another of the forward, in all but strides.
 inline void check_like(const at::Tensor& tensor, const at::Tensor& like, const char* op,
                        const char* name) {

@@ -148,6 +148,8 @@ def _normed(samples: Samples) -> Tensor:
 register_rule("_gated", _gated)
 register_rule("_gated_backward", _gated_backward)
 register_rule("_rotary", _rotary)
+register_rule("_quantize_fp8", Samples.each)  # the largest magnitude is a sample's own
+register_rule("_dequantize_fp8", Samples.each)
 register_rule("_norm", _norm)
 register_rule("_norm_backward", _norm_backward)
 register_composites("swiglu", "geglu", "rotary_embedding", "rotary_embedding_qk")

@@ -19,8 +19,10 @@ from cudnn_ops.ops.moe import (
     moe_combine_in_torch,
     moe_permute_in_torch,
 )
+from cudnn_ops.ops.quantize import dequantize_in_torch, quantize_in_torch
 from cudnn_ops.ops.rotary import rotary_in_torch
 from cudnn_ops.ops.sdpa import memory_order
+from cudnn_ops.ops.sdpa_fp8 import sdpa_fp8_in_torch
 
 _ops = torch.ops.cudnn_ops
 
@@ -70,6 +72,9 @@ def decompositions() -> _Decompositions:
         _ops._adaptive_norm.default: _adaptive_norm,
         _ops._gated.default: gated_in_torch,
         _ops._rotary.default: rotary_in_torch,
+        _ops._sdpa_fp8.default: _sdpa_fp8,
+        _ops._quantize_fp8.default: quantize_in_torch,
+        _ops._dequantize_fp8.default: dequantize_in_torch,
         _ops._conv.default: _conv,
         _ops._linear.default: _linear,
         _ops._mlp.default: _mlp,
@@ -146,6 +151,13 @@ def _sdpa(*args: Any, **kwargs: Any) -> Tensor:
         query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
     return _in_order_of(out, query)
+
+
+def _sdpa_fp8(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    call = bind(_ops._sdpa_fp8.default, args, kwargs)
+    out, lse, amax, amax_out = sdpa_fp8_in_torch(*args, **kwargs)
+    kept = lse if call.with_lse else lse.new_empty(0)
+    return _in_order_of(out, call.query), kept, amax, amax_out
 
 
 def _varlen(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

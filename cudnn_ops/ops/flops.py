@@ -64,6 +64,13 @@ def _sdpa_flop(*args: Any, out_val: Tensor | tuple[Tensor, Tensor], **kwargs: An
     return 2 * _call_pairs(call, out.shape[:-2]) * (call.query.shape[-1] + call.value.shape[-1])
 
 
+@register_flop_formula(_ops._sdpa_fp8, get_raw=True)
+def _sdpa_fp8_flop(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    call = bind(_ops._sdpa_fp8.default, args, kwargs)
+    sizes = call.query.shape[3] + call.value.shape[3]
+    return 2 * _call_pairs(call, call.query.shape[:2]) * sizes
+
+
 @register_flop_formula(_ops._sdpa_backward, get_raw=True)
 def _sdpa_backward_flop(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     call = bind(_ops._sdpa_backward.default, args, kwargs)

@@ -140,6 +140,13 @@ def in_torch(call: SimpleNamespace) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
+def largest_probability(call: SimpleNamespace) -> Tensor:
+    """Of all that a key has for a query, without dropout."""
+    scores, _ = _scores(call, *_positions(call))
+    weights, _, total, _ = _exponentials(scores, call.sinks)
+    return (weights / total).amax()
+
+
 def _kept(call: SimpleNamespace) -> Tensor | None:
     """What dropout multiplies the probabilities with."""
     if call.dropout_p == 0:

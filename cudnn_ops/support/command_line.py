@@ -13,6 +13,7 @@ from cudnn_ops.ops.activation import ACTIVATIONS
 from cudnn_ops.support.operators import OPERATORS, Operator
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 class Option(NamedTuple):
@@ -118,6 +119,19 @@ _SDPA = Arguments(
         _flag("polymorphic", "polymorphic", "the plan that serves other lengths too"),
     ),
     layouts={"bshd": (0, 2, 1, 3), "bhsd": (0, 1, 2, 3)},
+)
+_SDPA_FP8 = Arguments(
+    shapes=_SDPA.shapes,
+    options=(
+        _flag("causal", "is_causal"),
+        _WINDOW,
+        _flag("bottom-right", "bottom_right", "align the last query and key"),
+        _flag("padding", "seq_lens_q seq_lens_kv", "a length for each sequence"),
+        Option(("--out-dtype",), "out_dtype", {"choices": ["fp16", "bf16", *_FP8]}),
+        _flag("lse", "with_lse", "the log-sum-exp too"),
+    ),
+    layouts=_SDPA.layouts,
+    dtypes=tuple(_FP8),
 )
 _PACKED = "tokens,heads,head_size"
 _VARLEN = Arguments(
@@ -241,6 +255,7 @@ _MLP = Arguments(
 
 _ARGUMENTS = {
     "sdpa": _SDPA,
+    "sdpa_fp8": _SDPA_FP8,
     "varlen_attention": _VARLEN,
     "paged_attention": _PAGED,
     "rms_norm": _norm_arguments(is_layer=False),
@@ -277,7 +292,8 @@ def add_shapes(
             metavar="N,...",
             help=f"{shape.labels} (default: {default})",
         )
-    parser.add_argument("--dtype", choices=arguments.dtypes, default="bf16")
+    default_dtype = "bf16" if "bf16" in arguments.dtypes else arguments.dtypes[0]
+    parser.add_argument("--dtype", choices=arguments.dtypes, default=default_dtype)
     if arguments.layouts:
         names = list(arguments.layouts)
         parser.add_argument(
@@ -315,7 +331,8 @@ def tensors(args: argparse.Namespace, arguments: Arguments) -> list[Tensor | Non
             return None
         order = arguments.layouts[args.layout] if arguments.layouts else range(len(shape))
         memory = [shape[dim] for dim in order]  # each order is its own inverse
-        return torch.empty(memory, dtype=DTYPES[args.dtype], device="meta").permute(*order)
+        dtype = (DTYPES | _FP8)[args.dtype]
+        return torch.empty(memory, dtype=dtype, device="meta").permute(*order)
 
     return [tensor(getattr(args, name, None)) for name in "qkv"[: len(arguments.shapes)]]
 
@@ -356,6 +373,8 @@ def options(args: argparse.Namespace, operator: Operator) -> dict[str, Any]:
         result["attn_mask"] = (result["attn_mask"], dtype)
     if "weight" in result:
         result["weight"] = DTYPES.get(result["weight"])
+    if "out_dtype" in result:
+        result["out_dtype"] = (DTYPES | _FP8)[result["out_dtype"]]
     return {
         name: tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
         for name, value in result.items()

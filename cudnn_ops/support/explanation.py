@@ -167,10 +167,11 @@ def plan_key(
     *,
     with_lse: bool,
     polymorphic: bool,
+    sm: int = 90,
     **options: Any,
 ) -> tuple[Sequence[int], str]:
     """The key of the plan that a call tries first; or none, and why."""
-    kind = Kind(training=with_lse, polymorphic=polymorphic)
+    kind = Kind(training=with_lse, polymorphic=polymorphic, sm=sm)
     parts = find_operator(op).parts(kind, (q, k, v), options)
     attempt = next(parts[0])
     return attempt.words, attempt.refusal or attempt.without_plan

@@ -25,6 +25,7 @@ from cudnn_ops.ops.linear import linear, mlp
 from cudnn_ops.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from cudnn_ops.ops.paged import KVLayout, is_head_major, paged_attention
 from cudnn_ops.ops.sdpa import scaled_dot_product_attention
+from cudnn_ops.ops.sdpa_fp8 import sdpa_fp8
 from cudnn_ops.ops.varlen import varlen_attention
 from cudnn_ops.support.attempts import Attempt, Kind, Parts
 from cudnn_ops.support.linear import linear_parts, mlp_parts
@@ -153,6 +154,26 @@ def _attention(
         with_lse=kind.training,
         backward=kind.backward,
         polymorphic=kind.polymorphic,
+    )
+    return _one(words, refusal)
+
+
+def _attention_fp8(
+    kind: Kind,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
+) -> Parts:
+    _make_optional(options, ("seq_lens_q", "seq_lens_kv"), query.shape[0], torch.int32)
+    one = torch.empty(1, device="meta")
+    words, refusal = _ops._sdpa_fp8_plan_key(
+        *(query, key, value, one, one, one, out_dtype),
+        **options,
+        with_lse=kind.training,
+        sm_major=kind.sm // 10,
     )
     return _one(words, refusal)
 
@@ -345,6 +366,14 @@ def _families() -> Iterator[Operator]:
         without_effect=("scale", "enable_gqa", "rng_state"),
         questions=("grad_mask",),
         has_polymorphic=True,
+    )
+    yield Operator(
+        "sdpa_fp8",
+        sdpa_fp8,
+        ("query", "key", "value"),
+        _attention_fp8,
+        without_effect=("descale_q", "descale_k", "descale_v", "scale_o", "scale"),
+        has_backward=False,
     )
     yield Operator(
         "varlen_attention",

@@ -127,6 +127,46 @@ def _bf16(*shapes: tuple[int, ...]) -> tuple[TensorSpec, ...]:
     return tuple((shape, torch.bfloat16) for shape in shapes)
 
 
+_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+#: Options of a call by the feature's name; ``dtype``, ``lengths`` and ``heads_kv`` are of its
+#: tensors.
+FP8_FEATURES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "causal, bottom right": {"is_causal": True, "bottom_right": True},
+    "window": {"window_size": (64, 0)},
+    "window on both sides": {"window_size": (64, 64)},
+    "grouped heads": {"heads_kv": 2, "is_causal": True},
+    "one query": {"lengths": (1, _LENGTH_KV)},
+    "padding": {"seq_lens_q": True, "seq_lens_kv": True},
+    "padding, causal": {"seq_lens_q": True, "seq_lens_kv": True, "is_causal": True},
+    "padding, causal, bottom right": {
+        "seq_lens_q": True,
+        "seq_lens_kv": True,
+        "is_causal": True,
+        "bottom_right": True,
+    },
+    "padding, window": {"seq_lens_q": True, "seq_lens_kv": True, "window_size": (64, 0)},
+    "E5M2": {"dtype": _E5M2, "is_causal": True},
+    "E4M3 output": {"out_dtype": _E4M3, "is_causal": True},
+    "E5M2 output": {"out_dtype": _E5M2, "is_causal": True},
+}
+FP8_HEAD_SIZES = {
+    name: HEAD_SIZES.get(name, (int(name.partition("/")[0]),) * 2)
+    for name in ("16", "32", "64", "80", "128", "192/128", "192", "256")
+}
+
+
+def _attention_fp8(feature: dict[str, Any], sizes: tuple[int, int]) -> Question:
+    options = dict(feature)
+    dtype, heads_kv = options.pop("dtype", _E4M3), options.pop("heads_kv", 4)
+    length, length_kv = options.pop("lengths", (_LENGTH, _LENGTH_KV))
+    size, value_size = sizes
+    memory = [(length, 4, size), (length_kv, heads_kv, size), (length_kv, heads_kv, value_size)]
+    tensors = (torch.empty(2, *one, dtype=dtype, device="meta").transpose(1, 2) for one in memory)
+    return Question("sdpa_fp8", tuple(tensors), options)
+
+
 _NORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "rms_norm": ("rms_norm", {}),
     "rms_norm, no weight": ("rms_norm", {"weight": None}),
@@ -194,6 +234,7 @@ def _linear(
 
 TABLES = {
     "attention": Table(FEATURES, HEAD_SIZES, _attention),
+    "fp8": Table(FP8_FEATURES, FP8_HEAD_SIZES, _attention_fp8),
     "norms": Table(_NORMS, _ROW_SIZES, _norm),
     "convolutions": Table(_CONVS, _DTYPES, _conv),
     "linear": Table(_LINEARS, _HALVES, _linear),

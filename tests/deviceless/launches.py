@@ -405,6 +405,24 @@ def run_moe(recorder: Recorder, device: torch.device) -> None:
                     _ops._moe_combine_backward.default(x, rows, positions, weights, mask)
 
 
+def run_fp8(recorder: Recorder, device: torch.device) -> None:
+    """Rounding and back, under one scale and one for each head."""
+    shapes = itertools.product((1, 1000, 1_000_003), (1, 3, 65_535), (7, 16, 128), (0, 1))
+    for (tokens, heads, size, start), dtype in itertools.product(shapes, DTYPES):
+        if tokens * heads * size >= 1 << 37:
+            continue
+        x = memory(device, dtype, tokens, heads, size, start=start)
+        joined = memory(device, dtype, tokens, heads, 3 * size, start=start)[..., size : 2 * size]
+        for fp8, dim in itertools.product((torch.float8_e4m3fn, torch.float8_e5m2), (None, 1)):
+            scale = memory(device, torch.float32, 1 if dim is None else heads)
+            with recorder.calling("fp8", dtype, tokens, heads, size, start, fp8, dim):
+                for input in (x, joined):
+                    for given in (None, scale):
+                        _ops._quantize_fp8.default(input, given, dim, fp8)
+                narrow = memory(device, fp8, tokens, heads, size, start=start)
+                _ops._dequantize_fp8.default(narrow, scale, dim, dtype)
+
+
 RUNS = (
     run_norms,
     run_group_norms,
@@ -418,6 +436,7 @@ RUNS = (
     run_linear,
     run_append,
     run_moe,
+    run_fp8,
 )
 
 

@@ -13,7 +13,10 @@ from tests.deviceless.kernel_images import images_of_library
 #: Launched beside a plan of cuDNN's or behind a product, which take a real GPU, on a grid alone:
 #: with 128 threads, or as many as they declare, and no more shared memory than that; but for a
 #: slope's kernels, which are launched as those of the other slopes are.
-BESIDE_PLANS = ("paged_pad", "paged_merge_", "conv_epilogue_forward_", "conv_epilogue_slope_")
+BESIDE_PLANS = (
+    *("paged_pad", "paged_merge_", "conv_epilogue_forward_", "conv_epilogue_slope_"),
+    "fp8_numbers",
+)
 
 
 # A torch without CUDA has no kernels of ours.

@@ -182,8 +182,40 @@ APPENDED: Tensors = {
     "slot_mapping": torch.tensor([5, 30]),
 }
 
+FP8_SIZES = (B, 4, S, 16)
+FP8: Tensors = {**dict.fromkeys(QKV, FP8_SIZES), "scale": torch.tensor([90.0])}
+HEADS: Tensors = {"x": FP8_SIZES, "scale": torch.tensor([90.0, 80.0, 70.0, 60.0])}
+
+
+def _attend_fp8(query: Tensor, key: Tensor, value: Tensor, scale: Tensor, **rest: Any) -> Any:
+    data, descales, _ = zip(
+        *(cudnn_ops.quantize_fp8(x, scale) for x in (query, key, value)), strict=True
+    )
+    of_query, of_key, of_value = descales
+    return cudnn_ops.sdpa_fp8_with_stats(
+        *data, descale_q=of_query, descale_k=of_key, descale_v=of_value, is_causal=True, **rest
+    )
+
+
+def _round(x: Tensor, scale: Tensor | None = None, dim: int | None = None) -> Any:
+    data, descale, amax = cudnn_ops.quantize_fp8(x, scale, dim=dim)
+    return cudnn_ops.dequantize_fp8(data, descale, dim=dim, dtype=torch.float32), descale, amax
+
+
 #: Without gradients.
 SERVING = [
+    Case("FP8 by batch", _attend_fp8, FP8, every(S0, *QKV)),
+    Case("FP8 by heads", _attend_fp8, FP8, every(S1, *QKV)),
+    Case(
+        "FP8 lengths by batch",
+        _attend_fp8,
+        {**FP8, "seq_lens_kv": lengths(2, 6, 0, 5)},
+        every(S0, *QKV),
+    ),
+    Case("rounded by tokens", _round, {"x": FP8_SIZES}, {"x": S2}),
+    Case("rounded by heads", partial(_round, dim=1), {"x": FP8_SIZES}, {"x": S1}, silent=True),
+    Case("rounded by scales", partial(_round, dim=1), HEADS, {"x": S1, "scale": S0}, silent=True),
+    Case("rounded by batch", partial(_round, dim=1), HEADS, {"x": S0}),
     Case("pages", paged, PAGED, {**every(S2, "query", *CACHES)}, silent=True),
     Case(
         "pages of heads first",

@@ -1,6 +1,7 @@
 // Scaled dot-product attention as cuDNN graphs. The frontend lives here and not in
 // sdpa_cuda.cpp, so that touching the kernel does not compile the frontend again.
 
+#include "ops/attention/fp8/sdpa_fp8_params.h"
 #include "ops/attention/paged/paged_params.h"
 #include "ops/attention/attention_params.h"
 
@@ -43,6 +44,14 @@ enum Uid : int64_t {
   kLengths = kOffsets + kGradValue,  // of the queries
   kLengthsKv,
   kPageTable,
+  kDescaleQuery,
+  kDescaleKey,
+  kDescaleValue,
+  kDescaleProbabilities,
+  kScaleProbabilities,
+  kScaleOut,
+  kAmaxProbabilities,
+  kAmaxOut,
 };
 
 // [B, Hq, Sq, 1], dense: before 9.26 cuDNN reads its "stats" with these strides and no others,
@@ -271,6 +280,40 @@ std::shared_ptr<graph::FrontendGraph> make_paged(const PagedParams& params,
   return builder.graph();
 }
 
+// One float32 on the device.
+graph::TensorDesc number_desc() {
+  return {c10::ScalarType::Float, {1, 1, 1, 1}, {1, 1, 1, 1}};
+}
+
+std::shared_ptr<graph::FrontendGraph> make_fp8(const SdpaFp8Params& params,
+                                               const graph::Target& target) {
+  Builder<fe::graph::SDPA_fp8_attributes> builder(params, params.key.sizes[2], target);
+  auto& graph = *builder.graph();
+  const auto query = builder.input("query", kQuery, params.query);
+  const auto key = builder.input("key", kKey, params.key);
+  const auto value = builder.input("value", kValue, params.value);
+  const auto number = [&](const char* name, int64_t uid) {
+    return graph::input(graph, name, uid, number_desc());
+  };
+  const auto descale_query = number("descale_q", kDescaleQuery);
+  const auto descale_key = number("descale_k", kDescaleKey);
+  const auto descale_value = number("descale_v", kDescaleValue);
+  const auto descale = number("descale_s", kDescaleProbabilities);
+  const auto scale = number("scale_s", kScaleProbabilities);
+  const auto scale_out = number("scale_o", kScaleOut);
+  auto attributes =
+      fe::graph::SDPA_fp8_attributes().set_name("sdpa_fp8").set_generate_stats(params.with_lse);
+  builder.set_mask(attributes);
+  const auto [out, lse, amax, amax_out] =
+      graph.sdpa_fp8(query, key, value, descale_query, descale_key, descale_value, descale, scale,
+                     scale_out, attributes);
+  builder.output(out, kOut, params.out);
+  if (params.with_lse) builder.lse_output(lse, /*stride=*/0);
+  graph::output(amax, kAmaxProbabilities, number_desc());
+  graph::output(amax_out, kAmaxOut, number_desc());
+  return builder.graph();
+}
+
 // For decoding cuDNN 9.19 names configuration 35 of its engine, whose tiles have 16 rows. Measured
 // on an H100 and an H200: 34 takes 1 to 4 % less time where all heads find room on the GPU at once,
 // and up to 3 % more where they do not and sequences differ in length; 33 is for more rows.
@@ -311,6 +354,7 @@ std::shared_ptr<graph::FrontendGraph> make_backward(const SdpaBackwardParams& pa
 }
 
 const graph::RegisterPlanKind<SdpaForwardParams, make_forward> forward_kind;
+const graph::RegisterPlanKind<SdpaFp8Params, make_fp8> fp8_kind;
 const graph::RegisterPlanKind<PagedParams, make_paged, paged_engine> paged_kind;
 const graph::RegisterPlanKind<SdpaBackwardParams, make_backward> backward_kind;
 

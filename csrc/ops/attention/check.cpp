@@ -25,7 +25,10 @@ bool is_multiple(const c10::SymInt& heads, const c10::SymInt& of) {
 void check_supported(const at::Tensor& tensor, const char* name, const char* op) {
   TORCH_CHECK_TYPE(is_attention_dtype(tensor), op, name, " has dtype ", tensor.scalar_type(),
                    "; on a GPU it must be float16 or bfloat16 (use torch.autocast or "
-                   ".bfloat16()), on a CPU float32 and float64 too");
+                   ".bfloat16()), on a CPU float32 and float64 too",
+                   at::isFloat8Type(tensor.scalar_type())
+                       ? "; cudnn_ops.sdpa_fp8 takes 8 bits, and their scales"
+                       : "");
   const auto head_size = tensor.sym_size(-1);
   TORCH_CHECK_VALUE(holds((head_size % 8).sym_eq(0)) && holds(head_size.sym_ge(8)), op,
                     "the head size of ", name, " is ", head_size,
@@ -76,6 +79,21 @@ void check_offsets(const at::Tensor& offsets, const at::Tensor& packed, const c1
   TORCH_CHECK_VALUE(least >= 0, op, name, " must not decrease, and does by ", -least);
   TORCH_CHECK_VALUE(longest >= most, op, longest_name, " is ", longest,
                     ", and there is a sequence of ", most, " tokens in ", name);
+}
+
+void check_seq_lens(const OptionalTensor& lengths, const at::Tensor& query,
+                    const c10::SymInt& length, const char* name, const char* op) {
+  if (!lengths) return;
+  TORCH_CHECK_VALUE(lengths->dim() == 1 && holds(lengths->sym_size(0).sym_eq(query.sym_size(0))) &&
+                        lengths->device() == query.device() &&
+                        (lengths->scalar_type() == at::kInt || lengths->scalar_type() == at::kLong),
+                    op, name, " must be an int32 tensor [batch], [", query.sym_size(0), "] on ",
+                    query.device(), "; got ", lengths->scalar_type(), " ", lengths->sym_sizes(),
+                    " on ", lengths->device());
+  if (!checks_values(*lengths) || lengths->numel() == 0) return;
+  const auto least = lengths->min().item<int64_t>(), most = lengths->max().item<int64_t>();
+  TORCH_CHECK_VALUE(least >= 0 && length >= most, op, name, " holds lengths from ", least, " to ",
+                    most, "; the tensors have ", length);
 }
 
 void check_options(const AttentionOptions& options, const at::Tensor& query, const char* op) {

@@ -24,6 +24,10 @@ void check_options(const AttentionOptions& options, const at::Tensor& query, con
 // alibi_slopes and sinks: a number for each head of the query, which are its dimension `head_dim`.
 void check_per_head(const AttentionOptions& options, const at::Tensor& query, const char* op,
                     int64_t head_dim = 1);
+// Lengths of the sequences of a batch, [B] integers of at most `length`; their values where
+// checks_values says so.
+void check_seq_lens(const OptionalTensor& lengths, const at::Tensor& query,
+                    const c10::SymInt& length, const char* name, const char* op);
 // Offsets of packed sequences, [B + 1] integers; their values where checks_values says so.
 void check_offsets(const at::Tensor& offsets, const at::Tensor& packed, const c10::SymInt& longest,
                    const char* name, const char* longest_name, const char* op);

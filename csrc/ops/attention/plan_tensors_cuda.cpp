@@ -107,6 +107,12 @@ SdpaPointers::SdpaPointers(const SdpaForwardParams& params, SdpaForwardTensors& 
   add_forward(params, tensors);
 }
 
+SdpaPointers::SdpaPointers(const SdpaFp8Params& params, SdpaFp8Tensors& tensors) {
+  add_forward(params, tensors);
+  for (const at::Tensor& number : tensors.numbers) all.push_back(read(number));
+  for (const at::Tensor& number : tensors.amax) write(number);
+}
+
 SdpaPointers::SdpaPointers(const PagedParams& params, SdpaForwardTensors& tensors) {
   add_forward(params, tensors);
   written.clear();  // one plan for many lengths: its engine is not measured at one of them

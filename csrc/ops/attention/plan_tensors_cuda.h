@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ops/attention/attention.h"
+#include "ops/attention/fp8/sdpa_fp8_params.h"
 #include "ops/attention/paged/paged_params.h"
 #include "ops/attention/attention_params.h"
 
@@ -9,6 +10,7 @@
 
 #include <c10/util/SmallVector.h>
 
+#include <array>
 #include <limits>
 
 namespace cudnn_ops {
@@ -54,6 +56,13 @@ struct SdpaForwardTensors {
   at::Tensor out, lse;
 };
 
+// Of FP8 attention: beside that the descales of query, key, value and probabilities, the scales of
+// those and of the output, each at a multiple of 16 bytes; and the largest magnitudes of both.
+struct SdpaFp8Tensors : SdpaForwardTensors {
+  std::array<at::Tensor, 6> numbers;
+  std::array<at::Tensor, 2> amax;
+};
+
 struct SdpaBackwardTensors {
   at::Tensor query, key, value, out, lse, grad_out;
   MaskTensors mask;
@@ -68,6 +77,7 @@ struct SdpaPointers {
 
   SdpaPointers(const SdpaForwardParams& params, SdpaForwardTensors& tensors);
   SdpaPointers(const SdpaBackwardParams& params, SdpaBackwardTensors& tensors);
+  SdpaPointers(const SdpaFp8Params& params, SdpaFp8Tensors& tensors);
   // Without the page table, which comes last, after the offsets and lengths of a ragged one.
   SdpaPointers(const PagedParams& params, SdpaForwardTensors& tensors);
 

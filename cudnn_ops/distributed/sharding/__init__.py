@@ -12,3 +12,4 @@ from cudnn_ops.distributed.sharding import moe as moe
 from cudnn_ops.distributed.sharding import norm as norm
 from cudnn_ops.distributed.sharding import paged as paged
 from cudnn_ops.distributed.sharding import pointwise as pointwise
+from cudnn_ops.distributed.sharding import quantize as quantize

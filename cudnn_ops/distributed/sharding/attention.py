@@ -215,6 +215,34 @@ register_with_keywords(
 )
 
 
+# FP8 attention. The largest magnitudes are those of all processes.
+
+
+def _fp8_rules(call: Call) -> list[Rule]:
+    is_one = is_one_group(call.query, call.key, 1, 1)
+    sharded: list[tuple[str, ...]] = [
+        ("query", "key", "value", "seq_lens_q", "seq_lens_kv"),
+        ("query",) if is_one else ("query", "key", "value"),
+    ]
+    return [
+        Rule(
+            dict.fromkeys(names, Shard(dim)),
+            (
+                Shard(dim),
+                Shard(dim) if call.with_lse else Replicate(),
+                Partial("max"),
+                Partial("max"),
+            ),
+        )
+        for dim, names in enumerate(sharded)
+    ]
+
+
+register_with_keywords(
+    _ops._sdpa_fp8.default, forward(_fp8_rules, _dense_groups), _fp8_rules, "query"
+)
+
+
 # Packed attention: [tokens, heads, head size], its log-sum-exp [heads, tokens].
 
 

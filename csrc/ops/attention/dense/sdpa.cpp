@@ -7,8 +7,6 @@
 #include "ops/attention/dense/sdpa_regular.h"
 #include "ops/context_parallel.h"
 
-#include <ATen/ops/max.h>
-#include <ATen/ops/min.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -139,21 +137,6 @@ void check_mask(const at::Tensor& mask, const at::Tensor& query, c10::SymIntArra
 
 namespace {
 
-void check_seq_lens(const OptionalTensor& lengths, const at::Tensor& query,
-                    const c10::SymInt& length, const char* name) {
-  if (!lengths) return;
-  TORCH_CHECK_VALUE(lengths->dim() == 1 && holds(lengths->sym_size(0).sym_eq(query.sym_size(0))) &&
-                        lengths->device() == query.device() &&
-                        (lengths->scalar_type() == at::kInt || lengths->scalar_type() == at::kLong),
-                    "cudnn_ops.sdpa: ", name, " must be an int32 tensor [batch], [",
-                    query.sym_size(0), "] on ", query.device(), "; got ", lengths->scalar_type(),
-                    " ", lengths->sym_sizes(), " on ", lengths->device());
-  if (!checks_values(*lengths) || lengths->numel() == 0) return;
-  const auto least = lengths->min().item<int64_t>(), most = lengths->max().item<int64_t>();
-  TORCH_CHECK_VALUE(least >= 0 && length >= most, "cudnn_ops.sdpa: ", name, " holds lengths from ",
-                    least, " to ", most, "; the tensors have ", length);
-}
-
 // What is_regular asks for, also of sizes that it could not know.
 void check_regular(const Sdpa& args) {
   const auto &query = args.query, &key = args.key, &value = args.value;
@@ -186,8 +169,8 @@ void check_sdpa_arguments(const Sdpa& args) {
     check_mask(*args.attn_mask, query, full);
   }
   check_per_head(args, query, kOp);
-  check_seq_lens(args.seq_lens_q, query, query.sym_size(2), "seq_lens_q");
-  check_seq_lens(args.seq_lens_kv, query, key.sym_size(2), "seq_lens_kv");
+  check_seq_lens(args.seq_lens_q, query, query.sym_size(2), "seq_lens_q", kOp);
+  check_seq_lens(args.seq_lens_kv, query, key.sym_size(2), "seq_lens_kv", kOp);
 }
 
 void check_sdpa(const Sdpa& args) {

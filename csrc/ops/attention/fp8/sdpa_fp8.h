@@ -1,0 +1,34 @@
+// Scaled dot-product attention over batched tensors of 8 bits: what its files share. See
+// cudnn_ops/ops/sdpa_fp8.py for the meaning of the arguments and the formulas.
+#pragma once
+
+#include "ops/attention/dense/sdpa.h"
+#include "ops/backward_check.h"
+
+namespace cudnn_ops {
+
+// The arguments of a call: some of those that dense attention has, and the scales.
+struct SdpaFp8 {
+  Sdpa args;
+  at::Tensor descale_query, descale_key, descale_value;  // one float32 on the device
+  at::ScalarType out_dtype = at::kBFloat16;
+  OptionalTensor scale_out;  // likewise
+  bool with_lse = false;
+
+  template <class Self>
+  static auto fields(Self& self) {
+    auto& args = self.args;
+    return std::tie(args.query, args.key, args.value, self.descale_query, self.descale_key,
+                    self.descale_value, self.out_dtype, self.scale_out, args.is_causal, args.scale,
+                    args.window_size, args.bottom_right, args.seq_lens_q, args.seq_lens_kv,
+                    self.with_lse);
+  }
+};
+
+// The output, the log-sum-exp (empty without with_lse), and the largest magnitudes of the
+// probabilities and of the output.
+using SdpaFp8Results = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+void check_sdpa_fp8(const SdpaFp8& given);
+
+}  // namespace cudnn_ops

@@ -1,0 +1,152 @@
+// FP8 attention on CUDA: allocate, make the numbers that a plan reads, make the key, run the plan.
+// The host reads neither scales nor lengths.
+
+#include "ops/attention/dense/sdpa_problem.h"
+#include "ops/attention/fp8/sdpa_fp8_problem.h"
+#include "ops/attention/layout.h"
+#include "ops/attention/plan_tensors_cuda.h"
+#include "ops/or_none_cuda.h"
+
+#include "kernels/fp8.h"
+
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/EmptyTensor.h>
+#include <ATen/ops/arange.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <limits>
+
+namespace cudnn_ops {
+namespace {
+
+using graph::TensorDesc;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+// The probabilities, of which none is above 1, are rounded to 8 bits too. As much of the range as a
+// power of two allows keeps the small ones out of the numbers that are not normal.
+constexpr float kScaleOfProbabilities = 256;
+
+constexpr CallName kCall{
+    "cudnn_ops.sdpa_fp8",
+    "`python -m cudnn_ops support fp8` shows what cuDNN supports on a GPU; "
+    "cudnn_ops.scaled_dot_product_attention on bfloat16 has kernels for the rest"};
+
+at::Tensor empty_numbers(c10::IntArrayRef sizes, const at::Tensor& like) {
+  return at::detail::empty_cuda(sizes, at::kFloat, like.device(), std::nullopt);
+}
+
+at::Tensor lengths_of(const OptionalTensor& lengths) {
+  return lengths ? lengths->to(at::kInt).contiguous() : at::Tensor();
+}
+
+Fp8Numbers numbers_of(const SdpaFp8& given, const Sdpa& args, at::ScalarType written) {
+  return make_fp8_numbers({given.descale_query, given.descale_key, given.descale_value,
+                           given.scale_out, is_fp8(written), kScaleOfProbabilities,
+                           lengths_of(args.seq_lens_q), lengths_of(args.seq_lens_kv),
+                           args.query.size(0), args.query.size(2), args.key.size(2)});
+}
+
+// What a part of a call gives: [B, H, rows, Dv] in the type that cuDNN writes, [B, H, rows].
+struct Written {
+  at::Tensor out, lse;
+  Fp8Numbers numbers;
+};
+
+at::Tensor empty_dense(c10::IntArrayRef sizes, const at::Tensor& like, at::ScalarType dtype) {
+  return at::detail::empty_strided_cuda(sizes, dense_strides_like(sizes, like), dtype,
+                                        like.device());
+}
+
+Written run(const SdpaFp8& given, const SdpaFp8Part& part) {
+  const Sdpa& args = part.args;
+  const auto dtype = written_dtype(given.out_dtype, at::cuda::getCurrentDeviceProperties()->major);
+  const at::Tensor query = part.rows == 1 ? two_queries(args.query) : at::Tensor(args.query);
+  const std::array<int64_t, 4> sizes{query.size(0), query.size(1), query.size(2),
+                                     args.value.size(3)};
+  Written written{empty_dense(sizes, query, dtype),
+                  given.with_lse ? empty_numbers(query.sizes().slice(0, 3), query) : at::Tensor(),
+                  numbers_of(given, args, dtype)};
+  SdpaFp8Tensors tensors;
+  tensors.query = addressable(query, query);
+  tensors.key = addressable(args.key, args.key);
+  tensors.value = addressable(args.value, args.value);
+  tensors.mask.lengths = written.numbers.lengths;
+  tensors.mask.lengths_kv = written.numbers.lengths_kv;
+  tensors.scale = Scale(args.scale, query).value;
+  tensors.out = written.out;
+  tensors.lse = written.lse;
+  std::copy_n(written.numbers.numbers.begin(), tensors.numbers.size(), tensors.numbers.begin());
+  tensors.amax = {written.numbers.amax, written.numbers.amax_out};
+  const auto params =
+      sdpa_fp8_params(part, TensorDesc::of(tensors.query), TensorDesc::of(tensors.key),
+                      TensorDesc::of(tensors.value), TensorDesc::of(written.out), given.with_lse);
+  const SdpaPointers pointers(params, tensors);
+  const graph::Call call = call_of(kCall, pointers);
+  graph::execute(call, *graph::get_plan(call, graph::PlanKey::of(params, query.get_device())));
+  return written;
+}
+
+at::Tensor bytes_of(const at::Tensor& tensor) {
+  return is_fp8(tensor.scalar_type()) ? tensor.view(at::kByte) : tensor;
+}
+
+// Zeros, and minus infinity, where a sequence has no query or no key: cuDNN was told that it has no
+// query, and says nothing of those.
+void hide_padding(const at::Tensor& lengths, const at::Tensor& out, const at::Tensor& lse) {
+  const at::Tensor position = at::arange(out.size(2), lengths.options());
+  const at::Tensor is_hidden = position.ge(lengths.unsqueeze(-1)).unsqueeze(1);  // [B, 1, Sq]
+  bytes_of(out).masked_fill_(is_hidden.unsqueeze(-1), 0);
+  if (lse.defined()) lse.masked_fill_(is_hidden, -kInfinity);
+}
+
+// Of the queries of a part, in the type that was asked for.
+at::Tensor in_dtype(const Written& written, at::ScalarType dtype) {
+  if (written.out.scalar_type() == dtype) return written.out;
+  const at::Tensor out = at::detail::empty_strided_cuda(
+      written.out.sizes(), written.out.strides(), dtype, written.out.device());
+  widen_fp8(written.out, written.numbers.numbers.back(), std::nullopt, out);
+  return out;
+}
+
+SdpaFp8Results nothing(const SdpaFp8& given, c10::IntArrayRef sizes) {
+  const auto& query = given.args.query;
+  const at::Tensor out = empty_dense(sizes, query, given.out_dtype);
+  bytes_of(out).zero_();
+  at::Tensor lse;
+  if (given.with_lse) lse = empty_numbers(sizes.slice(0, 3), query).fill_(-kInfinity);
+  return {out, or_none(lse, query, at::kFloat), empty_numbers({1}, query).zero_(),
+          empty_numbers({1}, query).zero_()};
+}
+
+SdpaFp8Results sdpa_fp8_cuda(const SdpaFp8& given) {
+  check_sdpa_fp8(given);
+  const auto& query = given.args.query;
+  const c10::cuda::CUDAGuard device_guard(query.device());
+  graph::require_sm80(kCall.op, query.get_device());
+  const std::array<int64_t, 4> sizes{query.size(0), query.size(1), query.size(2),
+                                     given.args.value.size(3)};
+  const SdpaFp8Part part(given.args);
+  if (c10::multiply_integers(sizes) == 0 || part.is_empty()) return nothing(given, sizes);
+  const Written written = run(given, part);
+  const auto& numbers = written.numbers;
+  const at::Tensor out = in_dtype(written, given.out_dtype), lse = written.lse;
+  if (numbers.lengths.defined()) hide_padding(numbers.lengths, out, lse);
+  if (out.size(2) == query.size(2)) {
+    return {out, or_none(lse, query, at::kFloat), numbers.amax, numbers.amax_out};
+  }
+  const auto [all, all_lse, amax, amax_out] = nothing(given, sizes);
+  const auto rows = [&](const at::Tensor& tensor) { return tensor.narrow(2, part.row, part.rows); };
+  bytes_of(rows(all)).copy_(bytes_of(out.narrow(2, 0, part.rows)));
+  if (given.with_lse) rows(all_lse).copy_(lse.narrow(2, 0, part.rows));
+  return {all, all_lse, numbers.amax, numbers.amax_out};
+}
+
+}  // namespace
+}  // namespace cudnn_ops
+
+TORCH_LIBRARY_IMPL(cudnn_ops, CUDA, m) {
+  m.impl("_sdpa_fp8", cudnn_ops::kernel<cudnn_ops::sdpa_fp8_cuda>);
+}

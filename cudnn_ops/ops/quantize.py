@@ -1,0 +1,197 @@
+"""Rounding to numbers of 8 bits and back: public functions, fake and CPU kernels.
+
+The CUDA kernels are in ``csrc/kernels/fp8*``, the checks in ``csrc/ops/quantize/``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cudnn_ops.ops.arguments import refuse_wrong_types
+from cudnn_ops.ops.kernels import register
+
+_ops = torch.ops.cudnn_ops
+#: To look up an overload takes a tenth of a microsecond.
+_quantize_op = _ops._quantize_fp8.default
+_dequantize_op = _ops._dequantize_fp8.default
+
+#: The largest scale: its inverse is a normal float32, which GPUs do not take for zero.
+_LARGEST_SCALE = 2.0**126
+
+
+class QuantizedFp8(NamedTuple):
+    """What :func:`quantize_fp8` returns."""
+
+    data: Tensor
+    """The input times its scale, rounded."""
+    descale: Tensor
+    """float32 [1], or [size of ``dim``]: ``data * descale`` is near the input."""
+    amax: Tensor
+    """float32, likewise: the largest magnitude of the input; NaN where it holds one."""
+
+
+def _dim_of(input: Tensor, dim: int | None) -> int | None:
+    return dim + input.dim() if dim is not None and dim < 0 else dim
+
+
+def quantize_fp8(
+    input: Tensor,
+    scale: Tensor | None = None,
+    *,
+    dim: int | None = None,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+) -> QuantizedFp8:
+    r"""Rounds a tensor to numbers of 8 bits, under one scale or one for each head.
+
+    .. math::
+        \mathrm{data} = \mathrm{round}\bigl(\mathrm{clamp}(\mathrm{scale} \cdot x,
+        -\mathrm{max}, \mathrm{max})\bigr), \qquad \mathrm{descale} = 1 / \mathrm{scale}
+
+    with the largest number of the format, 448 for ``float8_e4m3fn`` and 57344 for ``float8_e5m2``
+    (Micikevicius et al., "FP8 formats for deep learning", section 3). To the nearest, ties to even;
+    what is too large becomes the largest, NaN stays NaN. Without ``scale`` it is
+    :math:`\mathrm{max} / \mathrm{amax}`, and 1 where amax is 0 or not finite: one pass for amax and
+    one that rounds. With it one pass does both, for scales that follow from the amax of steps
+    before. The host waits for nothing. Not differentiable.
+
+    Args:
+        input: any shape and strides, float16, bfloat16 or float32; on a CPU also float64, which is
+            rounded to float32 first. Views whose rows lie apart, such as the parts of one
+            projection, are read where they are.
+        scale: float32, one number; with ``dim`` as many as it has indices.
+        dim: the dimension whose indices have a scale each, such as the heads; at most 65535.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+
+    Returns:
+        The rounded tensor, dense and in the input's order of dimensions in memory, its descale and
+        the input's amax.
+
+    Raises:
+        ValueError: a dimension that is none, or a scale that does not fit.
+        TypeError: an unsupported dtype.
+        NotImplementedError: forward-mode derivatives.
+
+    Example:
+        >>> import torch, cudnn_ops
+        >>> data, descale, amax = cudnn_ops.quantize_fp8(torch.tensor([1.0, -7.0, 0.5]))
+        >>> amax, data.float() * descale
+        (tensor([7.]), tensor([ 1.0000, -7.0000,  0.5000]))
+    """
+    try:
+        return QuantizedFp8(*_quantize_op(input, scale, _dim_of(input, dim), dtype))
+    except RuntimeError:
+        refuse_wrong_types(_quantize_op, locals())
+        raise
+
+
+def dequantize_fp8(
+    input: Tensor,
+    descale: Tensor,
+    *,
+    dim: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    r"""Numbers of 8 bits times their descale, by one kernel.
+
+    .. math:: \mathrm{out} = \mathrm{descale} \cdot x
+
+    Args:
+        input: any shape and strides, ``float8_e4m3fn`` or ``float8_e5m2``.
+        descale: float32, one number; with ``dim`` as many as it has indices.
+        dim: as in :func:`quantize_fp8`.
+        dtype: float16, bfloat16 or float32.
+
+    Returns:
+        A dense tensor in the input's order of dimensions in memory.
+
+    Raises:
+        ValueError: a dimension that is none, or a descale that does not fit.
+        TypeError: an unsupported dtype.
+
+    Example:
+        >>> import torch, cudnn_ops
+        >>> data, descale, _ = cudnn_ops.quantize_fp8(torch.tensor([1.0, -8.0]))
+        >>> cudnn_ops.dequantize_fp8(data, descale, dtype=torch.float32)
+        tensor([ 1., -8.])
+    """
+    try:
+        return _dequantize_op(input, descale, _dim_of(input, dim), dtype)
+    except RuntimeError:
+        refuse_wrong_types(_dequantize_op, locals())
+        raise
+
+
+def round_to_fp8(scaled: Tensor, dtype: torch.dtype) -> Tensor:
+    """To the nearest number of 8 bits; the largest for what is too large."""
+    most = torch.finfo(dtype).max
+    return scaled.clamp(-most, most).to(dtype)
+
+
+def _along(numbers: Tensor, input: Tensor, dim: int | None) -> Tensor:
+    """So that they broadcast to the input."""
+    sizes = [1] * input.dim()
+    if dim is not None:
+        sizes[dim] = -1
+    return numbers.reshape(sizes)
+
+
+def _quantize_fake(
+    input: Tensor, scale: Tensor | None, dim: int | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    _ops._quantize_fp8_check.default(input, scale, dim, dtype)
+    groups = 1 if dim is None else input.shape[dim]
+    descale, amax = (input.new_empty(groups, dtype=torch.float32) for _ in range(2))
+    return torch.empty_like(input, dtype=dtype), descale, amax
+
+
+def quantize_in_torch(
+    input: Tensor, scale: Tensor | None, dim: int | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The results of ``_quantize_fp8`` by torch's operators."""
+    x = input.float()
+    dims = [one for one in range(input.dim()) if one != dim]
+    groups = 1 if dim is None else input.shape[dim]
+    if input.numel() == 0:
+        amax = x.new_zeros(groups)
+    else:
+        amax = (x.abs().amax(dims) if dims else x.abs()).reshape(groups)
+    if scale is None:
+        is_known = (amax > 0) & amax.isfinite()
+        # Not a number over a tensor, which torch computes as that times the inverse.
+        scale = (torch.full_like(amax, torch.finfo(dtype).max) / amax).clamp(max=_LARGEST_SCALE)
+        scale = scale.where(is_known, torch.ones_like(scale))
+    scale = scale.reshape(groups)
+    data = round_to_fp8(x * _along(scale, input, dim), dtype)
+    return torch.empty_like(input, dtype=dtype).copy_(data), scale.reciprocal(), amax
+
+
+def _quantize_cpu(
+    input: Tensor, scale: Tensor | None, dim: int | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    _ops._quantize_fp8_check.default(input, scale, dim, dtype)
+    return quantize_in_torch(input, scale, dim, dtype)
+
+
+def _dequantize_fake(input: Tensor, descale: Tensor, dim: int | None, dtype: torch.dtype) -> Tensor:
+    _ops._dequantize_fp8_check.default(input, descale, dim, dtype)
+    return torch.empty_like(input, dtype=dtype)
+
+
+def dequantize_in_torch(
+    input: Tensor, descale: Tensor, dim: int | None, dtype: torch.dtype
+) -> Tensor:
+    """The result of ``_dequantize_fp8`` by torch's operators."""
+    wide = input.float() * _along(descale, input, dim)
+    return torch.empty_like(input, dtype=dtype).copy_(wide)
+
+
+def _dequantize_cpu(input: Tensor, descale: Tensor, dim: int | None, dtype: torch.dtype) -> Tensor:
+    _ops._dequantize_fp8_check.default(input, descale, dim, dtype)
+    return dequantize_in_torch(input, descale, dim, dtype)
+
+
+register("_quantize_fp8", fake=_quantize_fake, cpu=_quantize_cpu)
+register("_dequantize_fp8", fake=_dequantize_fake, cpu=_dequantize_cpu)
