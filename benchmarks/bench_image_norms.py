@@ -1,8 +1,11 @@
-"""Group norm of images: GPU time beside that of a copy.
+"""Group norm and batch norm of images: GPU time beside that of a copy.
 
-bf16, with SiLU behind the norm where a case's name says so; a training forward, and the backward
-with the gradients of weight and bias. A copy reads one tensor and writes one, as a forward must; a
-backward must read two and write one.
+bf16, with SiLU or ReLU behind the norm where a case's name says so; a training forward, and the
+backward with the gradients of weight and bias. A copy reads one tensor and writes one, as a forward
+must; a backward must read two and write one.
+
+Batch norms have float32 parameters and running statistics, and where a case's name says "sum" a
+residual. Their plans are made before they are timed.
 
 `--only` measures some groups of cases and adds their rows to the file.
 """
@@ -19,7 +22,14 @@ from torch.nn import functional as F
 import cudnn_ops
 from benchmarks.bench_norms import random_tensor, verify
 from benchmarks.harness import OURS, Rows, gpu_ms, main
+from cudnn_ops.ops.batch_norm import BatchNormActivation
 from cudnn_ops.ops.group_norm import NormActivation
+
+_ENDINGS: tuple[tuple[bool, BatchNormActivation], ...] = (
+    (False, "none"),
+    (False, "relu"),
+    (True, "relu"),
+)
 
 
 class Case(NamedTuple):
@@ -33,6 +43,19 @@ class Case(NamedTuple):
         order = "channels last" if self.is_last else "channels first"
         ending = "" if self.activation == "none" else f" {self.activation}"
         return f"{self.group} {','.join(map(str, self.shape))} by {self.groups} {order}{ending}"
+
+
+class BatchCase(NamedTuple):
+    group: str
+    shape: tuple[int, ...]
+    is_last: bool = True
+    adds: bool = False
+    activation: BatchNormActivation = "none"
+
+    def __str__(self) -> str:
+        order = "channels last" if self.is_last else "channels first"
+        ending = " sum" * self.adds + (" relu" if self.activation == "relu" else "")
+        return f"{self.group} {','.join(map(str, self.shape))} {order}{ending}"
 
 
 def in_both_orders(*cases: Case) -> tuple[Case, ...]:
@@ -65,7 +88,33 @@ CASES = (
     Case("small", (256, 512), is_last=False),
     Case("small", (2, 64, 16, 16), is_last=False, activation="none"),
 )
-PARTS = tuple(dict.fromkeys(case.group for case in CASES))
+#: ResNet-50's at batch 256, those of RegNet and EfficientNet, other orders and types of models.
+BATCH_SHAPES = (
+    (256, 64, 112, 112),
+    (256, 64, 56, 56),
+    (256, 256, 56, 56),
+    (256, 128, 28, 28),
+    (256, 512, 28, 28),
+    (256, 256, 14, 14),
+    (256, 1024, 14, 14),
+    (256, 512, 7, 7),
+    (256, 2048, 7, 7),
+    (64, 440, 14, 14),
+    (128, 96, 56, 56),
+    (32, 64, 56, 56),
+)
+BATCH_CASES = (
+    *(
+        BatchCase("batch norm", shape, adds=adds, activation=activation)
+        for shape in BATCH_SHAPES
+        for adds, activation in _ENDINGS
+    ),
+    BatchCase("batch norm", (256, 64, 56, 56), is_last=False, adds=True, activation="relu"),
+    BatchCase("batch norm", (64, 35, 56, 56), activation="relu"),
+    BatchCase("batch norm", (4, 64, 16, 56, 56), activation="relu"),
+    BatchCase("batch norm", (8192, 1024), is_last=False, activation="relu"),
+)
+PARTS = (*dict.fromkeys(case.group for case in CASES), "batch norm")
 
 
 def run(rows: Rows, rounds: int) -> None:
@@ -81,9 +130,12 @@ def run_part(part: str, rows: Rows, rounds: int) -> None:
         for case in CASES:
             if case.group == part:
                 measure(case, rows, rounds)
+        for batch_case in BATCH_CASES:
+            if batch_case.group == part:
+                measure_batch_norm(batch_case, rows, rounds)
 
 
-def image(case: Case) -> Tensor:
+def image(case: Case | BatchCase) -> Tensor:
     samples, channels, *size = case.shape
     if not case.is_last:
         return random_tensor(*case.shape)
@@ -101,14 +153,66 @@ def ours(case: Case, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def measure(case: Case, rows: Rows, rounds: int) -> None:
     """Check every implementation against ours, then add the rows."""
-    x, grad_out = image(case).requires_grad_(), image(case)
-    leaves = (x, *(random_tensor(case.shape[1]).requires_grad_() for _ in range(2)))
+    leaves = (image(case), *(random_tensor(case.shape[1]) for _ in range(2)))
+    time_steps(case, partial(ours, case), partial(in_torch, case), leaves, rows, rounds)
+
+
+def batch_norm_in_torch(case: BatchCase, running: list[Tensor], *tensors: Tensor) -> Tensor:
+    x, weight, bias, *residual = tensors
+    out = F.batch_norm(x, running[0], running[1], weight, bias, True)
+    if case.adds:
+        out = out + residual[0]
+    return out.relu() if case.activation == "relu" else out
+
+
+def batch_norm_ours(case: BatchCase, running: list[Tensor], *tensors: Tensor) -> Tensor:
+    x, weight, bias, *residual = tensors
+    return cudnn_ops.batch_norm(
+        x,
+        running[0],
+        running[1],
+        weight,
+        bias,
+        training=True,
+        residual=residual[0] if case.adds else None,
+        activation=case.activation,
+    )
+
+
+def measure_batch_norm(case: BatchCase, rows: Rows, rounds: int) -> None:
+    """Likewise, by the plans that a size has that is called often."""
+    x = image(case)
+    parameters = [random_tensor(case.shape[1]).float() for _ in range(2)]
+    running = [torch.zeros_like(parameters[0]), torch.ones_like(parameters[0])]
+    leaves = (x, *parameters, *([image(case)] if case.adds else []))
+    with cudnn_ops.using_plan_policy("exact"):
+        time_steps(
+            case,
+            partial(batch_norm_ours, case, running),
+            partial(batch_norm_in_torch, case, running),
+            leaves,
+            rows,
+            rounds,
+        )
+
+
+def time_steps(
+    case: Case | BatchCase,
+    of_ours: Callable[..., Tensor],
+    of_torch: Callable[..., Tensor],
+    tensors: tuple[Tensor, ...],
+    rows: Rows,
+    rounds: int,
+) -> None:
+    """Check every implementation against ours, then add the rows of forward and backward."""
+    leaves = tuple(tensor.requires_grad_() for tensor in tensors)
+    grad_out = image(case)
     # One function's shapes would run into dynamo's limit of recompilations.
     torch._dynamo.reset()
     functions: dict[str, Callable[..., Tensor]] = {
-        OURS: partial(ours, case),
-        "eager": partial(in_torch, case),
-        "compile": torch.compile(partial(in_torch, case), dynamic=False),
+        OURS: of_ours,
+        "eager": of_torch,
+        "compile": torch.compile(of_torch, dynamic=False),
     }
     forward: dict[str, Callable[[], object]] = {
         name: partial(f, *leaves) for name, f in functions.items()
@@ -122,7 +226,7 @@ def measure(case: Case, rows: Rows, rounds: int) -> None:
         expected = expected or results
         verify(f"{case}: {name}", results, expected)
         backward[name] = grad
-    data, target = x.detach(), torch.empty_like(grad_out)
+    data, target = leaves[0].detach(), torch.empty_like(grad_out)
     for which, timed in (("fwd", forward), ("bwd", backward)):
         timed["copy"] = partial(target.copy_, data)
         for name, ms in gpu_ms(timed, rounds=rounds).items():

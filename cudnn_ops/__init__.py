@@ -11,6 +11,7 @@ from cudnn_ops._library import cmake_prefix_path
 from cudnn_ops.compiler.report import Candidate, CompileReport, compile_report
 from cudnn_ops.ops import _vmap_adaptive_norm as _vmap_adaptive_norm
 from cudnn_ops.ops import _vmap_attention as _vmap_attention
+from cudnn_ops.ops import _vmap_batch_norm as _vmap_batch_norm
 from cudnn_ops.ops import _vmap_conv as _vmap_conv
 from cudnn_ops.ops import _vmap_group_norm as _vmap_group_norm
 from cudnn_ops.ops import _vmap_linear as _vmap_linear
@@ -24,12 +25,14 @@ from cudnn_ops.ops.adaptive_norm import (
     gate_add_adaptive_rms_norm,
 )
 from cudnn_ops.ops.alibi import alibi_slopes
+from cudnn_ops.ops.batch_norm import batch_norm
 from cudnn_ops.ops.checkpointing import checkpoint_ops
 from cudnn_ops.ops.conv import conv1d, conv2d, conv3d
 from cudnn_ops.ops.conv_transpose import conv_transpose1d, conv_transpose2d, conv_transpose3d
 from cudnn_ops.ops.decomposition import decompositions
 from cudnn_ops.ops.gated import geglu, swiglu
 from cudnn_ops.ops.group_norm import add_group_norm, group_norm
+from cudnn_ops.ops.instance_norm import instance_norm
 from cudnn_ops.ops.linear import linear, mlp
 from cudnn_ops.ops.merge import merge_attention_states
 from cudnn_ops.ops.moe import grouped_linear, moe_combine, moe_experts, moe_permute
@@ -134,6 +137,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "alibi_slopes",
+    "batch_norm",
     "build_bundle",
     "cache_clear",
     "cache_info",
@@ -153,6 +157,7 @@ __all__ = [
     "geglu",
     "group_norm",
     "grouped_linear",
+    "instance_norm",
     "known_bad",
     "layer_norm",
     "linear",

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 import cudnn_ops
 from cudnn_ops.ops.activation import ACTIVATIONS, SLOPE
 from cudnn_ops.ops.linear import KEEP_SLOPE
+from cudnn_ops.plans.policy import Policy
 from tests.cases import paged as paged_cases
 from tests.test_paged import DECODE, ONE, PREFILL, SPECULATE
 
@@ -178,6 +179,34 @@ def group_norms() -> Iterator[Sample]:
                     f"group_norm_forward and group_norm_backward, {name}, {order}, {shared}",
                     partial(run, dtype, is_last, size, shared, adds),
                 )
+
+
+def batch_norms() -> Iterator[Sample]:
+    """By plans, of masks and without, and by kernels of ours and torch's; by running statistics."""
+
+    def run(
+        dtype: torch.dtype, channels: int, is_last: bool, policy: Policy, training: bool
+    ) -> None:
+        x, residual = (_tensor(3, channels, 7, 5, dtype=dtype) for _ in range(2))
+        if is_last:
+            x, residual = (t.contiguous(memory_format=torch.channels_last) for t in (x, residual))
+        weight, bias, mean, var = (_tensor(channels, dtype=torch.float32) for _ in range(4))
+        weight, bias, var = weight.requires_grad_(), bias.requires_grad_(), var.square() + 1
+        with cudnn_ops.using_plan_policy(policy):
+            x, residual = x.requires_grad_(), residual.requires_grad_()
+            given = (x, mean, var, weight, bias, training)
+            _backward(cudnn_ops.batch_norm(*given, residual=residual, activation="relu"))
+
+    for name, dtype in TYPES.items():
+        for channels, is_last in ((64, True), (24, True), (7, True), (64, False), (7, False)):
+            images = "pixels" if is_last else "planes"
+            for policy in get_args(Policy)[:2]:
+                for training in (False, True):
+                    words = f"{channels} channels, {policy}, {training}"
+                    yield (
+                        f"batch norm of {images}, {name}, {words}",
+                        partial(run, dtype, channels, is_last, policy, training),
+                    )
 
 
 def adaptive_norms() -> Iterator[Sample]:
@@ -388,8 +417,8 @@ def decoding() -> Iterator[Sample]:
 
 
 FAMILIES = (
-    *(gated, rotary, norms, group_norms, adaptive_norms, convolutions, depthwise_images),
-    *(mixtures, appending, decoding),
+    *(gated, rotary, norms, group_norms, batch_norms, adaptive_norms, convolutions),
+    *(depthwise_images, mixtures, appending, decoding),
 )
 
 

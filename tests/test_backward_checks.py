@@ -50,6 +50,21 @@ def group_norm(device: str) -> Arguments:
     }
 
 
+def batch_norm(device: str) -> Arguments:
+    x, channels = torch.ones(2, 12, 5, device=device), torch.ones(12, device=device)
+    return {
+        "grad_out": x,
+        "input": x,
+        "weight": channels,
+        "out": x,
+        "mean": channels,
+        "rstd": channels,
+        "training": True,
+        "activation": 1,
+        "output_mask": [True] * 4,
+    }
+
+
 def adaptive_norm(device: str) -> Arguments:
     x, columns = torch.ones(2, 5, 24, device=device), torch.ones(24, device=device)
     modulation, stats = torch.ones(2, 24, device=device), torch.ones(2, 5, device=device)
@@ -144,6 +159,7 @@ CALLS: dict[str, tuple[str, Callable[[str], Arguments]]] = {
     "rms_norm": ("_norm_backward", lambda device: norm(device, False)),
     "layer_norm": ("_norm_backward", lambda device: norm(device, True)),
     "group_norm": ("_group_norm_backward", group_norm),
+    "batch_norm": ("_batch_norm_backward", batch_norm),
     "gate_add_adaptive_layer_norm": ("_adaptive_norm_backward", adaptive_norm),
     "swiglu": ("_gated_backward", lambda device: gated(device, 0)),
     "geglu": ("_gated_backward", lambda device: gated(device, 2)),
@@ -209,6 +225,20 @@ MISTAKES = [
     ("group_norm", "activation", lambda _: 1, ValueError, "activation must be 0 or 2, got 1"),
     ("group_norm", "weight", lambda _: None, ValueError, "the gradient of a weight or bias"),
     ("group_norm", "bias", lambda _: None, ValueError, "the gradient of a weight or bias"),
+    *[
+        ("batch_norm", name, change, error, f"batch_norm backward: {name} must be")
+        for name in ("grad_out", "out")
+        for change, error in ((narrow, ValueError), (short, ValueError), (half, TypeError))
+    ],
+    *[
+        ("batch_norm", name, change, ValueError, rf"backward: {name} must be .*\[12\]")
+        for name in ("mean", "rstd")
+        for change in (short, half, repeated)
+    ],
+    ("batch_norm", "activation", lambda _: 2, ValueError, "activation must be 0 or 1, got 2"),
+    ("batch_norm", "out", lambda _: None, ValueError, "out must be given with ReLU, and only"),
+    ("batch_norm", "activation", lambda _: 0, ValueError, "out must be given with ReLU, and only"),
+    ("batch_norm", "weight", short, ValueError, r"weight must be \[12\]"),
     *[
         ("gate_add_adaptive_layer_norm", name, change, error, f"norm backward: {name} must be")
         for name in ("grad_out", "grad_sum")
@@ -318,6 +348,7 @@ def test_fake(mistake, device):
     [
         *[("layer_norm", name) for name in ("grad_out", "grad_sum", "weight", "mean", "rstd")],
         *[("group_norm", name) for name in ("grad_out", "grad_sum", "weight", "mean", "rstd")],
+        *[("batch_norm", name) for name in ("grad_out", "out", "weight", "mean", "rstd")],
         *[("gate_add_adaptive_layer_norm", name) for name in ("grad_out", "gate", "bias", "rstd")],
         *[("swiglu", name) for name in ("grad_out", "up")],
         *[("rotary_embedding", name) for name in ("cos", "sin")],
@@ -350,8 +381,8 @@ def test_one_tensor_left_on_the_cpu(op, name):
 @pytest.mark.parametrize(
     "op",
     [
-        *("rms_norm", "group_norm", "gate_add_adaptive_layer_norm", "swiglu", "rotary_embedding"),
-        *("moe_combine", "grouped_linear"),
+        *("rms_norm", "group_norm", "batch_norm", "gate_add_adaptive_layer_norm", "swiglu"),
+        *("rotary_embedding", "moe_combine", "grouped_linear"),
     ],
 )
 def test_float64_is_for_cpus(op):

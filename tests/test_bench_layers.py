@@ -54,11 +54,18 @@ def test_image_norms(on_cpu, monkeypatch):
         bench.Case("one", (2, 6, 4, 3), 3), bench.Case("two", (1, 4, 3), 2)
     )
     monkeypatch.setattr(bench, "CASES", small)
+    of_batch = (
+        bench.BatchCase("three", (3, 4, 3, 2), adds=True, activation="relu"),
+        bench.BatchCase("three", (3, 5), is_last=False),
+    )
+    monkeypatch.setattr(bench, "BATCH_CASES", of_batch)
     rows = Rows(ENV)
     bench.run_part("two", rows, 1)
+    bench.run_part("three", rows, 1)
     found = harness.pivot(rows.rows, "gpu_ms")
-    assert [case.rsplit(" ", 1)[1] for case in found] == ["fwd", "bwd"] * 2
+    assert [case.rsplit(" ", 1)[1] for case in found] == ["fwd", "bwd"] * 4
     assert list(found)[2] == "two 1,4,3 by 2 channels first silu fwd"
+    assert list(found)[4] == "three 3,4,3,2 channels last sum relu fwd"
     assert all(list(impls) == ["cudnn_ops", "eager", "compile", "copy"] for impls in found.values())
 
 
@@ -142,8 +149,8 @@ def test_there_are_depthwise_convolutions_of_every_kind():
 
 
 def test_there_are_image_norms_of_every_kind():
-    cases = bench_image_norms.CASES
-    assert len(set(map(str, cases))) == len(cases) > 24
+    cases = (*bench_image_norms.CASES, *bench_image_norms.BATCH_CASES)
+    assert len(set(map(str, cases))) == len(cases) > 64
     assert {case.group for case in cases} == set(bench_image_norms.PARTS)
 
 

@@ -105,6 +105,11 @@ def _pointwise(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor):
 
 def _convolutions(x: Tensor, weight: Tensor, bias: Tensor, volume: Tensor, kernel: Tensor):
     yield cudnn_ops.group_norm(x, 2, None, None, 1e-4)
+    yield cudnn_ops.batch_norm(x, bias, bias.square() + 1, residual=x, activation="relu")
+    sums = volume.sum((0, 2, 3, 4)).square()
+    yield cudnn_ops.batch_norm(volume, sums, sums, eps=1e-3)
+    yield cudnn_ops.instance_norm(x, None, None, bias, bias, activation="silu")
+    yield cudnn_ops.instance_norm(x, bias, bias.square() + 1, use_input_stats=False)
     yield cudnn_ops.group_norm(x, 3, bias, bias, activation="silu")
     yield from cudnn_ops.add_group_norm(volume, volume.sin(), 1, activation="silu")
     yield cudnn_ops.conv2d(x, weight, bias, 2, (1, 0), 2, activation="relu")

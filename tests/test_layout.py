@@ -35,8 +35,8 @@ INCLUDES: dict[str, set[str]] = {
     "ops": {"graph", "kernels"},
 }
 FAMILIES = {
-    *("adaptive_norm", "attention", "conv", "gated", "group_norm", "linear", "moe", "norm"),
-    *("quantize", "rotary"),
+    *("adaptive_norm", "attention", "batch_norm", "conv", "gated", "group_norm", "linear", "moe"),
+    *("norm", "quantize", "rotary"),
 }
 #: Headers that the build writes.
 GENERATED = re.compile(r"\w+_images\.h|graph_hash\.h|known_bad_rules\.h")

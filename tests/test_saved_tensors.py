@@ -169,6 +169,27 @@ def _calls() -> dict[str, Call]:
             ("input", "residual"),
             3,
         ),
+        "batch_norm": Call(
+            lambda input, weight, bias, residual: cudnn_ops.batch_norm(
+                input, None, None, weight, bias, True, residual=residual
+            ),
+            {
+                "input": _leaf(3, 8, 5),
+                "weight": _leaf(8),
+                "bias": _leaf(8),
+                "residual": _leaf(3, 8, 5),
+            },
+            ("bias", "residual"),
+            2,
+        ),
+        "batch_norm_relu": Call(
+            lambda input, weight: cudnn_ops.batch_norm(
+                input, None, None, weight, training=True, activation="relu"
+            ),
+            {"input": _leaf(3, 8, 5), "weight": _leaf(8)},
+            (),
+            3,
+        ),
         "adaptive_layer_norm": Call(
             lambda input, scale, shift: cudnn_ops.adaptive_layer_norm(input, scale, shift),
             {"input": _leaf(3, 4, 8), "scale": _leaf(3, 8), "shift": _leaf(3, 8)},

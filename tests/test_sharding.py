@@ -94,7 +94,7 @@ def has_gradient(case: cases.Case, name: str, tensor: Tensor) -> bool:
     return (
         case not in cases.SERVING
         and tensor.is_floating_point()
-        and name not in ("alibi_slopes", "cos", "sin")
+        and name not in ("alibi_slopes", "cos", "sin", "mean")
     )
 
 

@@ -102,7 +102,7 @@ def test_every_operator_can_be_asked_about():
     assert {op for op in cudnn_ops.__all__ if "norm" in op or op.startswith("conv")} - named == {
         "tune_norms",
         # By kernels of our own alone.
-        *("group_norm", "add_group_norm"),
+        *("group_norm", "add_group_norm", "instance_norm"),
         *("adaptive_layer_norm", "gate_add_adaptive_layer_norm"),
         *("adaptive_rms_norm", "gate_add_adaptive_rms_norm"),
     }

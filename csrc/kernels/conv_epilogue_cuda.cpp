@@ -3,6 +3,7 @@
 #include "conv_epilogue_images.h"
 #include "kernels/conv_epilogue_call.h"
 #include "kernels/device_kernel.h"
+#include "kernels/row_tiling.h"
 
 #include <ATen/cuda/EmptyTensor.h>
 
@@ -13,7 +14,7 @@
 namespace cudnn_ops {
 namespace {
 
-constexpr int64_t kThreads = 512, kStrip = 32, kVectorBytes = 16;
+constexpr int64_t kStrip = 32, kVectorBytes = 16;
 // Enough rows per thread that the block's one sum, where it adds up, costs little beside them.
 // Where it does not, blocks of one turn each are faster until the GPU is full.
 constexpr int64_t kTurnsToAddUp = 8;
@@ -62,25 +63,6 @@ bool is_aligned(const void* address) {
   return reinterpret_cast<uintptr_t>(address) % kVectorBytes == 0;
 }
 
-// How rows of `columns` are spread over threads, each of which loads `width` numbers at once.
-struct Tiling {
-  int64_t pieces, rows_at_once, strips;
-  int threads;
-
-  Tiling(int64_t columns, int64_t width) {
-    const int64_t row_pieces = columns / width;
-    strips = divide_up(row_pieces, kThreads);
-    pieces = divide_up(row_pieces, strips);
-    rows_at_once = kThreads / pieces;
-    threads = static_cast<int>(pieces * rows_at_once);
-  }
-  // How many blocks share the rows of a strip.
-  int64_t stretches(int64_t rows, int64_t resident, int64_t least_turns) const {
-    const int64_t least = rows_at_once * least_turns;
-    return std::max<int64_t>(1, std::min(divide_up(rows, least), resident / strips));
-  }
-};
-
 // Of nothing but the activation, with as many pieces of memory in flight as a GPU needs: a thread
 // has one until the GPU is full, then several.
 void activate(const at::Tensor& conv, Activation activation, const at::Tensor& out) {
@@ -128,7 +110,7 @@ void conv_epilogue_forward(const at::Tensor& conv, const std::optional<at::Tenso
   const bool is_wide = columns * element % kVectorBytes == 0 && is_aligned(call.conv) &&
                        is_aligned(call.bias) && is_aligned(call.residual) &&
                        is_aligned(call.before) && is_aligned(call.out);
-  const Tiling tiling(columns, is_wide ? kVectorBytes / element : 1);
+  const RowTiling tiling(columns, is_wide ? kVectorBytes / element : 1);
   call.pieces = static_cast<unsigned>(tiling.pieces);
   const auto& kernels = kernels_of(conv.scalar_type());
   const auto& kernel = (is_wide ? kernels.forward_wide : kernels.forward_narrow)[activation];
@@ -153,7 +135,7 @@ void conv_epilogue_backward(const at::Tensor& grad_out, const std::optional<at::
   const bool is_wide = columns * element % kVectorBytes == 0 && is_aligned(call.grad_out) &&
                        is_aligned(call.saved) && is_aligned(call.grad);
   const int64_t width = is_wide ? kVectorBytes / element : 1;
-  const Tiling tiling(columns, width);
+  const RowTiling tiling(columns, width);
   call.pieces = static_cast<unsigned>(tiling.pieces);
   const int shared = grad_bias.defined() ? tiling.threads * static_cast<int>(width * 4) : 0;
   const auto& kernels = kernels_of(grad_out.scalar_type());

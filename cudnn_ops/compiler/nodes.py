@@ -410,7 +410,10 @@ def written_by(node: fx.Node) -> list[fx.Node]:
             names = ["running_mean", "running_var"]
         return [call[name] for name in names if isinstance(call[name], fx.Node)]
     if isinstance(node.target, torch._ops.OpOverload):
-        return node.all_input_nodes if node.target._schema.is_mutable else []
+        arguments = node.target._schema.arguments
+        given = {**dict(zip((a.name for a in arguments), node.args, strict=False)), **node.kwargs}
+        written = [given.get(a.name) for a in arguments if a.is_write]
+        return [one for one in written if isinstance(one, fx.Node)]
     if isinstance(node.target, torch._ops.HigherOrderOperator) and "mutation" in target_name(node):
         return node.all_input_nodes  # a kernel in Triton
     if writes_by_name(node) or node.kwargs.get("inplace"):

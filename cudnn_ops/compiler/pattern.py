@@ -22,6 +22,7 @@ class Found:
         build: the replacement, a function of the inputs' tensors: one tensor, or as many as there
             are outputs.
         note: what readers of a report should know of it.
+        written: inputs that it writes to, as the nodes do, and that nothing else may read.
     """
 
     nodes: Sequence[fx.Node]
@@ -29,6 +30,7 @@ class Found:
     inputs: Sequence[fx.Node]
     build: Callable[..., Any]
     note: str = ""
+    written: Sequence[fx.Node] = ()
 
     def built(self, *inputs: Any) -> tuple[Any, ...]:
         """The replacement's results for these inputs, which are tensors or stand for them."""
@@ -89,6 +91,16 @@ def tensor(node: fx.Node) -> Tensor:
     value = value_of(node)
     assert value is not None, node
     return value
+
+
+def terms_of(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """The two tensors that it is the sum of, in either order."""
+    call = call_of(node)
+    if call is not None and call.name == "add" and call["alpha"] == 1:
+        terms = call["input"], call["other"]
+        if all(is_tensor(term) for term in terms):
+            yield terms
+            yield terms[::-1]
 
 
 def anything(*_: Any) -> bool:

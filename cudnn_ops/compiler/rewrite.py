@@ -181,7 +181,8 @@ def objection(found: Found, facts: GraphFacts) -> str:
     computed = [node for node in found.nodes if not _is_constant(node)]
     if len({facts.mode[node] for node in computed}) > 1:
         return "gradients or autocast are switched on or off within it"
-    is_input_changed = not facts.mutated.isdisjoint(found.inputs)
+    own = {node for node in found.written if _is_read_within(node, inside, facts)}
+    is_input_changed = not facts.mutated.isdisjoint(set(found.inputs) - own)
     changed = facts.mutated & inside
     if is_input_changed or not all(_is_changed_within(node, inside, facts) for node in changed):
         return "a tensor that it reads is changed in place"
@@ -236,6 +237,13 @@ def _is_changed_within(node: fx.Node, inside: set[fx.Node], facts: GraphFacts) -
         if not inside.issuperset((writer, *before)) or any(facts.place[u] > last for u in users):
             return False
     return True
+
+
+def _is_read_within(node: fx.Node, inside: set[fx.Node], facts: GraphFacts) -> bool:
+    """Whether nothing else in the graph reads that memory, or writes to it."""
+    memory = memory_of(node.meta.get("example_value"))
+    sharing = (one for one in facts.place if memory & memory_of(one.meta.get("example_value")))
+    return all(inside.issuperset(one.users) for one in sharing)
 
 
 def _is_constant(node: fx.Node) -> bool:

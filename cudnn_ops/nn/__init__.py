@@ -9,12 +9,26 @@
 and the activation are one call::
 
     fused = cudnn_ops.nn.fuse_conv_bn_act_(model.eval())
+
+``fuse_bn_act_(model)`` returns one to train, in which a batch norm, the residual and the ReLU are
+one call.
 """
 
 from cudnn_ops.nn.attention import Attention, Cache
+from cudnn_ops.nn.batch_norm import (
+    BatchNorm1d,
+    BatchNorm2d,
+    BatchNorm3d,
+    InstanceNorm1d,
+    InstanceNorm2d,
+    InstanceNorm3d,
+    SyncBatchNorm,
+)
+from cudnn_ops.nn.chains import UnfusedActivation
 from cudnn_ops.nn.conv import ConvAct1d, ConvAct2d, ConvAct3d
 from cudnn_ops.nn.conv_transpose import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
-from cudnn_ops.nn.fuse import FusedConv, UnfusedActivation, fuse_conv_bn_act_
+from cudnn_ops.nn.fuse import FusedConv, fuse_conv_bn_act_
+from cudnn_ops.nn.fuse_norm import FusedNorm, fuse_bn_act_
 from cudnn_ops.nn.gated import PackedSwiGLU, SwiGLU
 from cudnn_ops.nn.linear import FusedQKV, MergedLinear, MergedSwiGLU
 from cudnn_ops.nn.mlp import MLP, LinearAct
@@ -27,6 +41,9 @@ from cudnn_ops.nn.vision import VisionTransformer
 __all__ = [
     "MLP",
     "Attention",
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
     "Cache",
     "ConvAct1d",
     "ConvAct2d",
@@ -37,8 +54,12 @@ __all__ = [
     "CrossAttentionBlock",
     "Experts",
     "FusedConv",
+    "FusedNorm",
     "FusedQKV",
     "GroupNorm",
+    "InstanceNorm1d",
+    "InstanceNorm2d",
+    "InstanceNorm3d",
     "LayerNorm",
     "LinearAct",
     "MergedLinear",
@@ -49,10 +70,12 @@ __all__ = [
     "Replacement",
     "Router",
     "SwiGLU",
+    "SyncBatchNorm",
     "TransformerBlock",
     "UnfusedActivation",
     "UnitRMSNorm",
     "VisionTransformer",
+    "fuse_bn_act_",
     "fuse_conv_bn_act_",
     "replace_modules_",
 ]

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.passes.shape_prop import ShapeProp, TensorMetadata
+from torch.fx.passes.shape_prop import ShapeProp
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
+from cudnn_ops.nn.chains import Chain, ChainFinder
 from cudnn_ops.nn.conv import _ConvAct, folded
-from cudnn_ops.nn.hooks import has_hooks
-from cudnn_ops.nn.recognize import (
-    activation_of,
-    counterpart,
-    is_add,
-    is_frozen_norm,
-    is_norm,
-    is_other_activation,
-    name_of,
-    passes_on,
-)
+from cudnn_ops.nn.recognize import counterpart, is_frozen_norm, is_norm
 from cudnn_ops.ops.activation import Activation
 
 
@@ -46,19 +36,6 @@ class FusedConv:
         parts += ["residual"] * self.residual
         parts += [self.activation] * (self.activation != "none")
         return f"{self.name} + {' + '.join(parts)} -> {self.new}"
-
-
-@dataclass(frozen=True)
-class UnfusedActivation:
-    """An activation after a convolution that is not fused."""
-
-    conv: str
-    """The convolution: ``"layer1.0.conv3"``."""
-    activation: str
-    """The activation as torch prints it: ``"LeakyReLU(negative_slope=0.2)"``."""
-
-    def __str__(self) -> str:
-        return f"{self.conv}: {self.activation} cannot be fused"
 
 
 def fuse_conv_bn_act_(
@@ -122,7 +99,7 @@ def fuse_conv_bn_act_(
             ShapeProp(fused).propagate(*inputs)
     finder = _Finder(fused, shapes_known=example is not None)
     chains = list(finder.chains())
-    fused.meta["fused_convs"] = [chain.summary(fused) for chain in chains]
+    fused.meta["fused_convs"] = [_summary(fused, chain) for chain in chains]
     fused.meta["unfused_activations"] = finder.unfused
     if dry_run:
         for line in (*fused.meta["fused_convs"], *finder.unfused):
@@ -143,183 +120,42 @@ class _Tracer(fx.Tracer):
         return ours or foreign or super().is_leaf_module(m, module_qualified_name)
 
 
-@dataclass
-class _Chain:
-    conv: fx.Node
-    norm: fx.Node | None = None
-    add: fx.Node | None = None
-    #: Which of the sum's terms is not of this chain. The node itself may still be replaced.
-    residual: int = 0
-    activation: Activation = "none"
-    #: All that is folded, in order, and what hands on the last value: gone if more is folded.
-    nodes: list[fx.Node] = field(default_factory=list)
-    behind: list[fx.Node] = field(default_factory=list)
+class _Finder(ChainFinder):
+    """Chains of convolutions, with their batch norms."""
 
-    @property
-    def last(self) -> fx.Node:
-        return (self.behind or self.nodes or [self.conv])[-1]
-
-    def take(self, node: fx.Node) -> None:
-        self.nodes += [*self.behind, node]
-        self.behind.clear()
-
-    def summary(self, model: fx.GraphModule) -> FusedConv:
-        new = counterpart(model.get_submodule(str(self.conv.target)))
-        assert new is not None
-        norm = None if self.norm is None else str(self.norm.target)
-        name = str(self.conv.target)
-        return FusedConv(name, norm, self.add is not None, self.activation, new.__name__)
-
-
-class _Finder:
-    """What can be folded in a graph; changes nothing."""
-
-    def __init__(self, model: fx.GraphModule, shapes_known: bool) -> None:
-        self.model = model
-        self.shapes_known = shapes_known
-        self.nodes = list(model.graph.nodes)
-        self.position = {node: i for i, node in enumerate(self.nodes)}
-        self.calls = Counter(id(self.module(node)) for node in self.nodes)
-        attributes = (str(node.target) for node in self.nodes if node.op == "get_attr")
-        #: Modules whose parameters something reads by itself.
-        self.read = {name.rpartition(".")[0] for name in attributes}
-        #: What chains() has met.
-        self.unfused: list[UnfusedActivation] = []
-
-    def chains(self) -> Iterator[_Chain]:
-        """In the order of the graph."""
-        ends: dict[fx.Node, _Chain] = {}
-        for node in self.nodes:
-            if self.is_conv(node):
-                chain = _Chain(node)
-                user = self.follower(chain)
-                if user is not None and self.is_norm_of(user, chain):
-                    chain.norm = user
-                    chain.take(user)
-                    self.follower(chain)  # past what hands it on
-                ends[chain.last] = chain
-        for node in self.nodes:
-            self.give_sum(node, ends)
-        for chain in ends.values():
-            user = self.follower(chain)
-            if user is not None:
-                self.give_activation(user, chain)
-            if chain.nodes:
-                yield chain
-
-    def module(self, node: fx.Node) -> nn.Module | None:
-        if node.op != "call_module":
-            return None
-        return self.model.get_submodule(str(node.target))
-
-    def follower(self, chain: _Chain) -> fx.Node | None:
-        """What uses what a chain computes, alone, if the chain may be computed as late as there.
-
-        What hands the value on is put behind the chain.
-        """
-        while len(chain.last.users) == 1:
-            (user,) = chain.last.users
-            between = self.nodes[self.position[chain.conv] + 1 : self.position[user]]
-            own = (*chain.nodes, *chain.behind)
-            # The convolution moves past them, and they might write to its input.
-            if any(self.writes(node) for node in between if node not in own):
-                return None
-            if not passes_on(user, self.module(user), chain.last):
-                return user
-            chain.behind.append(user)
-        return None
-
-    def is_conv(self, node: fx.Node) -> bool:
+    def is_head(self, node: fx.Node) -> bool:
         conv = self.module(node)
         return (
             counterpart(conv) is not None
             and isinstance(conv, _ConvNd)
             and conv.weight.dtype.is_floating_point
             and (not isinstance(conv, _ConvAct) or conv.activation == "none")
-            and len(node.args) == 1
-            and not node.kwargs
-            and self.calls[id(conv)] == 1
-            and str(node.target) not in self.read
-            and not has_hooks(conv)
+            and self.is_called_alone(node)
         )
 
-    def is_norm_of(self, node: fx.Node, chain: _Chain) -> bool:
-        conv = self.module(chain.conv)
+    def begin(self, chain: Chain) -> None:
+        user = self.follower(chain)
+        if user is not None and self.is_norm_of(user, chain):
+            chain.norm = user
+            chain.take(user)
+            self.follower(chain)  # past what hands it on
+
+    def is_norm_of(self, node: fx.Node, chain: Chain) -> bool:
+        conv = self.module(chain.head)
         assert isinstance(conv, _ConvNd)
         return node.args == (chain.last,) and is_norm(self.module(node), conv.out_channels)
 
-    def give_sum(self, node: fx.Node, ends: dict[fx.Node, _Chain]) -> None:
-        """Gives a sum to the chain that computes one of its terms, the last one if both do."""
-        if not is_add(node):
-            return
-        terms = [term for term in node.args if isinstance(term, fx.Node)]
-        alpha_only = not node.kwargs or dict(node.kwargs) == {"alpha": 1}
-        if len(node.args) != 2 or len(set(terms)) != 2 or not alpha_only:
-            return
-        chains = [ends[t] for t in terms if t in ends and self.follower(ends[t]) is node]
-        if self.in_place(node) and terms[0] not in (chain.last for chain in chains):
-            return  # what is written to may be used elsewhere
-        for chain in sorted(chains, key=lambda chain: -self.position[chain.last]):
-            other = 1 - terms.index(chain.last)
-            if self.alike(chain.last, terms[other]):
-                chain.add, chain.residual = node, other
-                chain.take(node)
-                return
 
-    def alike(self, term: fx.Node, residual: fx.Node) -> bool:
-        if not self.shapes_known:
-            return residual.op != "get_attr"  # which has no batch
-        of_term, of_residual = (node.meta.get("tensor_meta") for node in (term, residual))
-        return (
-            isinstance(of_term, TensorMetadata)
-            and isinstance(of_residual, TensorMetadata)
-            and of_term.shape == of_residual.shape
-            and of_term.dtype == of_residual.dtype
-        )
-
-    def give_activation(self, node: fx.Node, chain: _Chain) -> None:
-        """Gives a chain the activation that follows it, or says that it cannot have it."""
-        module = self.module(node)
-        activation = activation_of(node, module, chain.last)
-        if activation is not None:
-            chain.activation = activation
-            chain.take(node)
-        elif is_other_activation(node, module):
-            words = repr(module) if module is not None else _call_in_words(node)
-            self.unfused.append(UnfusedActivation(str(chain.conv.target), words))
-
-    def in_place(self, node: fx.Node) -> bool:
-        if node.op == "call_module":
-            return bool(getattr(self.module(node), "inplace", False))
-        if node.op not in ("call_function", "call_method"):
-            return False
-        if node.kwargs.get("inplace") or "out" in node.kwargs:
-            return True
-        name = name_of(node).partition(".")[0]  # an overload's
-        return name.endswith("_") and not name.endswith("__")
-
-    def writes(self, node: fx.Node) -> bool:
-        """Whether it changes a value that something else might read."""
-        if not self.in_place(node):
-            return False
-        target = node.args[0] if node.args else None
-        fresh = isinstance(target, fx.Node) and self.makes_new(target) and len(target.users) == 1
-        return not fresh
-
-    def makes_new(self, node: fx.Node) -> bool:
-        module = self.module(node)
-        is_frozen = module is not None and is_frozen_norm(module)
-        return is_frozen or isinstance(module, (_ConvNd, _BatchNorm))
+def _summary(model: fx.GraphModule, chain: Chain) -> FusedConv:
+    new = counterpart(model.get_submodule(str(chain.head.target)))
+    assert new is not None
+    norm = None if chain.norm is None else str(chain.norm.target)
+    name = str(chain.head.target)
+    return FusedConv(name, norm, chain.add is not None, chain.activation, new.__name__)
 
 
-def _call_in_words(node: fx.Node) -> str:
-    arguments = [str(value) for value in node.args[1:]]
-    arguments += [f"{name}={value}" for name, value in node.kwargs.items()]
-    return f"{name_of(node)}({', '.join(arguments)})"
-
-
-def _rewrite(model: fx.GraphModule, chain: _Chain) -> None:
-    name = str(chain.conv.target)
+def _rewrite(model: fx.GraphModule, chain: Chain) -> None:
+    name = str(chain.head.target)
     conv = model.get_submodule(name)
     assert isinstance(conv, _ConvNd)
     norm = None if chain.norm is None else model.get_submodule(str(chain.norm.target))
@@ -327,12 +163,4 @@ def _rewrite(model: fx.GraphModule, chain: _Chain) -> None:
     assert kind is not None
     new = kind.of(conv, chain.activation, *folded(conv, norm))
     model.add_submodule(name, new)
-    arguments = chain.conv.args
-    if chain.add is not None:
-        arguments += (chain.add.args[chain.residual],)
-    last = chain.nodes[-1]
-    with model.graph.inserting_before(last):
-        call = model.graph.call_module(name, arguments)
-    last.replace_all_uses_with(call)
-    for node in (*reversed(chain.nodes), chain.conv):
-        model.graph.erase_node(node)
+    chain.put_into(model.graph)

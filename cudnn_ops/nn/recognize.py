@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
+from cudnn_ops.nn.batch_norm import BatchNormAct
 from cudnn_ops.nn.conv import ConvAct1d, ConvAct2d, ConvAct3d, _ConvAct
 from cudnn_ops.nn.hooks import has_hooks
 from cudnn_ops.ops.activation import Activation
@@ -78,7 +79,8 @@ def is_norm(module: nn.Module | None, channels: int) -> bool:
     """Whether it is a batch norm of that many channels whose statistics do not change."""
     if module is None or has_hooks(module):
         return False
-    if type(module) in _NORMS:
+    is_ours = isinstance(module, BatchNormAct) and module.activation == "none"
+    if type(module) in _NORMS or is_ours:
         assert isinstance(module, _BatchNorm)
         # Without them the batch's own statistics count, in eval mode too.
         is_known = module.running_mean is not None and module.running_var is not None

@@ -11,7 +11,10 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
+from cudnn_ops.nn.batch_norm import BatchNormAct, InstanceNormAct
 from cudnn_ops.nn.conv_transpose import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from cudnn_ops.nn.gated import PROJECTIONS, PackedSwiGLU, SwiGLU
 from cudnn_ops.nn.hooks import has_hooks
@@ -20,6 +23,7 @@ from cudnn_ops.nn.merge import SharedProjection, shared_projections
 from cudnn_ops.nn.mlp import MLP, LinearAct, is_linear, is_transposed
 from cudnn_ops.nn.moe import Experts
 from cudnn_ops.nn.norm import GroupNorm, LayerNorm, RMSNorm, UnitRMSNorm
+from cudnn_ops.nn.norm_like import norm_counterpart
 from cudnn_ops.ops.activation import ACTIVATIONS, Activation, activate
 from cudnn_ops.ops.group_norm import NormActivation
 from cudnn_ops.ops.moe import moe_experts
@@ -32,7 +36,7 @@ _TRANSPOSED: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
 #: What is not swapped again.
 _OURS = (
     *(ConvTranspose1d, ConvTranspose2d, ConvTranspose3d),
-    *(RMSNorm, UnitRMSNorm, LayerNorm, GroupNorm),
+    *(RMSNorm, UnitRMSNorm, LayerNorm, GroupNorm, BatchNormAct, InstanceNormAct),
     *(SwiGLU, PackedSwiGLU, MergedSwiGLU, MLP, LinearAct, SharedProjection, Experts),
 )
 
@@ -72,6 +76,8 @@ def replace_modules_(
     computes the same on random inputs on the CPU, in eval and in training mode:
 
     - torch's ``RMSNorm``, ``LayerNorm`` and ``GroupNorm``;
+    - torch's batch norms, ``SyncBatchNorm`` among them, and instance norms, and subclasses of
+      ``BatchNorm2d`` with ReLU behind it or nothing (timm's);
     - torch's ``ConvTranspose1d`` to ``ConvTranspose3d``, whose results are then channels last in
       memory;
     - a subclass of ``GroupNorm`` with SiLU behind it or nothing (timm's; BiT's in transformers);
@@ -193,6 +199,8 @@ def _candidate(module: nn.Module, merge: bool, merges: bool) -> _Candidate | Non
     if isinstance(module, nn.GroupNorm):
         reason = "it is not a group norm of one argument, with SiLU or without"
         return functools.partial(_like_group_norm, module), reason
+    if isinstance(module, (_BatchNorm, _InstanceNorm)):
+        return functools.partial(norm_counterpart, module), "it is another norm"
     parameters = dict(module.named_parameters())
     if not parameters:
         is_known = type(module).__module__.startswith("torch.nn") or any(module.children())

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cudnn_ops.ops import adaptive_norm, conv, group_norm, linear, norm, paged, sdpa_cpu, varlen
+from cudnn_ops.ops import (
+    adaptive_norm,
+    batch_norm,
+    conv,
+    group_norm,
+    linear,
+    norm,
+    paged,
+    sdpa_cpu,
+    varlen,
+)
 from cudnn_ops.ops.activation import ACTIVATIONS, activate, needs_before
 from cudnn_ops.ops.arguments import bind
 from cudnn_ops.ops.gated import gated_in_torch
@@ -43,8 +53,9 @@ def decompositions() -> _Decompositions:
     ``varlen_attention`` computes the scores of all pairs of tokens; packed queries of
     ``paged_attention`` are padded to ``max_seqlen_q``; ``grouped_linear`` computes the product of
     all rows for each group. There are no decompositions of derivatives, of dropout, and of
-    operators that write to their arguments (``paged_kv_append_``, and ``paged_attention`` with
-    ``out``): ``torch.export`` functionalizes these before a decomposition can apply, so write
+    operators that write to their arguments (``paged_kv_append_``, ``paged_attention`` with ``out``,
+    and ``batch_norm`` in training): ``torch.export`` functionalizes these before a decomposition
+    can apply, so write
     ``cache[slots // page_size, slots % page_size] = new`` in a model to be exported.
 
     Returns:
@@ -69,6 +80,7 @@ def decompositions() -> _Decompositions:
         _ops.paged_attention_with_lse.default: _paged,
         _ops._norm.default: _norm,
         _ops._group_norm.default: _group_norm,
+        _ops._batch_norm_inference.default: _batch_norm_inference,
         _ops._adaptive_norm.default: _adaptive_norm,
         _ops._gated.default: gated_in_torch,
         _ops._rotary.default: rotary_in_torch,
@@ -84,7 +96,7 @@ def decompositions() -> _Decompositions:
     }
     for name in (
         *("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"),
-        *("group_norm", "add_group_norm"),
+        *("group_norm", "add_group_norm", "batch_norm", "instance_norm"),
         *("adaptive_layer_norm", "gate_add_adaptive_layer_norm"),
         *("adaptive_rms_norm", "gate_add_adaptive_rms_norm"),
         *("swiglu", "geglu", "rotary_embedding", "rotary_embedding_qk"),
@@ -189,6 +201,12 @@ def _group_norm(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = bind(_ops._group_norm.default, args, {})
     dtype = torch.promote_types(call.input.dtype, torch.float32)
     return group_norm.group_norm_in_torch(call, dtype)
+
+
+def _batch_norm_inference(*args: Any) -> Tensor:
+    call = bind(_ops._batch_norm_inference.default, args, {})
+    dtype = torch.promote_types(call.input.dtype, torch.float32)
+    return batch_norm.inference_in_torch(call, dtype)
 
 
 def _adaptive_norm(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -16,6 +16,12 @@ from torch import Tensor
 
 from cudnn_ops.ops.activation import ACTIVATIONS, activate, before_activation
 from cudnn_ops.ops.arguments import bind, refuse_wrong_types
+from cudnn_ops.ops.image_order import (
+    empty_in_order_of,
+    in_order_of,
+    per_channel,
+    stats_dtype,
+)
 from cudnn_ops.ops.kernels import register
 
 _ops = torch.ops.cudnn_ops
@@ -129,35 +135,14 @@ def add_group_norm(
         raise
 
 
-def _is_channels_last(input: Tensor) -> bool:
-    """Of the results in memory; as that of csrc/ops/group_norm/group_norm_cuda.cpp."""
-    if input.is_contiguous() or input.shape[1] == 1:
-        return False
-    steps = zip(input.shape[2:], input.stride()[2:], strict=True)
-    of_positions = [stride for size, stride in steps if size > 1]
-    return len(of_positions) > 0 and all(input.stride(1) < stride for stride in of_positions)
-
-
-def _empty_like(input: Tensor) -> Tensor:
-    """In the order that results have."""
-    if not _is_channels_last(input):
-        return input.new_empty(input.shape)
-    samples, channels, *positions = input.shape
-    return input.new_empty((samples, *positions, channels)).movedim(-1, 1)
-
-
-def _stats_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _group_norm_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _ops._group_norm_check.default(*args[:-1])
     call = bind(_ops._group_norm.default, args, {})
     input = call.input
     shape = (input.shape[0], call.num_groups) if call.with_stats else (0,)
-    mean, rstd = (input.new_empty(shape, dtype=_stats_dtype(input.dtype)) for _ in range(2))
-    total = input.new_empty(0) if call.residual is None else _empty_like(input)
-    return _empty_like(input), total, mean, rstd
+    mean, rstd = (input.new_empty(shape, dtype=stats_dtype(input.dtype)) for _ in range(2))
+    total = input.new_empty(0) if call.residual is None else empty_in_order_of(input)
+    return empty_in_order_of(input), total, mean, rstd
 
 
 def _group_norm_backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,18 +151,13 @@ def _group_norm_backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     wants_input, *wants_parameters = call.output_mask
 
     def none() -> Tensor:
-        return call.input.new_empty(0, dtype=_stats_dtype(call.input.dtype))
+        return call.input.new_empty(0, dtype=stats_dtype(call.input.dtype))
 
     of_weight, of_bias = (
         like.new_empty(like.shape) if is_wanted else none()
         for like, is_wanted in zip((call.weight, call.bias), wants_parameters, strict=True)
     )
-    return _empty_like(call.input) if wants_input else none(), of_weight, of_bias
-
-
-def _per_channel(parameter: Tensor, input: Tensor) -> Tensor:
-    """[C] beside [N, C, ...]."""
-    return parameter.reshape(-1, *(1,) * (input.dim() - 2))
+    return empty_in_order_of(call.input) if wants_input else none(), of_weight, of_bias
 
 
 def _in_groups(tensor: Tensor, num_groups: int) -> Tensor:
@@ -194,31 +174,25 @@ def group_norm_in_torch(
     input = call.input
     total = input.new_empty(0)
     if call.residual is not None:
-        total = _in_order_of(input, input + call.residual)
+        total = in_order_of(input, input + call.residual)
     source = input if call.residual is None else total
     groups = _in_groups(source.to(dtype), call.num_groups)
     var, mean = torch.var_mean(groups, -1, correction=0, keepdim=True)
     rstd = (var + call.eps).rsqrt()
     out = ((groups - mean) * rstd).reshape(input.shape)
     if call.weight is not None:
-        out = out * _per_channel(call.weight.to(dtype), input)
+        out = out * per_channel(call.weight.to(dtype), input)
     if call.bias is not None:
-        out = out + _per_channel(call.bias.to(dtype), input)
-    kept = _stats_dtype(input.dtype)
+        out = out + per_channel(call.bias.to(dtype), input)
+    kept = stats_dtype(input.dtype)
     return (
-        _in_order_of(input, activate(out, ACTIVATIONS[call.activation]).to(input.dtype)),
+        in_order_of(input, activate(out, ACTIVATIONS[call.activation]).to(input.dtype)),
         total,
         *(
             part.squeeze(-1).to(kept) if call.with_stats else input.new_empty(0, dtype=kept)
             for part in (mean, rstd)
         ),
     )
-
-
-def _in_order_of(input: Tensor, result: Tensor) -> Tensor:
-    if not _is_channels_last(input):
-        return result.contiguous()
-    return result.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
 def _group_norm_cpu(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -239,14 +213,14 @@ def _group_norm_backward_cpu(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         for result in results:
             result.zero_()
         return results
-    dtype = _stats_dtype(input.dtype)
+    dtype = stats_dtype(input.dtype)
     grad, mean, rstd = call.grad_out.to(dtype), call.mean.unsqueeze(-1), call.rstd.unsqueeze(-1)
     normed = (_in_groups(input.to(dtype), groups) - mean) * rstd
     normed_image = normed.reshape(input.shape)
-    weight = None if call.weight is None else _per_channel(call.weight.to(dtype), input)
+    weight = None if call.weight is None else per_channel(call.weight.to(dtype), input)
     before = normed_image if weight is None else normed_image * weight
     if call.bias is not None:
-        before = before + _per_channel(call.bias.to(dtype), input)
+        before = before + per_channel(call.bias.to(dtype), input)
     grad = before_activation(grad, before, ACTIVATIONS[call.activation])
     if call.output_mask[0]:
         weighed = _in_groups(grad if weight is None else grad * weight, groups)

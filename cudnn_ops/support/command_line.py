@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from cudnn_ops.ops.activation import ACTIVATIONS
+from cudnn_ops.ops.batch_norm import BatchNormActivation
 from cudnn_ops.support.operators import OPERATORS, Operator
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -203,6 +204,17 @@ def _norm_arguments(is_layer: bool) -> Arguments:
     )
 
 
+_BATCH_NORM = Arguments(
+    shapes=(Shape(("-q", "--input"), "N,C,H,W", (256, 64, 56, 56)),),
+    options=(
+        Option(("--activation",), "activation", {"choices": get_args(BatchNormActivation)}),
+        _flag("residual", "residual"),
+        _flag("channels-last", "channels_last", "in memory, the order that cuDNN's engines have"),
+    ),
+    dtypes=("fp16", "bf16", "fp32"),
+)
+
+
 def _conv_arguments(dims: int, *, is_transposed: bool = False) -> Arguments:
     space, kernel = ",".join("DHW"[-dims:]), ",".join("TRS"[-dims:])
     size = (1024, 56, 16)[dims - 1]
@@ -260,6 +272,7 @@ _ARGUMENTS = {
     "paged_attention": _PAGED,
     "rms_norm": _norm_arguments(is_layer=False),
     "layer_norm": _norm_arguments(is_layer=True),
+    "batch_norm": _BATCH_NORM,
     "conv1d": _conv_arguments(1),
     "conv2d": _conv_arguments(2),
     "conv3d": _conv_arguments(3),

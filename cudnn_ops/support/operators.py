@@ -13,12 +13,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from cudnn_ops.ops.activation import ACTIVATIONS, needs_before
+from cudnn_ops.ops.batch_norm import BatchNormActivation, batch_norm
 from cudnn_ops.ops.conv import as_list, conv1d, conv2d, conv3d
 from cudnn_ops.ops.conv_transpose import conv_transpose1d, conv_transpose2d, conv_transpose3d
 from cudnn_ops.ops.linear import linear, mlp
@@ -68,7 +69,7 @@ class Operator:
     def accepted(self) -> list[str]:
         """Names of the options of a question, in the order of the function's arguments."""
         names = [*inspect.signature(self.function).parameters, *self.questions]
-        if not self.is_backward:
+        if not self.is_backward and self.training not in names:
             names.append(self.training)
         return [name for name in names if name not in self.operands]
 
@@ -264,6 +265,45 @@ def _norm(
     return _one(words)
 
 
+def _batch_norm(
+    kind: Kind,
+    x: Tensor,
+    *,
+    running_mean: TensorSpec | torch.dtype | bool | None = True,
+    running_var: TensorSpec | torch.dtype | bool | None = True,
+    weight: TensorSpec | torch.dtype | bool | None = None,
+    bias: TensorSpec | torch.dtype | bool | None = None,
+    residual: TensorSpec | bool | None = None,
+    activation: BatchNormActivation = "none",
+    channels_last: bool = False,
+) -> Parts:
+    known = get_args(BatchNormActivation)
+    if activation not in known:
+        raise ValueError(f"activation must be one of {', '.join(known)}, got {activation!r}")
+    if channels_last:
+        x = x.movedim(1, -1).contiguous().movedim(-1, 1)
+    vectors = {"running_mean": running_mean, "running_var": running_var}
+    vectors |= {"weight": weight, "bias": bias}
+    # The gradient is that of training: by running statistics no plan computes it.
+    is_training = kind.training or kind.backward
+    words, reason = _ops._batch_norm_plan_key(
+        x,
+        *(
+            optional_tensor(spec, name, x.shape[1:2], torch.float32)
+            for name, spec in vectors.items()
+        ),
+        optional_tensor(residual, "residual", x.shape, x.dtype),
+        0.1,
+        1e-5,
+        ACTIVATIONS.index(activation),
+        is_training,
+        kind.backward,
+    )
+    if not reason:
+        return _one(words)
+    return [iter([Attempt(without_plan=reason, engine="torch" if is_training else "cudnn_ops")])]
+
+
 #: What runs in one graph, by csrc's ConvFusion.
 _FUSIONS = (
     "all",
@@ -404,6 +444,15 @@ def _families() -> Iterator[Operator]:
             without_effect=("eps", "residual"),
             training="with_stats",
         )
+    yield Operator(
+        "batch_norm",
+        batch_norm,
+        ("input",),
+        _batch_norm,
+        without_effect=("momentum", "eps"),
+        questions=("channels_last",),
+        training="training",
+    )
     convolutions: list[tuple[Callable[..., Parts], list[Callable[..., Tensor]]]] = [
         (_conv, [conv1d, conv2d, conv3d]),
         (_conv_transpose, [conv_transpose1d, conv_transpose2d, conv_transpose3d]),
@@ -448,7 +497,8 @@ def _table() -> Iterator[Operator]:
 #: Every operator that can be asked about, by its name; a backward is one of its own.
 OPERATORS: dict[str, Operator] = {operator.name: operator for operator in _table()}
 
-NORMS = tuple(op for op in OPERATORS if "norm" in op)
+#: Those of rows.
+NORMS = tuple(op for op in OPERATORS if "norm" in op and not op.startswith("batch_norm"))
 CONVS = tuple(op for op in OPERATORS if op.startswith("conv"))
 
 

@@ -188,6 +188,23 @@ def _norm(row: tuple[str, dict[str, Any]], size: int) -> Question:
     return Question(op, _bf16((4096, size)), options)
 
 
+_HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+_IMAGES = (32, 64, 28, 28)
+_BATCH_NORMS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "batch_norm": (_IMAGES, {}),
+    "batch_norm, relu": (_IMAGES, {"activation": "relu"}),
+    "batch_norm, residual, relu": (_IMAGES, {"residual": True, "activation": "relu"}),
+    "batch_norm, 8 channels": ((32, 8, 28, 28), {"residual": True, "activation": "relu"}),
+    "batch_norm, volume": ((8, 64, 8, 14, 14), {"activation": "relu"}),
+    "batch_norm, rows": ((512, 256), {"activation": "relu"}),
+}
+
+
+def _batch_norm(row: tuple[tuple[int, ...], dict[str, Any]], dtype: torch.dtype) -> Question:
+    shape, options = row
+    return Question("batch_norm", ((shape, dtype),), options | {"channels_last": True})
+
+
 _CONVS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "conv1d": ("conv1d", (8, 64, 1000), (128, 64, 3), {"padding": 1}),
     "conv2d": ("conv2d", (8, 64, 28, 28), (128, 64, 3, 3), {"padding": 1}),
@@ -212,7 +229,6 @@ def _conv(
     return Question(op, ((input, dtype), (weight, dtype)), options)
 
 
-_HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _ROWS, _INPUTS, _HIDDEN = 512, 256, 1024
 _MLP = ((_ROWS, _INPUTS), (_HIDDEN, _INPUTS), (_INPUTS, _HIDDEN))
 _LINEARS: dict[str, tuple[str, tuple[tuple[int, ...], ...], dict[str, Any]]] = {
@@ -236,6 +252,7 @@ TABLES = {
     "attention": Table(FEATURES, HEAD_SIZES, _attention),
     "fp8": Table(FP8_FEATURES, FP8_HEAD_SIZES, _attention_fp8),
     "norms": Table(_NORMS, _ROW_SIZES, _norm),
+    "batch_norms": Table(_BATCH_NORMS, _HALVES, _batch_norm),
     "convolutions": Table(_CONVS, _DTYPES, _conv),
     "linear": Table(_LINEARS, _HALVES, _linear),
 }

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import cudnn_ops
 from tests.cases import (
     adaptive_norm,
+    batch_norm,
     conv,
     conv_transpose,
     group_norm,
@@ -27,6 +28,7 @@ from tests.cases import (
     varlen,
 )
 from tests.cases.adaptive_norm import AdaptiveNormCase
+from tests.cases.batch_norm import BatchNormCase
 from tests.cases.conv import ConvCase
 from tests.cases.conv_transpose import TransposeCase
 from tests.cases.group_norm import GroupNormCase
@@ -132,6 +134,13 @@ def _group_norm(name: str, case: GroupNormCase) -> Derivative:
     return Derivative(name, check)
 
 
+def _batch_norm(name: str, case: BatchNormCase) -> Derivative:
+    def check(device: str, within: AbstractContextManager[object]) -> None:
+        batch_norm.check(case, batch_norm.make(case, DTYPE, device, seed=0), within)
+
+    return Derivative(name, check)
+
+
 def _adaptive_norm(name: str, case: AdaptiveNormCase) -> Derivative:
     def check(device: str, within: AbstractContextManager[object]) -> None:
         adaptive_norm.check(case, adaptive_norm.make(case, DTYPE, device, seed=0), within)
@@ -231,6 +240,9 @@ DERIVATIVES: list[Derivative] = [
     Derivative("add_rms_norm", _check_add_norm),
     _group_norm("group_norm", GroupNormCase((2, 12, 5, 7), 3, layout="last")),
     _group_norm("group_norm_silu", GroupNormCase((2, 12, 9), 3, "silu", residual=True)),
+    _batch_norm("batch_norm", BatchNormCase((4, 12, 5, 7), layout="last")),
+    _batch_norm("batch_norm_relu", BatchNormCase((4, 64, 9), activation="relu", residual=True)),
+    _batch_norm("batch_norm_by_statistics", BatchNormCase((2, 12, 5, 7), training=False)),
     _adaptive_norm("adaptive_layer_norm", AdaptiveNormCase((2, 7, 48), weight="same")),
     _adaptive_norm("adaptive_rms_norm", AdaptiveNormCase((2, 7, 48), False, gate="", shift="")),
     _adaptive_norm("gate_add_adaptive_layer_norm", AdaptiveNormCase((2, 7, 48), gated=True)),

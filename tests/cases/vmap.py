@@ -144,6 +144,27 @@ def _group_norm(name: str, shape: tuple[int, ...], groups: int, activation: str)
     return Problem(name, ours, reference, drawing(**shapes), tuple(shapes))
 
 
+def _batch_norm(name: str, shape: tuple[int, ...], training: bool) -> Problem:
+    vectors = ("weight", "bias") if training else ("running_mean", "running_var", "weight", "bias")
+    shapes = {"input": shape, **dict.fromkeys(vectors, shape[1:2]), "residual": shape}
+
+    def arguments(tensors: dict[str, Tensor]) -> dict[str, Any]:
+        mean, var = (tensors.pop(name, None) for name in ("running_mean", "running_var"))
+        var = None if var is None else var.square() + 0.5
+        return {"running_mean": mean, "running_var": var, "training": training, **tensors}
+
+    def ours(**tensors: Tensor) -> Results:
+        return cudnn_ops.batch_norm(**arguments(tensors), activation="relu")
+
+    def reference(**tensors: Tensor) -> Results:
+        given = arguments(tensors)
+        residual = given.pop("residual")
+        return (F.batch_norm(**given) + residual).relu()
+
+    wanted = tuple(name for name in shapes if "running" not in name)
+    return Problem(name, ours, reference, drawing(**shapes), wanted)
+
+
 def _adaptive_norm(name: str, shape: tuple[int, ...], kind: tuple[int, ...]) -> Problem:
     is_layer, is_sum = "layer" in name, name.startswith("gate")
     names = ("scale", "shift", *(["gate"] * is_sum))
@@ -277,6 +298,8 @@ ROWS = [
     _group_norm("group_norm", (2, 6, 5), 3, "none"),
     _group_norm("group_norm-silu", (3, 4, 3, 2), 1, "silu"),
     _group_norm("add_group_norm", (2, 6, 5), 2, "silu"),
+    _batch_norm("batch_norm-training", (4, 3, 5), training=True),
+    _batch_norm("batch_norm", (2, 3, 5, 2), training=False),
     _adaptive_norm("adaptive_layer_norm", (2, 5, 8), (2, 8)),
     _adaptive_norm("adaptive_rms_norm", (2, 5, 8), (1, 5, 8)),
     _adaptive_norm("gate_add_adaptive_layer_norm", (2, 5, 8), (2, 1, 8)),

@@ -215,6 +215,25 @@ def run_group_norms(recorder: Recorder, device: torch.device) -> None:
                 )
 
 
+def run_batch_norms(recorder: Recorder, device: torch.device) -> None:
+    """By running statistics: those of a batch are found by plans or by torch's kernels."""
+    sizes = (1, 2, 7, 49, 64, 256, 1000, 4096, 4097, 65_540, 1 << 20, (1 << 24) + 1)
+    channels = (1, 3, 7, 8, 64, 96, 1000, 4096, 8192, 65_544)
+    orders = itertools.product((1, 3, 256, 65_536), channels, sizes, (False, True), (0, 1))
+    for (batch, count, size, is_last, start), dtype in itertools.product(orders, DTYPES):
+        if batch * count * size >= 1 << 36 or (start == 1 and batch > 1):
+            continue
+        shape = (batch, size, count) if is_last else (batch, count, size)
+        x = memory(device, dtype, *shape, start=start)
+        x = x.transpose(1, 2) if is_last else x
+        vector, wide = memory(device, dtype, count), memory(device, torch.float32, count)
+        with recorder.calling("batch norm", dtype, batch, count, size, is_last, start):
+            statistics = (wide, wide, vector, wide)
+            _ops._batch_norm_inference.default(x, *statistics, x, 0.1, 1e-5, 1)
+            if dtype != torch.float32 and start == 0 and x.numel() % 8 == 0:
+                _ops._batch_norm_signs(x)
+
+
 def run_adaptive_norms(recorder: Recorder, device: torch.device) -> None:
     """One sample and many, of few tokens and many, and numbers of each token."""
     for dtype, (rows, width) in itertools.product(DTYPES, SIZES):
@@ -426,6 +445,7 @@ def run_fp8(recorder: Recorder, device: torch.device) -> None:
 RUNS = (
     run_norms,
     run_group_norms,
+    run_batch_norms,
     run_adaptive_norms,
     run_gated,
     run_rotary,

@@ -437,6 +437,50 @@ GROUP_NORMS = [
 ]
 
 
+def _batch(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    return cudnn_ops.batch_norm(
+        x, None, None, weight, bias, training=True, residual=residual, activation="relu"
+    )
+
+
+def _batch_by_statistics(
+    x: Tensor, mean: Tensor, weight: Tensor, bias: Tensor, residual: Tensor
+) -> Tensor:
+    mean = mean.detach()
+    return cudnn_ops.batch_norm(
+        x, mean, mean.square() + 1, weight, bias, residual=residual, activation="relu"
+    )
+
+
+IN_BATCHES: Tensors = {**IN_GROUPS, "residual": (B, 4, 6, 5)}
+BY_STATISTICS: Tensors = {**IN_BATCHES, "mean": (4,)}
+OF_CHANNELS = {**every(S1, "x", "residual"), **every(S0, "weight", "bias")}
+
+BATCH_NORMS = [
+    Case("batch norm by channels", _batch, IN_BATCHES, OF_CHANNELS, silent=True),
+    Case("batch norm by batch", _batch, IN_BATCHES, every(S0, "x", "residual")),
+    Case("batch norm by rows", _batch, IN_BATCHES, {"x": S2}),
+    Case("batch norm of partial sums", _batch, IN_BATCHES, {"x": Partial()}),
+    *(
+        Case(
+            f"batch norm by statistics {dim}",
+            _batch_by_statistics,
+            BY_STATISTICS,
+            every(Shard(dim), "x", "residual"),
+            silent=True,
+        )
+        for dim in (0, 2)
+    ),
+    Case(
+        "batch norm by statistics by channels",
+        _batch_by_statistics,
+        BY_STATISTICS,
+        {**OF_CHANNELS, "mean": S0},
+        silent=True,
+    ),
+]
+
+
 def _adaptive(x: Tensor, scale: Tensor, shift: Tensor, weight: Tensor | None = None) -> Tensor:
     return cudnn_ops.adaptive_layer_norm(x, scale, shift, weight=weight)
 
@@ -562,7 +606,7 @@ LAYERS = [
     ),
 ]
 
-DIFFERENTIABLE = [*ATTENTION, *PACKED, *NORMS, *GROUP_NORMS, *ADAPTIVE_NORMS]
+DIFFERENTIABLE = [*ATTENTION, *PACKED, *NORMS, *GROUP_NORMS, *BATCH_NORMS, *ADAPTIVE_NORMS]
 DIFFERENTIABLE += [*POINTWISE, *MOE, *CONVOLUTIONS, *LAYERS]
 
 #: Over a mesh of two dimensions, with a placement for each.

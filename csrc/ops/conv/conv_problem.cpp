@@ -1,30 +1,14 @@
 #include "ops/conv/conv_problem.h"
 
+#include "graph/image_desc.h"
+
 #include <ATen/Context.h>
 #include <ATen/core/DimVector.h>
-
-#include <algorithm>
 
 namespace cudnn_ops {
 namespace {
 
 using graph::TensorDesc;
-
-// cuDNN infers the layout from all strides, also those of dimensions of size 1.
-TensorDesc channels_last_desc(c10::ScalarType dtype, c10::IntArrayRef sizes) {
-  TensorDesc desc;
-  desc.dtype = dtype;
-  desc.rank = static_cast<int>(sizes.size());
-  std::copy(sizes.begin(), sizes.end(), desc.sizes.begin());
-  desc.strides[1] = 1;
-  int64_t stride = sizes[1];
-  for (size_t dim = sizes.size() - 1; dim > 1; --dim) {
-    desc.strides[dim] = stride;
-    stride *= sizes[dim];
-  }
-  desc.strides[0] = stride;
-  return desc;
-}
 
 // As integers, and with a dimension of size 1 before a single one: cuDNN's convolutions have two or
 // three.
@@ -36,7 +20,7 @@ at::DimVector image_sizes(c10::SymIntArrayRef sizes) {
 }
 
 TensorDesc desc_of(const at::Tensor& tensor) {
-  return channels_last_desc(tensor.scalar_type(), image_sizes(tensor.sym_sizes()));
+  return graph::channels_last_desc(tensor.scalar_type(), image_sizes(tensor.sym_sizes()));
 }
 
 ConvSteps steps_of(const ConvGeometry& geometry) {
@@ -70,7 +54,7 @@ ConvParams conv_params(const Conv& args, ConvFusion fusion, bool with_before) {
   const auto sizes = image_sizes(conv_output_sizes(args));
   params.input = desc_of(args.input);
   params.weight = desc_of(args.weight);
-  params.out = channels_last_desc(args.input.scalar_type(), sizes);
+  params.out = graph::channels_last_desc(args.input.scalar_type(), sizes);
   params.steps = steps_of(args.geometry);
   params.is_transposed = args.geometry.is_transposed();
   params.allow_tf32 = allows_tf32(args.input);
@@ -79,7 +63,7 @@ ConvParams conv_params(const Conv& args, ConvFusion fusion, bool with_before) {
   if (args.bias) {
     at::DimVector one(sizes.size(), 1);
     one[1] = sizes[1];
-    params.bias = channels_last_desc(args.input.scalar_type(), one);
+    params.bias = graph::channels_last_desc(args.input.scalar_type(), one);
   }
   if (fusion == ConvFusion::kBias) return params;
   if (args.residual) params.residual = params.out;
@@ -93,7 +77,8 @@ ConvBackwardParams conv_backward_params(const Conv& args, bool is_of_weight) {
   ConvBackwardParams params;
   params.input = desc_of(args.input);
   params.weight = desc_of(args.weight);
-  params.grad = channels_last_desc(args.input.scalar_type(), image_sizes(conv_output_sizes(args)));
+  params.grad =
+      graph::channels_last_desc(args.input.scalar_type(), image_sizes(conv_output_sizes(args)));
   params.steps = steps_of(args.geometry);
   params.is_of_weight = is_of_weight;
   params.allow_tf32 = allows_tf32(args.input);

@@ -1,6 +1,7 @@
 // Group norm on CUDA.
 
 #include "ops/group_norm/group_norm.h"
+#include "ops/image_order_cuda.h"
 #include "ops/or_none_cuda.h"
 
 #include "kernels/group_norm.h"
@@ -9,63 +10,8 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
-#include <limits>
-
 namespace cudnn_ops {
 namespace {
-
-using Strides = c10::SmallVector<int64_t, 6>;
-
-// Dense, with the channels innermost.
-Strides channels_last_strides(at::IntArrayRef sizes) {
-  Strides strides(sizes.size(), 1);
-  int64_t step = sizes[1];
-  for (size_t dim = sizes.size() - 1; dim >= 2; --dim) {
-    strides[dim] = step;
-    step *= sizes[dim];
-  }
-  strides[0] = step;
-  return strides;
-}
-
-// The memory order of the results, nearest to that of the input: whether its channels are nearer to
-// each other than its positions. As that of cudnn_ops/ops/group_norm.py.
-bool is_channels_last(const at::Tensor& input) {
-  if (input.is_contiguous() || input.size(1) == 1) return false;
-  int64_t nearest = std::numeric_limits<int64_t>::max();
-  for (int64_t dim = 2; dim < input.dim(); ++dim) {
-    if (input.size(dim) > 1) nearest = std::min(nearest, input.stride(dim));
-  }
-  return nearest != std::numeric_limits<int64_t>::max() && input.stride(1) < nearest;
-}
-
-at::Tensor empty_in_order(at::IntArrayRef sizes, at::ScalarType dtype, const at::Device& device,
-                          bool is_last) {
-  if (!is_last) return at::detail::empty_cuda(sizes, dtype, device, std::nullopt);
-  return at::detail::empty_strided_cuda(sizes, channels_last_strides(sizes), dtype, device);
-}
-
-bool has_channels_last(const at::Tensor& tensor) {
-  const auto strides = channels_last_strides(tensor.sizes());
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    const auto expected = strides[static_cast<size_t>(dim)];
-    if (tensor.size(dim) > 1 && tensor.stride(dim) != expected) return false;
-  }
-  return true;
-}
-
-// Copied where it lies otherwise.
-at::Tensor in_order(const at::Tensor& tensor, bool is_last) {
-  if (!is_last) return tensor.contiguous();
-  if (has_channels_last(tensor)) return tensor;
-  const at::Tensor copy = empty_in_order(tensor.sizes(), tensor.scalar_type(), tensor.device(),
-                                         /*is_last=*/true);
-  return copy.copy_(tensor);
-}
-
-at::Tensor in_order(const OptionalTensor& tensor, bool is_last) {
-  return tensor ? in_order(*tensor, is_last) : at::Tensor();
-}
 
 void check_cuda_dtype(const GroupNorm& args) {
   TORCH_CHECK_TYPE(args.input.scalar_type() != at::kDouble, name_of(args),
@@ -79,7 +25,7 @@ GroupNormResults group_norm_cuda(const GroupNormForward& forward) {
   check_group_norm(args);
   const c10::cuda::CUDAGuard device_guard(input.device());
   check_cuda_dtype(args);
-  const bool is_last = is_channels_last(input);
+  const bool is_last = is_image_channels_last(input);
   const auto dtype = input.scalar_type();
   const auto device = input.device();
   const at::Tensor out = empty_in_order(input.sizes(), dtype, device, is_last);
@@ -105,7 +51,7 @@ GroupNormGradients group_norm_backward_cuda(const GroupNormBackward& backward) {
   check_group_norm_backward(backward);
   check_cuda_dtype(args);
   const c10::cuda::CUDAGuard device_guard(input.device());
-  const bool is_last = is_channels_last(input);
+  const bool is_last = is_image_channels_last(input);
   const auto like = [&](const at::Tensor& parameter) {
     return at::detail::empty_cuda(parameter.sizes(), parameter.scalar_type(), input.device(),
                                   std::nullopt);

@@ -6,6 +6,7 @@ from cudnn_ops.compiler.pattern import Pattern
 from cudnn_ops.compiler.patterns.adaptive_norm import AdaptiveNorm
 from cudnn_ops.compiler.patterns.attention import Attention
 from cudnn_ops.compiler.patterns.attention_by_matmul import AttentionByMatmul
+from cudnn_ops.compiler.patterns.batch_norm import BatchNorm
 from cudnn_ops.compiler.patterns.convolution import Convolution
 from cudnn_ops.compiler.patterns.gated import Gated
 from cudnn_ops.compiler.patterns.group_norm import GroupNorm
@@ -28,6 +29,8 @@ PATTERNS: tuple[Pattern, ...] = (
     GroupNorm(),
     Gated(),
     Convolution(),
+    # Behind convolutions, after which it has its channels last.
+    BatchNorm(),
     Mlp(),
     Linear(),
 )

@@ -17,6 +17,7 @@ from cudnn_ops.compiler.pattern import (
     is_tensor,
     shape_of,
     tensor,
+    terms_of,
     through_dropout,
 )
 from cudnn_ops.compiler.patterns.activations import ENDS, EPILOGUES
@@ -73,7 +74,7 @@ def _with_activation(node: fx.Node) -> Iterator[_Parts]:
 
 
 def _with_residual(node: fx.Node) -> Iterator[_Parts]:
-    for term, residual in _terms(node):
+    for term, residual in terms_of(node):
         # Of two convolutions, both terms of the sum, the later one takes the other.
         if shape_of(residual) == shape_of(node):
             source, passed = through_dropout(term)
@@ -90,7 +91,7 @@ def _with_norm(node: fx.Node) -> Iterator[_Parts]:
         if known and _is_conv(source):
             yield _Parts(source, (source, *passed, node), norm=node)
         return
-    for term, shift in _terms(node):
+    for term, shift in terms_of(node):
         if _is_row(shift, node):
             source, passed = through_dropout(term)
             for parts in _with_scale(source):
@@ -112,16 +113,6 @@ def _with_scale(node: fx.Node) -> Iterator[_Parts]:
             source, passed = through_dropout(call[one])
             if _is_conv(source):
                 yield _Parts(source, (source, *passed, node), scale=scale)
-
-
-def _terms(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """The two tensors that it is the sum of, in either order."""
-    call = call_of(node)
-    if call is not None and call.name == "add" and call["alpha"] == 1:
-        terms = call["input"], call["other"]
-        if all(is_tensor(term) for term in terms):
-            yield terms
-            yield terms[::-1]
 
 
 def _is_conv(node: fx.Node) -> bool:

@@ -5,6 +5,7 @@ Imported when ``torch.distributed.tensor`` is, which takes long and which few pr
 
 from cudnn_ops.distributed.sharding import adaptive_norm as adaptive_norm
 from cudnn_ops.distributed.sharding import attention as attention
+from cudnn_ops.distributed.sharding import batch_norm as batch_norm
 from cudnn_ops.distributed.sharding import conv as conv
 from cudnn_ops.distributed.sharding import group_norm as group_norm
 from cudnn_ops.distributed.sharding import linear as linear

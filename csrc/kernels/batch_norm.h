@@ -1,0 +1,32 @@
+// What of batch norm is computed by kernels of our own (batch_norm.cu).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace cudnn_ops {
+
+// What a call is given; all on one device, and the input not empty. Tensors of the input's shape
+// lie densely in one memory order; those with a number for each channel are contiguous, and of the
+// input's dtype or float32.
+struct BatchNormOfImages {
+  const at::Tensor& input;
+  at::Tensor mean, spread;   // mean: undefined stands for 0
+  bool is_variance = false;  // `spread`; else it is 1 / deviation
+  double eps = 0;            // added to a variance
+  std::optional<at::Tensor> weight = std::nullopt, bias = std::nullopt;
+  at::Tensor residual = {};  // undefined: none
+  bool has_relu = false, is_channels_last = false;
+};
+
+// Writes act((input - mean) / deviation * weight + bias + residual) to `out`. On the current device
+// and stream, as the next.
+void batch_norm_apply(const BatchNormOfImages& args, const at::Tensor& out);
+
+// Writes which numbers of float16 or bfloat16 images are above 0 to `signs`, uint8, eight of them
+// to a byte in the order of memory, the first one in the lowest bit. Their number is a multiple of
+// eight, and they begin at a multiple of 16 bytes.
+void batch_norm_signs(const at::Tensor& images, const at::Tensor& signs);
+
+}  // namespace cudnn_ops

@@ -1,0 +1,27 @@
+// What the kernels of batch_norm.cu are called with: one header for both sides.
+#pragma once
+
+// A number for each channel, float32 or of the images' type; null: absent.
+struct BatchNormVector {
+  const void* data;
+  bool is_float;
+};
+
+struct BatchNormApplyCall {
+  const void *input, *residual;  // residual: null where there is none
+  void* out;
+  BatchNormVector mean, spread, weight, bias;  // mean: absent, 0
+  float eps;
+  bool is_variance;  // `spread`, else it is 1 / deviation
+  bool has_relu;
+  unsigned channels;
+  long long rows;  // pixels where channels are last in memory, else planes: channels of all samples
+  unsigned pieces;      // of a pixel, that a block has
+  long long positions;  // of a plane
+};
+
+struct BatchNormSignsCall {
+  const void* images;
+  unsigned char* signs;
+  long long pieces;  // of eight numbers
+};

@@ -1,0 +1,114 @@
+#include "kernels/batch_norm.h"
+
+#include "batch_norm_images.h"
+#include "kernels/batch_norm_call.h"
+#include "kernels/device_kernel.h"
+#include "kernels/row_tiling.h"
+
+#include <algorithm>
+
+namespace cudnn_ops {
+namespace {
+
+constexpr int64_t kVectorBytes = 16, kMostStretches = 65535;
+constexpr int kPlaneThreads = 256, kSignsThreads = 256;
+// Pieces of a thread, of a plane.
+constexpr int64_t kPlaneTurns = 4;
+
+struct ApplyKernels {
+  DeviceKernel pixels_wide, pixels_narrow, planes_wide, planes_narrow;
+};
+
+const ApplyKernels& kernels_of(at::ScalarType dtype) {
+  static const ApplyKernels all[3] = {{{kBatchNormImages, "batch_norm_pixels_half_8"},
+                                       {kBatchNormImages, "batch_norm_pixels_half_1"},
+                                       {kBatchNormImages, "batch_norm_planes_half_8"},
+                                       {kBatchNormImages, "batch_norm_planes_half_1"}},
+                                      {{kBatchNormImages, "batch_norm_pixels_bfloat16_8"},
+                                       {kBatchNormImages, "batch_norm_pixels_bfloat16_1"},
+                                       {kBatchNormImages, "batch_norm_planes_bfloat16_8"},
+                                       {kBatchNormImages, "batch_norm_planes_bfloat16_1"}},
+                                      {{kBatchNormImages, "batch_norm_pixels_float_4"},
+                                       {kBatchNormImages, "batch_norm_pixels_float_1"},
+                                       {kBatchNormImages, "batch_norm_planes_float_4"},
+                                       {kBatchNormImages, "batch_norm_planes_float_1"}}};
+  return all[type_index(dtype)];
+}
+
+BatchNormVector vector_of(const at::Tensor& vector) {
+  if (!vector.defined()) return {nullptr, false};
+  return {vector.const_data_ptr(), vector.scalar_type() == at::kFloat};
+}
+
+BatchNormVector vector_of(const std::optional<at::Tensor>& vector) {
+  return vector_of(vector ? *vector : at::Tensor());
+}
+
+bool is_aligned(const void* address) {
+  return reinterpret_cast<uintptr_t>(address) % kVectorBytes == 0;
+}
+
+void launch(BatchNormApplyCall& call, bool is_channels_last, int64_t element,
+            const ApplyKernels& kernels) {
+  const int64_t columns = is_channels_last ? call.channels : call.positions;
+  const bool is_wide = columns * element % kVectorBytes == 0 && is_aligned(call.input) &&
+                       is_aligned(call.residual) && is_aligned(call.out);
+  const int64_t width = is_wide ? kVectorBytes / element : 1;
+  void* argument = &call;
+  if (is_channels_last) {
+    const RowTiling tiling(columns, width);
+    call.pieces = static_cast<unsigned>(tiling.pieces);
+    const auto& kernel = is_wide ? kernels.pixels_wide : kernels.pixels_narrow;
+    const int64_t resident = kernel.resident_blocks(tiling.threads, 0);
+    const int64_t stretches = tiling.stretches(call.rows, resident, /*least_turns=*/1);
+    kernel.launch(tiling.strips, static_cast<int>(stretches), tiling.threads, &argument);
+    return;
+  }
+  constexpr int64_t kWarp = 32;
+  const auto& kernel = is_wide ? kernels.planes_wide : kernels.planes_narrow;
+  const int64_t pieces = call.positions / width;
+  const int64_t threads = std::min<int64_t>(kPlaneThreads, divide_up(pieces, kWarp) * kWarp);
+  const int64_t stretches = std::min(kMostStretches, divide_up(pieces, threads * kPlaneTurns));
+  kernel.launch(call.rows, static_cast<int>(stretches), static_cast<int>(threads), &argument);
+}
+
+}  // namespace
+
+void batch_norm_apply(const BatchNormOfImages& args, const at::Tensor& out) {
+  const auto& input = args.input;
+  const int64_t channels = input.size(1);
+  BatchNormApplyCall call{};
+  call.input = input.const_data_ptr();
+  call.residual = args.residual.defined() ? args.residual.const_data_ptr() : nullptr;
+  call.out = out.mutable_data_ptr();
+  call.mean = vector_of(args.mean);
+  call.spread = vector_of(args.spread);
+  call.weight = vector_of(args.weight);
+  call.bias = vector_of(args.bias);
+  call.eps = static_cast<float>(args.eps);
+  call.is_variance = args.is_variance;
+  call.has_relu = args.has_relu;
+  call.channels = static_cast<unsigned>(channels);
+  const int64_t planes = input.size(0) * channels;
+  call.positions = input.numel() / planes;
+  call.rows = args.is_channels_last ? input.numel() / channels : planes;
+  launch(call, args.is_channels_last, static_cast<int64_t>(input.element_size()),
+         kernels_of(input.scalar_type()));
+}
+
+void batch_norm_signs(const at::Tensor& images, const at::Tensor& signs) {
+  static const DeviceKernel half(kBatchNormImages, "batch_norm_signs_half");
+  static const DeviceKernel bfloat16(kBatchNormImages, "batch_norm_signs_bfloat16");
+  constexpr int64_t kNumbers = 8;
+  BatchNormSignsCall call{};
+  call.images = images.const_data_ptr();
+  call.signs = static_cast<unsigned char*>(signs.mutable_data_ptr());
+  call.pieces = images.numel() / kNumbers;
+  const auto& kernel = images.scalar_type() == at::kHalf ? half : bfloat16;
+  const int64_t resident = kernel.resident_blocks(kSignsThreads, 0);
+  void* argument = &call;
+  kernel.launch(std::min(resident, divide_up(call.pieces, kSignsThreads)), 1, kSignsThreads,
+                &argument);
+}
+
+}  // namespace cudnn_ops

@@ -1,0 +1,143 @@
+#include "ops/batch_norm/batch_norm_plans.h"
+
+#include "ops/image_order_cuda.h"
+
+#include "graph/call_pointers.h"
+#include "graph/plan_policy.h"
+#include "kernels/batch_norm.h"
+
+#include <ATen/Context.h>
+#include <ATen/ops/full.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/library.h>
+
+namespace cudnn_ops {
+namespace {
+
+constexpr const char* kAdvice = "torch.nn.functional.batch_norm has kernels for the rest";
+
+// Engines load 16 bytes at once and do not check addresses: see batch_norm_problem.cpp.
+bool is_aligned(const at::Tensor& tensor) {
+  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % graph::TensorDesc::kAlignment == 0;
+}
+
+// An image, which has its channels last already.
+at::Tensor aligned_image(const at::Tensor& image) {
+  return is_aligned(image) ? image : copy_in_order(image, /*is_last=*/true);
+}
+
+at::Tensor aligned_image(const OptionalTensor& image) {
+  return image ? aligned_image(*image) : at::Tensor();
+}
+
+// A number for each channel, as plans have them: float32, contiguous and aligned.
+at::Tensor aligned_vector(const at::Tensor& vector) {
+  return graph::dense(vector.to(at::kFloat));
+}
+
+at::Tensor aligned_vector(const OptionalTensor& vector, float otherwise, const at::Tensor& input) {
+  if (vector) return aligned_vector(*vector);
+  return at::full({input.size(1)}, otherwise, input.options().dtype(at::kFloat));
+}
+
+// A bit for each number of an image that starts at a multiple of 16 bytes: see batch_norm_signs().
+at::Tensor signs_of(const at::Tensor& image) {
+  constexpr int64_t kBits = 8;
+  const c10::cuda::CUDAGuard device_guard(image.device());
+  const at::Tensor signs =
+      at::detail::empty_cuda({image.numel() / kBits}, at::kByte, image.device(), std::nullopt);
+  batch_norm_signs(image, signs);
+  return signs;
+}
+
+// Runs the plan of `params` if a size that is called often has one. `prepare` gives its pointers;
+// it is asked only then.
+template <class Params, class Prepare>
+bool run(const Params& params, int device, const Prepare& prepare) {
+  const auto key = graph::PlanKey::of(params, device);
+  if (!graph::is_called_often(key)) return false;
+  const graph::CallPointers& pointers = prepare();
+  const graph::Call call{kBatchNorm, kAdvice, pointers.all, pointers.written,
+                         at::globalContext().benchmarkCuDNN()};
+  const auto plan = graph::often_called_plan(call, key);
+  if (plan != nullptr) graph::execute(call, *plan);
+  return plan != nullptr;
+}
+
+// A running statistic where a plan can change it: itself, or a copy, which write_back() copies to
+// it.
+struct Running {
+  at::Tensor original, aligned;
+
+  explicit Running(const OptionalTensor& statistic) {
+    if (!statistic) return;
+    original = *statistic;
+    aligned = aligned_vector(original);
+  }
+  void write_back() const {
+    if (original.defined() && !aligned.is_same(original)) original.copy_(aligned);
+  }
+};
+
+}  // namespace
+
+bool run_batch_norm_plan(const BatchNorm& args, const at::Tensor& out, const at::Tensor& mean,
+                         const at::Tensor& rstd) {
+  at::Tensor input, residual, weight, bias;
+  Running running_mean({}), running_var({});
+  auto eps = static_cast<float>(args.eps), momentum = static_cast<float>(args.momentum);
+  graph::CallPointers pointers;
+  const auto prepare = [&]() -> const graph::CallPointers& {
+    input = aligned_image(args.input);
+    residual = aligned_image(args.residual);
+    weight = aligned_vector(args.weight, 1, input);
+    bias = aligned_vector(args.bias, 0, input);
+    running_mean = Running(args.running_mean);
+    running_var = Running(args.running_var);
+    for (const auto& tensor : {input, weight, bias, running_mean.aligned, running_var.aligned}) {
+      pointers.read(tensor);
+    }
+    pointers.all.push_back(&eps);
+    if (running_mean.aligned.defined()) pointers.all.push_back(&momentum);
+    pointers.read(residual);
+    // The running statistics in place: who writes those of a channel has read them.
+    for (const auto& tensor : {mean, rstd, running_mean.aligned, running_var.aligned, out}) {
+      pointers.write(tensor);
+    }
+    return pointers;
+  };
+  if (!run(batch_norm_params(args), args.input.get_device(), prepare)) return false;
+  running_mean.write_back();
+  running_var.write_back();
+  return true;
+}
+
+bool run_batch_norm_backward_plan(const BatchNormSaved& saved, const at::Tensor& grad_out,
+                                  const OptionalTensor& out, const BatchNormWritten& written) {
+  at::Tensor input, grad, weight, mean, rstd, mask;
+  graph::CallPointers pointers;
+  const auto prepare = [&]() -> const graph::CallPointers& {
+    input = aligned_image(saved.input);
+    grad = aligned_image(grad_out);
+    weight = aligned_vector(saved.weight, 1, input);
+    mean = aligned_vector(saved.mean);
+    rstd = aligned_vector(saved.rstd);
+    if (out) mask = signs_of(aligned_image(*out));
+    for (const auto& tensor : {input, weight, mean, rstd, grad, mask}) pointers.read(tensor);
+    for (const auto& tensor :
+         {written.masked, written.grad_input, written.grad_weight, written.grad_bias}) {
+      pointers.write(tensor);
+    }
+    return pointers;
+  };
+  const auto params =
+      batch_norm_backward_params(saved.input, out.has_value(), written.masked.defined());
+  return run(params, saved.input.get_device(), prepare);
+}
+
+}  // namespace cudnn_ops
+
+// For tests: plans alone have them.
+TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
+  m.def("_batch_norm_signs(Tensor image) -> Tensor", cudnn_ops::signs_of);
+}
