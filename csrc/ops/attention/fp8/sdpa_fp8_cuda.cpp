@@ -105,8 +105,8 @@ void hide_padding(const at::Tensor& lengths, const at::Tensor& out, const at::Te
 // Of the queries of a part, in the type that was asked for.
 at::Tensor in_dtype(const Written& written, at::ScalarType dtype) {
   if (written.out.scalar_type() == dtype) return written.out;
-  const at::Tensor out = at::detail::empty_strided_cuda(
-      written.out.sizes(), written.out.strides(), dtype, written.out.device());
+  const at::Tensor out = at::detail::empty_strided_cuda(written.out.sizes(), written.out.strides(),
+                                                        dtype, written.out.device());
   widen_fp8(written.out, written.numbers.numbers.back(), std::nullopt, out);
   return out;
 }
