@@ -387,6 +387,38 @@ def appending() -> Iterator[Sample]:
             yield f"paged_append_{unit}", partial(run, dtype, size, head_major)
 
 
+def rounding() -> Iterator[Sample]:
+    def amax(x: Tensor) -> None:
+        for dim in (None, 1):
+            cudnn_ops.quantize_fp8(x, dim=dim)
+
+    def cast(x: Tensor, fp8: torch.dtype) -> None:
+        for dim, count in ((None, 1), (1, 5)):
+            scale = torch.full((count,), 2.0, device="cuda")
+            cudnn_ops.quantize_fp8(x, scale, dim=dim, dtype=fp8)
+
+    def uncast(x: Tensor, fp8: torch.dtype) -> None:
+        for dim, count in ((None, 1), (1, 5)):
+            descale = torch.full((count,), 0.5, device="cuda")
+            cudnn_ops.dequantize_fp8(x.to(fp8), descale, dim=dim, dtype=x.dtype)
+
+    def attend() -> None:
+        query, key, value = (_tensor(2, 4, 40, 64, dtype=torch.half) for _ in range(3))
+        ones = {f"descale_{name}": torch.ones(1, device="cuda") for name in "qkv"}
+        narrow = (x.to(torch.float8_e4m3fn) for x in (query, key, value))
+        cudnn_ops.sdpa_fp8(*narrow, **ones, is_causal=True)
+
+    formats = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+    for name, dtype in TYPES.items():
+        for width, size in ((16 // dtype.itemsize, 32), (1, 7)):
+            x = partial(_tensor, 3, 5, size, dtype=dtype)
+            yield f"fp8_amax_{name}_{width}", lambda x=x: amax(x())
+            for word, fp8 in formats.items():
+                yield f"fp8_cast_{name}_{word}_{width}", lambda x=x, fp8=fp8: cast(x(), fp8)
+                yield f"fp8_uncast_{word}_{name}_{width}", lambda x=x, fp8=fp8: uncast(x(), fp8)
+    yield "fp8_numbers", attend
+
+
 def decoding() -> Iterator[Sample]:
     """Kernels of cuDNN, with what ours do before and behind them."""
 
@@ -418,7 +450,7 @@ def decoding() -> Iterator[Sample]:
 
 FAMILIES = (
     *(gated, rotary, norms, group_norms, batch_norms, adaptive_norms, convolutions),
-    *(depthwise_images, mixtures, appending, decoding),
+    *(depthwise_images, mixtures, appending, rounding, decoding),
 )
 
 

@@ -161,8 +161,8 @@ class SyncBatchNorm(BatchNormAct):
 
     In training the statistics are those of the batches of all processes of the group, which may
     have different sizes; each process has its own gradients of weight and bias, which
-    ``DistributedDataParallel`` adds up. Without a process group it is a batch norm. It is no subclass
-    of torch's, which ``DistributedDataParallel`` refuses on CPUs.
+    ``DistributedDataParallel`` adds up. Without a process group it is a batch norm. It is no
+    subclass of torch's, which ``DistributedDataParallel`` refuses on CPUs.
 
     Args:
         process_group: the processes; None stands for all.
