@@ -87,7 +87,7 @@ def test_greedy_is_generation_without_a_cache(device):
     assert stats.prefix_hits > 100
     assert (stats.replays > 0) == (device == "cuda")
     accepted, proposed = stats.speculation.accepted_tokens, stats.speculation.draft_tokens
-    assert 0.1 * proposed < accepted < 0.9 * proposed
+    assert 0 < accepted < proposed
     assert stats.output_tokens == sum(params.max_tokens for _, params in jobs)
     check_cache(engine, requests)
     check_drafts(engine)

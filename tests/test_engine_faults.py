@@ -37,7 +37,7 @@ def test_a_thousand_random_aborts(kind):
         options = {"speculation": PromptLookup(3, 2, 1)}
     elif kind != "plain":
         draft = DraftModel(make_model("cpu").serve, make_cache("cpu", 24), 2)
-        options = {"speculation": draft, "preemption": "swap"}
+        options = {"speculation": draft, "preemption": "swap", "swap_bytes": 64 << 20}
     engine = make_engine("cpu", pages=24, **options)
     draw = random.Random(8)
     requests: list[Request] = []

@@ -25,6 +25,9 @@ from tests.cases.generation import (
 from tests.cases.speculation import check_cache
 from tests.conftest import DEVICES
 
+#: More than is ever swapped.
+SIZE = 64 << 20
+
 
 def page_bytes(cache: PagedKVCache) -> int:
     keys, values = cache.key_cache(0), cache.value_cache(0)
@@ -57,7 +60,7 @@ def jobs_of(count: int, unit: int, draws: int, **params: Any):
 @pytest.mark.parametrize("policy", ["swap", "auto"])
 def test_greedy_is_generation_without_a_cache(device, policy):
     unit = SETUPS[device].page_size
-    engine = make_engine(device, pages=30, preemption=policy)
+    engine = make_engine(device, pages=30, preemption=policy, swap_bytes=SIZE)
     jobs = jobs_of(80, unit, 20)
     requests = serve_at_random(engine, jobs)
     stats = engine.stats
@@ -82,7 +85,12 @@ def test_caches_of_every_kind(sharing, layout):
     """And with drafts, some of which are in the pages."""
     model = make_model("cpu")
     cache = make_cache("cpu", 26, prefix_sharing=sharing, kv_layout=layout)
-    options: dict[str, Any] = {"max_batch": 6, "chunk": 20, "preemption": "swap"}
+    options: dict[str, Any] = {
+        "max_batch": 6,
+        "chunk": 20,
+        "preemption": "swap",
+        "swap_bytes": SIZE,
+    }
     engine = Engine(model.serve, cache, speculation=PromptLookup(3, 2, 1), **options)
     jobs = jobs_of(40, 4, 3)
     requests = serve_at_random(engine, jobs)
@@ -99,7 +107,7 @@ def test_nothing_is_computed_twice():
     computed, outputs = [], []
     for policy in ("recompute", "swap"):
         cache = make_cache("cpu", 12, prefix_sharing=False)
-        engine = Engine(make_model("cpu").serve, cache, preemption=policy)
+        engine = Engine(make_model("cpu").serve, cache, preemption=policy, swap_bytes=SIZE)
         params = SamplingParams(max_tokens=18)
         requests = [engine.submit([token] * 9, params) for token in (1, 2, 3)]
         list(engine.run())
@@ -167,7 +175,7 @@ def test_the_host_has_an_end_too(pages):
 
 def test_sampling_goes_on_where_it_was():
     outputs = []
-    for options in ({"pages": 200}, {"pages": 26, "preemption": "swap"}):
+    for options in ({"pages": 200}, {"pages": 26, "preemption": "swap", "swap_bytes": SIZE}):
         engine = make_engine("cpu", **options)
         jobs = jobs_of(30, 4, 3, temperature=1.0, seed=1, repetition_penalty=1.2)
         outputs.append([request.output for request in serve_at_random(engine, jobs)])
@@ -176,7 +184,7 @@ def test_sampling_goes_on_where_it_was():
 
 
 def test_no_page_of_the_host_is_left_whatever_is_aborted():
-    engine = make_engine("cpu", pages=20, preemption="swap")
+    engine = make_engine("cpu", pages=20, preemption="swap", swap_bytes=SIZE)
     draw = random.Random(8)
     requests: list[Request] = []
     prompts = make_prompts(100, 4, seed=8)
@@ -207,7 +215,7 @@ def test_a_step_that_failed_can_be_made_again():
         return logits
 
     cache = make_cache("cpu", 16)
-    engine = Engine(serve, cache, max_batch=4, chunk=8, preemption="swap")
+    engine = Engine(serve, cache, max_batch=4, chunk=8, preemption="swap", swap_bytes=SIZE)
     requests = [
         engine.submit(prompt[:40], SamplingParams(max_tokens=20))
         for prompt in make_prompts(8, 4, seed=11)
@@ -245,7 +253,7 @@ def test_the_faster_one_is_chosen():
 
 
 def test_rates_are_measured():
-    engine = make_engine("cpu", 14, chunk=8, preemption="swap")
+    engine = make_engine("cpu", 14, chunk=8, preemption="swap", swap_bytes=SIZE)
     for token in (1, 2, 3):
         engine.submit([token] * 17, SamplingParams(max_tokens=20))
     swapper = swapper_of(engine)
