@@ -204,7 +204,7 @@ def batch_norms() -> Iterator[Sample]:
                 for training in (False, True):
                     words = f"{channels} channels, {policy}, {training}"
                     yield (
-                        f"batch norm of {images}, {name}, {words}",
+                        f"batch_norm of {images}, {name}, {words}",
                         partial(run, dtype, channels, is_last, policy, training),
                     )
 

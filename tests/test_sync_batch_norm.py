@@ -160,6 +160,7 @@ def _mistakes() -> list[str]:
     norm = SyncBatchNorm(C)
     with pytest.raises(ValueError, match=r"running_mean must be \[5\]"):
         norm(torch.ones(2, 5))
+    distributed.barrier()  # the other one may still be connecting
     return ["raised"]
 
 

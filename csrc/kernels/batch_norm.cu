@@ -85,15 +85,17 @@ __device__ void apply_to_pixels(const BatchNormApplyCall& call) {
                       call.rows * pixel_pieces, [&](int k) { return channels[k]; });
 }
 
-// Blocks of one plane share its positions.
+// A block has every gridDim.x-th plane; those with the same share its positions.
 template <class Type, int kWidth>
 __device__ void apply_to_planes(const BatchNormApplyCall& call) {
-  const long long plane_pieces = call.positions / kWidth, plane = blockIdx.x;
-  const Channel channel = Channel::of<Type>(call, (unsigned)(plane % call.channels));
-  const long long start = plane * plane_pieces;
-  apply<Type, kWidth>(call, start + (long long)blockIdx.y * blockDim.x + threadIdx.x,
-                      (long long)gridDim.y * blockDim.x, start + plane_pieces,
-                      [&](int) { return channel; });
+  const long long plane_pieces = call.positions / kWidth;
+  for (long long plane = blockIdx.x; plane < call.rows; plane += gridDim.x) {
+    const Channel channel = Channel::of<Type>(call, (unsigned)(plane % call.channels));
+    const long long start = plane * plane_pieces;
+    apply<Type, kWidth>(call, start + (long long)blockIdx.y * blockDim.x + threadIdx.x,
+                        (long long)gridDim.y * blockDim.x, start + plane_pieces,
+                        [&](int) { return channel; });
+  }
 }
 
 // Whether numbers are above 0, eight of them to a byte, the first one in its lowest bit.

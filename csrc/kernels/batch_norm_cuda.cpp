@@ -6,6 +6,7 @@
 #include "kernels/row_tiling.h"
 
 #include <algorithm>
+#include <limits>
 
 namespace cudnn_ops {
 namespace {
@@ -69,7 +70,8 @@ void launch(BatchNormApplyCall& call, bool is_channels_last, int64_t element,
   const int64_t pieces = call.positions / width;
   const int64_t threads = std::min<int64_t>(kPlaneThreads, divide_up(pieces, kWarp) * kWarp);
   const int64_t stretches = std::min(kMostStretches, divide_up(pieces, threads * kPlaneTurns));
-  kernel.launch(call.rows, static_cast<int>(stretches), static_cast<int>(threads), &argument);
+  const int64_t planes = std::min<int64_t>(call.rows, std::numeric_limits<int32_t>::max());
+  kernel.launch(planes, static_cast<int>(stretches), static_cast<int>(threads), &argument);
 }
 
 }  // namespace
@@ -91,8 +93,10 @@ void batch_norm_apply(const BatchNormOfImages& args, const at::Tensor& out) {
   call.channels = static_cast<unsigned>(channels);
   const int64_t planes = input.size(0) * channels;
   call.positions = input.numel() / planes;
-  call.rows = args.is_channels_last ? input.numel() / channels : planes;
-  launch(call, args.is_channels_last, static_cast<int64_t>(input.element_size()),
+  // Of one position both orders are the same, and a plane a single number.
+  const bool is_channels_last = args.is_channels_last || call.positions == 1;
+  call.rows = is_channels_last ? input.numel() / channels : planes;
+  launch(call, is_channels_last, static_cast<int64_t>(input.element_size()),
          kernels_of(input.scalar_type()));
 }
 
