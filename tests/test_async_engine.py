@@ -35,7 +35,7 @@ def text_of(updates: list[Update]) -> str:
 
 async def settled(tiny: Tiny) -> None:
     """Waits until the thread has done what it was told."""
-    for _ in range(1000):
+    for _ in range(6000):
         if not tiny.serving.unfinished:
             return
         await asyncio.sleep(0.01)

@@ -42,7 +42,7 @@ def client(shared) -> Iterator[httpx.Client]:
 
 
 def wait_until(condition) -> None:
-    for _ in range(1000):
+    for _ in range(6000):
         if condition():
             return
         time.sleep(0.01)
@@ -528,7 +528,7 @@ def raw_request(client: httpx.Client, body: dict) -> Iterator[socket.socket]:
 @pytest.mark.parametrize("n", [1, 3])
 def test_clients_that_leave(streams, n):
     """Their requests end, and their pages are back long before they would have finished."""
-    tiny = make_tiny(max_length=512)
+    tiny = make_tiny(pages=2048, max_length=4096)
 
     def slowly(*args: Any) -> torch.Tensor:
         time.sleep(0.005)
@@ -536,7 +536,7 @@ def test_clients_that_leave(streams, n):
 
     tiny.engine._runner._model = slowly
     with tiny_server(tiny) as client:
-        body = {"prompt": "abc", "max_tokens": 450, "temperature": 0, "stream": streams, "n": n}
+        body = {"prompt": "abc", "max_tokens": 3000, "temperature": 0, "stream": streams, "n": n}
         with raw_request(client, body) as connection:
             if streams:
                 assert connection.recv(4096).startswith(b"HTTP/1.1 200 OK")
@@ -548,7 +548,7 @@ def test_clients_that_leave(streams, n):
         other.join()
         assert answers[0]["choices"][0]["text"] == "defgh"
         assert tiny.engine.stats.aborted == n
-        assert tiny.engine.stats.output_tokens < 400 * n
+        assert tiny.engine.stats.output_tokens < 2900 * n
         if not streams:
             wait_until(lambda: 'status="499"} 1.0' in client.get("/metrics").text)
     tiny.check_pages()

@@ -132,10 +132,11 @@ def test_this_packages_operators_compute(family):
 def test_decoding_is_replayed_from_graphs(name):
     """On a GPU, in bfloat16: near the model alone in float64 of the same weights."""
     family, options = VARIANTS[name]
-    options = {"hidden_size": 256, "head_dim": 64} | options
-    if family == "qwen2":
-        options.pop("head_dim")
-    narrow = make_transformers_model(family, torch.bfloat16, **options).cuda()
+    options = options | {"hidden_size": 256}
+    if family != "qwen2":  # which has no other size than the quarter of the width
+        options["head_dim"] = 64
+    # Not so large that scores in bfloat16 are a matter of chance.
+    narrow = make_transformers_model(family, torch.bfloat16, 0.08, **options).cuda()
     alone = copy.deepcopy(narrow).double()
     torch_alone = copy.deepcopy(narrow)
     served = ServedModel(narrow)

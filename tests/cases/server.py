@@ -149,7 +149,9 @@ def write_tokenizer(folder: Path, *, chat: bool = True) -> None:
     fast.save_pretrained(folder)
 
 
-def make_transformers_model(family: str, dtype: torch.dtype = torch.float64, **options):
+def make_transformers_model(
+    family: str, dtype: torch.dtype = torch.float64, scale: float = 0.4, **options
+):
     """A tiny model with random weights, so large that its tokens depend on all before them."""
     import transformers
 
@@ -171,7 +173,7 @@ def make_transformers_model(family: str, dtype: torch.dtype = torch.float64, **o
     with torch.no_grad():
         for weight in model.parameters():
             noise = torch.randn(weight.shape, dtype=torch.float64)
-            weight.copy_(1 + noise / 4 if weight.dim() == 1 else 0.4 * noise)
+            weight.copy_(1 + noise / 4 if weight.dim() == 1 else scale * noise)
     return model.to(dtype).eval()
 
 
