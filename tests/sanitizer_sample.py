@@ -388,34 +388,39 @@ def appending() -> Iterator[Sample]:
 
 
 def rounding() -> Iterator[Sample]:
-    def amax(x: Tensor) -> None:
-        for dim in (None, 1):
-            cudnn_ops.quantize_fp8(x, dim=dim)
+    def draw(dtype: torch.dtype, size: int) -> Tensor:
+        return _tensor(3, 5, size, dtype=dtype)
 
-    def cast(x: Tensor, fp8: torch.dtype) -> None:
+    def amax(dtype: torch.dtype, size: int) -> None:
+        for dim in (None, 1):
+            cudnn_ops.quantize_fp8(draw(dtype, size), dim=dim)
+
+    def cast(dtype: torch.dtype, size: int, fp8: torch.dtype) -> None:
         for dim, count in ((None, 1), (1, 5)):
             scale = torch.full((count,), 2.0, device="cuda")
-            cudnn_ops.quantize_fp8(x, scale, dim=dim, dtype=fp8)
+            cudnn_ops.quantize_fp8(draw(dtype, size), scale, dim=dim, dtype=fp8)
 
-    def uncast(x: Tensor, fp8: torch.dtype) -> None:
+    def uncast(dtype: torch.dtype, size: int, fp8: torch.dtype) -> None:
         for dim, count in ((None, 1), (1, 5)):
             descale = torch.full((count,), 0.5, device="cuda")
-            cudnn_ops.dequantize_fp8(x.to(fp8), descale, dim=dim, dtype=x.dtype)
+            cudnn_ops.dequantize_fp8(draw(dtype, size).to(fp8), descale, dim=dim, dtype=dtype)
 
     def attend() -> None:
-        query, key, value = (_tensor(2, 4, 40, 64, dtype=torch.half) for _ in range(3))
-        ones = {f"descale_{name}": torch.ones(1, device="cuda") for name in "qkv"}
-        narrow = (x.to(torch.float8_e4m3fn) for x in (query, key, value))
-        cudnn_ops.sdpa_fp8(*narrow, **ones, is_causal=True)
+        query, key, value = (
+            _tensor(2, 4, 40, 64, dtype=torch.half).to(torch.float8_e4m3fn) for _ in range(3)
+        )
+        one = torch.ones(1, device="cuda")
+        cudnn_ops.sdpa_fp8(
+            query, key, value, descale_q=one, descale_k=one, descale_v=one, is_causal=True
+        )
 
     formats = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
     for name, dtype in TYPES.items():
         for width, size in ((16 // dtype.itemsize, 32), (1, 7)):
-            x = partial(_tensor, 3, 5, size, dtype=dtype)
-            yield f"fp8_amax_{name}_{width}", lambda x=x: amax(x())
+            yield f"fp8_amax_{name}_{width}", partial(amax, dtype, size)
             for word, fp8 in formats.items():
-                yield f"fp8_cast_{name}_{word}_{width}", lambda x=x, fp8=fp8: cast(x(), fp8)
-                yield f"fp8_uncast_{word}_{name}_{width}", lambda x=x, fp8=fp8: uncast(x(), fp8)
+                yield f"fp8_cast_{name}_{word}_{width}", partial(cast, dtype, size, fp8)
+                yield f"fp8_uncast_{word}_{name}_{width}", partial(uncast, dtype, size, fp8)
     yield "fp8_numbers", attend
 
 
