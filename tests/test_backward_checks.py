@@ -90,7 +90,7 @@ def gated(device: str, activation: int) -> Arguments:
 
 def rotary(device: str) -> Arguments:
     x, angle = torch.ones(2, 3, 5, 8, device=device), torch.ones(2, 5, 8, device=device)
-    options: Arguments = {"key": None, "positions": None, "layout": [], "is_backward": True}
+    options: Arguments = {"key": None, "positions": None, "layout": [0, 0], "is_backward": True}
     return {"input": x, "cos": angle, "sin": angle, **options}
 
 

@@ -358,7 +358,7 @@ def _used_elsewhere(x: Tensor, weight: Tensor) -> Tensor:
 
 NEAR_MISSES = {
     **dict.fromkeys((_other_slope, _other_bounds, _hardtanh, _clamp_above), "none"),
-    **dict.fromkeys((_other_shift, _quick_gelu, _elu, _training, _training_dropout), "none"),
+    **dict.fromkeys((_other_shift, _quick_gelu, _elu, _training_dropout), "none"),
     **dict.fromkeys((_image_residual, _column_scale, _gate_of_each_image), "none"),
     **dict.fromkeys((_scaled_sum, _used_elsewhere, _training_with_statistics), "none"),
     _after_the_activation: "relu",
@@ -369,6 +369,13 @@ NEAR_MISSES = {
 def test_what_only_looks_like_an_epilogue(near_miss):
     found = check_swap(near_miss, _x(), _weight(), expect=["convolution"])
     assert _of_ours(found) == (NEAR_MISSES[near_miss], False)
+
+
+def test_a_batch_norm_in_training_is_one_by_itself():
+    found = check_swap(_training, _x(), _weight(), expect=["convolution", "batch_norm"])
+    convolution, norm = found.ours
+    assert convolution.args[-2:] == ("none", None)
+    assert norm.kwargs["activation"] == "relu"
 
 
 def test_statistics_that_are_changed():

@@ -58,8 +58,8 @@ def test_results_and_gradients(size, layout, device, poisoned):
 @pytest.mark.parametrize("device", DEVICES)
 def test_opcheck_and_derivatives_of_any_order(device):
     x, cos, sin = draw(device, torch.float32, 16, "BSHD", torch.float32, 2)
-    torch.library.opcheck(_ops._rotary.default, (x, None, cos, sin, None, [], False))
-    torch.library.opcheck(_ops._rotary.default, (x.detach(), None, cos, sin, None, [], True))
+    torch.library.opcheck(_ops._rotary.default, (x, None, cos, sin, None, [0, 0], False))
+    torch.library.opcheck(_ops._rotary.default, (x.detach(), None, cos, sin, None, [0, 0], True))
     torch.library.opcheck(_ops.rotary_embedding.default, (x, cos, sin))
     out = cudnn_ops.rotary_embedding(x, cos, sin)
     (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)

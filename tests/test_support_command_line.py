@@ -15,6 +15,7 @@ OPTIONS = {
     "paged_attention": "--window 64 0 --kv-layout HND --page-table 8,32 -q 8,1,32,128",
     "rms_norm": "--input 64,512 --zero-centered --weight-dtype fp32",
     "layer_norm": "--input 64,512 --bias --dtype fp32",
+    "batch_norm": "--input 8,64,9,9 --activation relu --residual --channels-last",
     "conv1d": "--input 4,64,100 --weight 32,64,3 --padding 1",
     "conv2d": "--input 4,64,9,9 --weight 32,16,3,3 --groups 4 --stride 2 1 --activation relu",
     "conv3d": "--input 2,16,5,9,9 --weight 32,16,3,3,3 --residual",
@@ -29,7 +30,7 @@ OPTIONS = {
 @pytest.mark.parametrize("op", OPERATORS)
 def test_explain(op, capsys):
     options = OPTIONS[op.removeprefix("add_").removesuffix("_backward")]
-    if op in ("sdpa", "varlen_attention", "layer_norm", "conv2d", "linear"):
+    if op in ("sdpa", "varlen_attention", "layer_norm", "batch_norm", "conv2d", "linear"):
         options += " --training"
     assert main(["explain", op, "--device", "H200", *options.split()]) == 0
     assert capsys.readouterr().out.startswith(f"{op} on NVIDIA H200, cuDNN 9.")

@@ -43,6 +43,8 @@ class _Calls(TorchDispatchMode):
 _MANY_CALLS = {
     *("sdpa_lengths", "sdpa_lengths_alibi", "varlen_sinks", "varlen_alibi", "paged_sinks"),
     *("mlp", "mlp_relu", "mlp_gated"),
+    *("moe_permute", "grouped_linear"),  # offsets are of one sample
+    *("rotary_positions", "rotary_everything"),  # with a table of its own for each
 }
 #: With a weight of each sample, torch's batched product, and none of ours.
 _TORCH_S = {"linear", "linear_relu", "linear_silu", "linear_one_row"}

@@ -175,8 +175,6 @@ def _unpacked(layout: Sequence[int], size: int) -> tuple[bool, int, Sequence[int
 
     As in ``csrc/ops/rotary/rotary.h``.
     """
-    if not layout:
-        return False, size, ()
     interleaved, rotary_dim, *sections = layout
     return bool(interleaved), rotary_dim or size, sections
 

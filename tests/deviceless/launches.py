@@ -283,7 +283,7 @@ def run_rotary(recorder: Recorder, device: torch.device) -> None:
             cos = memory(device, angles, 1, tokens, size)
             for is_interleaved in (False, True):
                 for other in (None, key):
-                    layout = [1, 0] if is_interleaved else []
+                    layout = [int(is_interleaved), 0]
                     words = ("rotary", dtype, tokens, heads, size, start, layout)
                     with recorder.calling(*words, "queries" if other is None else "both"):
                         _ops._rotary.default(x, other, cos, cos, None, layout, False)

@@ -10,6 +10,7 @@
 #include <ATen/ops/aminmax.h>
 #include <torch/library.h>
 
+#include <array>
 #include <numeric>
 
 namespace cudnn_ops {
@@ -77,7 +78,6 @@ RotaryResults rotary_autograd(c10::DispatchKeySet keys, const Rotary& args) {
 // What the public operators are given beside cosines and sines.
 RotaryNumbers rotary_layout(bool interleaved, std::optional<int64_t> rotary_dim,
                             at::OptionalIntArrayRef sections, const char* op) {
-  if (!interleaved && !rotary_dim && !sections) return {};
   TORCH_CHECK_VALUE(!rotary_dim || *rotary_dim > 0, op,
                     ": rotary_dim must be even, from 2 to the size of a head; got ", *rotary_dim);
   TORCH_CHECK_VALUE(!sections || !sections->empty(), op,
@@ -88,8 +88,9 @@ RotaryNumbers rotary_layout(bool interleaved, std::optional<int64_t> rotary_dim,
 }
 
 at::Tensor rotary(const at::Tensor& input, const at::Tensor& cos, const at::Tensor& sin) {
+  constexpr std::array<int64_t, 2> kPlain{};
   return std::get<0>(rotary_op().call_with(input, OptionalTensor(), cos, sin, OptionalTensor(),
-                                           at::IntArrayRef(), /*is_backward=*/false));
+                                           at::IntArrayRef(kPlain), /*is_backward=*/false));
 }
 
 at::Tensor rotary_with_options(const at::Tensor& input, const at::Tensor& cos,
@@ -134,6 +135,9 @@ void check_inputs(const Rotary& args, const char* op) {
 
 void check_layout(const RotaryLayout& layout, const at::Tensor& input, const char* op) {
   constexpr size_t kMostSections = 4;
+  TORCH_CHECK_VALUE(layout.numbers.size() >= 2, op,
+                    ": layout must have two numbers and those of the sections, got ",
+                    at::IntArrayRef(layout.numbers));
   const int64_t rotary_dim = layout.rotary_dim();
   TORCH_CHECK_VALUE(
       rotary_dim == 0 || (rotary_dim > 0 && rotary_dim % 2 == 0 && input.sym_size(3) >= rotary_dim),

@@ -10,20 +10,25 @@ namespace cudnn_ops {
 using RotaryNumbers = c10::SmallVector<int64_t, 8>;
 
 // Whether pairs are neighbours, how much of a head turns (0: all of it, by a factor for each
-// number), and the pairs of each section. Empty: halves of all of it, in one section. Schemas have
-// one list, because Python needs half a microsecond to hand over each.
+// number), and the pairs of each section, none of which stands for one section. Schemas have one
+// list, because Python needs half a microsecond to hand over each; it is never empty, for packages
+// of AOTInductor would hand over None.
 struct RotaryLayout {
   RotaryNumbers numbers;
   CUDNN_OPS_FIELDS(numbers)
 
   bool is_interleaved() const {
-    return !numbers.empty() && numbers[0] != 0;
+    return numbers[0] != 0;
   }
   int64_t rotary_dim() const {
-    return numbers.size() > 1 ? numbers[1] : 0;
+    return numbers[1];
   }
   at::IntArrayRef sections() const {
-    return at::IntArrayRef(numbers).slice(numbers.size() > 2 ? 2 : numbers.size());
+    return at::IntArrayRef(numbers).slice(2);
+  }
+  // Halves of a whole head, in one section.
+  bool is_plain() const {
+    return numbers.size() == 2 && !is_interleaved() && rotary_dim() == 0;
   }
 };
 

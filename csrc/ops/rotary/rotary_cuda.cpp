@@ -30,7 +30,7 @@ RotaryResults rotary_cuda(const Rotary& args) {
                    "GPU; got float64");
   const c10::cuda::CUDAGuard device_guard(input.device());
   const at::Tensor out = empty_tokens_first(input);
-  const bool is_plain = !args.key && !positions && layout.numbers.empty();
+  const bool is_plain = !args.key && !positions && layout.is_plain();
   if (is_plain) {
     if (input.numel() > 0) rotate(input, cos, sin, args.is_backward, out);
     return {out, or_none({}, input, input.scalar_type())};
