@@ -24,7 +24,10 @@ void check_operand(const at::Tensor& tensor, const char* name, const at::Tensor&
   TORCH_CHECK_TYPE(is_fp8(tensor.scalar_type()) && tensor.scalar_type() == query.scalar_type(), kOp,
                    "query, key and value must be of one dtype, float8_e4m3fn or float8_e5m2 "
                    "(cudnn_ops.quantize_fp8 makes them); ",
-                   name, " is ", tensor.scalar_type(), " and query ", query.scalar_type());
+                   name, " is ", tensor.scalar_type(),
+                   tensor.scalar_type() == query.scalar_type()
+                       ? std::string()
+                       : c10::str(" and query ", query.scalar_type()));
   TORCH_CHECK_VALUE(tensor.device() == query.device(), kOp, "query is on ", query.device(), " and ",
                     name, " on ", tensor.device(), "; move them to one device");
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && tensor.dim() == 4, kOp, name,
