@@ -34,6 +34,7 @@ from cudnn_ops.serving import (
     TokenLogprobs,
 )
 from cudnn_ops.serving.request import FinishReason
+from cudnn_ops.serving.sampling import check_vocabulary
 from cudnn_ops.serving.text import Decode, TextStream
 
 #: After so many failed steps in a row the engine is given up.
@@ -341,20 +342,9 @@ class AsyncEngine:
 
     def _check_tokens(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """An embedding that is asked for other tokens would end all requests, not this one."""
-        if self.vocabulary is None:
-            return
-        wrong = [token for token in prompt if not 0 <= token < self.vocabulary]
-        if wrong:
-            raise ValueError(
-                f"prompt must be of tokens from 0 to {self.vocabulary - 1}, the model's "
-                f"vocabulary, got {wrong[0]}"
-            )
-        biased = max(params.logit_bias, default=0)
-        if biased >= self.vocabulary:
-            raise ValueError(
-                f"logit_bias must be of tokens from 0 to {self.vocabulary - 1}, the model's "
-                f"vocabulary, got {biased}"
-            )
+        if self.vocabulary is not None:
+            check_vocabulary("prompt", prompt, self.vocabulary)
+            check_vocabulary("logit_bias", params.logit_bias, self.vocabulary)
 
     def _order(self, order: Order) -> bool:
         """Tells the thread what to do; False if it takes no orders any more."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cudnn_ops.serving.request import Branch, Request
-from cudnn_ops.serving.sampling import Allowed
+from cudnn_ops.serving.sampling import Allowed, check_vocabulary
 
 
 def upload(parts: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -58,11 +58,7 @@ class Edits:
         params, vocabulary = branch.request.params, self._vocabulary
         start = row * vocabulary
         if params.logit_bias:
-            if max(params.logit_bias) >= vocabulary:
-                raise ValueError(
-                    f"logit_bias must be of tokens from 0 to {vocabulary - 1}, the model's "
-                    f"vocabulary, got {max(params.logit_bias)}"
-                )
+            check_vocabulary("logit_bias", params.logit_bias, vocabulary)
             self._biased.extend([start + token for token in params.logit_bias])
             self._biases.extend(params.logit_bias.values())
         excluded: list[int] = []

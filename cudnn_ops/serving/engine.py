@@ -33,7 +33,7 @@ from cudnn_ops.serving.memory import whole
 from cudnn_ops.serving.model_runner import Model
 from cudnn_ops.serving.ranks import Order, Submitted
 from cudnn_ops.serving.request import Request
-from cudnn_ops.serving.sampling import SamplingParams
+from cudnn_ops.serving.sampling import SamplingParams, check_vocabulary
 from cudnn_ops.serving.speculation import PromptLookup
 from cudnn_ops.serving.stats import EngineStats
 from cudnn_ops.serving.step import GeneratedToken, Piece
@@ -185,11 +185,8 @@ class Engine(Core):
             raise ValueError("prompt must have at least one token, got none")
         if not 0 <= min(tokens) <= max(tokens) < 2**63:
             raise ValueError("prompt must be a sequence of token ids, from 0 to 2**63 - 1")
-        if self.vocabulary is not None and max(tokens) >= self.vocabulary:
-            raise ValueError(
-                f"prompt must be of tokens from 0 to {self.vocabulary - 1}, the model's "
-                f"vocabulary, got {max(tokens)}"
-            )
+        if self.vocabulary is not None:
+            check_vocabulary("prompt", tokens, self.vocabulary)
         if params.stop_strings and self._decode is None:
             raise ValueError(
                 f"stop_strings are {params.stop_strings!r}, and this engine makes no text: create "

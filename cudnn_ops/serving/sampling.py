@@ -145,6 +145,16 @@ class SamplingParams:
         return self.temperature == 0 and not self._edits_logits and self.logprobs is None
 
 
+def check_vocabulary(name: str, tokens: Collection[int], vocabulary: int) -> None:
+    """Raises ValueError if some of the tokens are not of the model's vocabulary."""
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+        wrong = next(token for token in tokens if not 0 <= token < vocabulary)
+        raise ValueError(
+            f"{name} must be of tokens from 0 to {vocabulary - 1}, the model's vocabulary, got "
+            f"{wrong}"
+        )
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float)
 
