@@ -292,6 +292,7 @@ def test_a_step_that_fails():
         async with tiny.serving as serving:
             tiny.model.gate.clear()
             generations = [await serving.submit(LETTERS, SamplingParams(5))]
+            assert await asyncio.to_thread(tiny.model.held.wait, 60)  # that step has it alone
             tasks = [asyncio.create_task(serving.submit(LETTERS, SamplingParams(5))) for _ in "ab"]
             await asyncio.sleep(0.05)
             tiny.model.error = RuntimeError("the step is lost")
@@ -410,6 +411,7 @@ def test_a_coroutine_that_is_cancelled_while_it_submits():
         async with tiny.serving as serving:
             tiny.model.gate.clear()
             first = await serving.submit(LETTERS, SamplingParams(5))
+            assert await asyncio.to_thread(tiny.model.held.wait, 60)  # no order is taken now
             tasks = [asyncio.create_task(serving.submit(LETTERS)) for _ in range(10)]
             await asyncio.sleep(0.05)
             for task in tasks:

@@ -59,10 +59,14 @@ class TableModel:
         self.table = table.to(device)
         self.gate = threading.Event()
         self.gate.set()
+        self.held = threading.Event()
+        """Set once a step is held up."""
         self.error: BaseException | None = None
         """Raised once, by the next step."""
 
     def __call__(self, tokens: Tensor, positions: Tensor, last: Tensor, attend: object) -> Tensor:
+        if not self.gate.is_set():
+            self.held.set()
         assert self.gate.wait(60)
         error, self.error = self.error, None
         if error is not None:
