@@ -2,12 +2,14 @@
 
     python compile_kernels.py source.cu header.h kName [-DMACRO=value ...]
 
+Beside the header comes header.h.d, which says what it was made from, in Ninja's and make's form.
 For the architectures below it is machine code, so that the first call need not wait for a compiler;
 for newer ones there is the last one's PTX, which the driver compiles (0.5 s, once: it keeps what it
 made).
 """
 
 import ctypes
+import re
 import sys
 from pathlib import Path
 
@@ -30,6 +32,22 @@ def find_nvrtc() -> ctypes.CDLL:
         raise SystemExit("NVRTC was not found: `pip install nvidia-cuda-nvrtc`") from None
 
 
+def include_folders(source: Path) -> tuple[Path, Path]:
+    """Headers for both sides name others from the root, as C++ does."""
+    return source.parent, source.parents[1]
+
+
+def sources_of(source: Path) -> list[Path]:
+    """The source and every header of ours that it includes, whatever its macros are."""
+    found = [source]
+    for path in found:
+        for name in re.findall(r'^\s*#\s*include "(.+)"', path.read_text(), re.MULTILINE):
+            header = next(f / name for f in include_folders(source) if (f / name).exists())
+            if header not in found:
+                found.append(header)
+    return found
+
+
 def compile_for(
     nvrtc: ctypes.CDLL, source: Path, architecture: int, macros: list[str]
 ) -> tuple[bytes, bytes]:
@@ -38,8 +56,7 @@ def compile_for(
     nvrtc.nvrtcCreateProgram(
         ctypes.byref(program), source.read_bytes(), source.name.encode(), 0, None, None
     )
-    # Headers for both sides name others from the root, as C++ does.
-    folders = (f"--include-path={folder}" for folder in (source.parent, source.parents[1]))
+    folders = (f"--include-path={folder}" for folder in include_folders(source))
     words = [f"--gpu-architecture=sm_{architecture}", *folders, *macros]
     options = (ctypes.c_char_p * len(words))(*(word.encode() for word in words))
     status = nvrtc.nvrtcCompileProgram(program, len(words), options)
@@ -77,6 +94,8 @@ def main() -> None:
         '#include "kernels/device_kernel.h"\n\n'
         f"constexpr cudnn_ops::KernelImage {name}[] = {{\n{rows}}};\n"
     )
+    escaped = (str(path).replace(" ", r"\ ") for path in sources_of(source))
+    header.with_name(f"{header.name}.d").write_text(f"{header}: {' '.join(escaped)}\n")
 
 
 if __name__ == "__main__":
