@@ -1,7 +1,10 @@
-"""Several GPUs beside one: attention over a split sequence, and serving by split heads.
+"""Several GPUs beside one: attention over a split sequence, serving and training a Llama.
 
-Attention is forward + backward, and its memory is the peak beyond its inputs. Serving decodes with
-a model of Llama 3 8B's sizes, and its memory is all that the engine holds on a GPU.
+Attention is forward + backward, and its memory is the peak beyond its inputs. Serving decodes by
+split heads with a model of Llama 3 8B's sizes, and its memory is all that the engine holds on a
+GPU. Training is forward + backward of eight layers of such sizes, tensor parallel with norms split
+by tokens, and by FSDP2, with our operators and with the stock ones; its memory is the peak beyond
+the weights.
 
 One process a GPU. `torchrun --nproc-per-node 2 -m benchmarks.bench_distributed --out FILE` gives
 them; run by itself it starts one for each GPU that is there, and with a single GPU measures
@@ -22,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 
@@ -40,7 +44,7 @@ from cudnn_ops.distributed import (
 from cudnn_ops.generation import Engine, SamplingParams
 from cudnn_ops.plans.timing import interleaved
 from examples.llama import Llama, LlamaConfig, Operators
-from examples.parallel import shard_for_serving
+from examples.parallel import compile_blocks, shard_data, shard_for_serving, shard_tensors
 
 ONE = "one gpu"
 SHAPES = tuple(Shape(1, 32, 8, length, 128, causal=True) for length in (32768, 131072))
@@ -51,42 +55,65 @@ BATCHES = (1, 64)  # requests that all decode
 PROMPT = 1024  # tokens
 DECODE_STEPS = 8  # a round
 
+TRAINED = LlamaConfig(8, 4096, 32, 8, sequence=8192, vocabulary=32000)
+TRAINED_BATCH = 2
+SPREADS = {"tensor parallel": shard_tensors, "FSDP": shard_data}
+# Of a step's loss and of its gradients' norm, beside the stock operators'.
+STEP_TOLERANCE = 1e-2
+
+PARTS = ("ring", "serving", "training")
+
 Step = Callable[[], Sequence[Tensor]]
 
 
 def run(rows: Rows, rounds: int) -> None:
+    run_parts(PARTS, rows, rounds)
+
+
+def run_part(part: str, rows: Rows, rounds: int) -> None:
+    run_parts((part,), rows, rounds)
+
+
+def run_parts(parts: Sequence[str], rows: Rows, rounds: int) -> None:
     if "RANK" in os.environ:  # of torchrun
-        return as_rank(rows, rounds)
+        return as_rank(parts, rows, rounds)
     gpus = torch.cuda.device_count()
     if gpus < 2:
         print("a sequence is split over two GPUs or more: nothing is measured on one")
         sys.exit(0)
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_started, (gpus, Path(folder), rounds), nprocs=gpus)
+        spawn(_started, (gpus, Path(folder), parts, rounds), nprocs=gpus)
         rows.rows += json.loads((Path(folder) / "rows.json").read_text())
     return None
 
 
-def _started(rank: int, gpus: int, folder: Path, rounds: int) -> None:
+def _started(rank: int, gpus: int, folder: Path, parts: Sequence[str], rounds: int) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(gpus)}
     rows = Rows({})
-    as_rank(rows, rounds, init_method=f"file://{folder / 'rendezvous'}")
+    as_rank(parts, rows, rounds, init_method=f"file://{folder / 'rendezvous'}")
     if rank == 0:
         (folder / "rows.json").write_text(json.dumps(rows.rows))
 
 
-def as_rank(rows: Rows, rounds: int, init_method: str = "env://") -> None:
-    """Measures beside the other ranks; the rows of all of them are alike."""
+def as_rank(parts: Sequence[str], rows: Rows, rounds: int, init_method: str = "env://") -> None:
+    """Measures beside the other ranks, which do what the first was told to; all have its rows."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     distributed.init_process_group("nccl", init_method=init_method, rank=rank, world_size=ranks)
     mesh = init_device_mesh("cuda", (ranks,))
-    agreed = [rounds]
+    agreed: list[Any] = [parts, rounds]
     distributed.broadcast_object_list(agreed, src=0)
-    for shape in SHAPES:
-        measure(shape, mesh, rows, agreed[0])
-    for batch in BATCHES:
-        measure_serving(SERVED, batch, PROMPT, mesh, rows, agreed[0])
+    parts, rounds = agreed
+    if "ring" in parts:
+        for shape in SHAPES:
+            measure(shape, mesh, rows, rounds)
+    if "serving" in parts:
+        for batch in BATCHES:
+            measure_serving(SERVED, batch, PROMPT, mesh, rows, rounds)
+    if "training" in parts:
+        for spread in SPREADS:
+            for compiled in (False, True):
+                measure_training(TRAINED, spread, compiled, mesh, rows, rounds)
     distributed.destroy_process_group()
 
 
@@ -281,6 +308,71 @@ def _decode_seconds(engines: dict[str, Engine], rounds: int) -> dict[str, float]
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
+def measure_training(
+    config: LlamaConfig, spread: str, compiled: bool, mesh: DeviceMesh, rows: Rows, rounds: int
+) -> None:
+    """Tokens a second of training steps over the mesh, by our operators and by the stock ones."""
+    stock = "compile" if compiled else "eager"
+    torch.manual_seed(0)
+    windows = torch.randint(config.vocabulary, (TRAINED_BATCH, config.sequence + 1)).to(
+        mesh.device_type
+    )
+    if spread == "FSDP":
+        windows = windows.chunk(mesh.size())[mesh.get_local_rank()]
+    models = {
+        impl: _training(config, operators, spread, compiled, mesh)
+        for impl, operators in ((OURS, "cudnn_ops"), (stock, "torch"))
+    }
+    steps = {impl: partial(training_step, model, windows) for impl, model in models.items()}
+    verify_training(f"{spread}, {stock}", *(step_values(models[i], steps[i]) for i in steps))
+    case = f"training, {spread}{', compiled' if compiled else ''}, {mesh.size()} GPUs"
+    tokens = TRAINED_BATCH * config.sequence
+    for impl, seconds in step_seconds(steps, max(rounds // 4, 1)).items():
+        rows.add(case, impl, "tokens_per_s", tokens / seconds)
+    for impl, step in steps.items():
+        rows.add(case, impl, "peak_mib", largest(peak_bytes(step)) / 2**20)
+        models[impl].zero_grad()  # gradients are part of each peak
+
+
+def _training(
+    config: LlamaConfig, operators: str, spread: str, compiled: bool, mesh: DeviceMesh
+) -> Llama:
+    torch.manual_seed(0)
+    with torch.device(mesh.device_type):
+        model = Llama(config, Operators.named(operators))
+    model.to(torch.bfloat16)
+    if spread == "tensor parallel":
+        shard_tensors(model, mesh)
+    if compiled:
+        compile_blocks(model)
+    if spread == "FSDP":
+        shard_data(model, mesh)
+    return model
+
+
+def training_step(model: Llama, windows: Tensor) -> Sequence[Tensor]:
+    model.zero_grad()
+    loss = model.loss(windows)
+    loss.backward()
+    return (loss.detach(),)
+
+
+def step_values(model: Llama, step: Step) -> tuple[float, float]:
+    """The loss of a step and its gradients' norm, over all ranks."""
+    (loss,) = step()
+    norm = nn.utils.get_total_norm([w.grad for w in model.parameters() if w.grad is not None])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    return largest(loss.item()), norm.item()
+
+
+def verify_training(what: str, ours: tuple[float, float], stock: tuple[float, float]) -> None:
+    """Raise if a step of our operators is not that of the stock ones."""
+    for name, value, right in zip(("loss", "gradients' norm"), ours, stock, strict=True):
+        if not abs(value - right) <= STEP_TOLERANCE * abs(right):
+            raise RuntimeError(f"{what}: the {name} is {value:.5g}, by stock operators {right:.5g}")
+
+
 def _allocated() -> int:
     return torch.cuda.memory_allocated()
 
@@ -295,6 +387,6 @@ def largest(value: float) -> float:
 
 if __name__ == "__main__":
     if int(os.environ.get("RANK", "0")) > 0:
-        as_rank(Rows({}), rounds=0)  # rank 0 says how many, and writes the results
+        as_rank((), Rows({}), rounds=0)  # rank 0 says what and how many, and writes the results
     else:
-        main("distributed", run)
+        main("distributed", run, run_part, PARTS)

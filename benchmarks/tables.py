@@ -274,8 +274,9 @@ def distributed(rows: Sequence[Row]) -> Lines:
     lines = [["", "tokens/s", f"over {one}", "MiB", f"of {one}", *(f"vs {p}" for p in peers)]]
     for case, rate in rates.items():
         peak = peaks[case]
-        lines.append([_spaced(case), short(rate[OURS]), f"{rate[OURS] / rate[one]:.2f}x"])
-        lines[-1] += [short(peak[OURS]), f"{peak[OURS] / peak[one]:.2f}"]
+        over = f"{rate[OURS] / rate[one]:.2f}x" if one in rate else ""
+        lines.append([_spaced(case), short(rate[OURS]), over])
+        lines[-1] += [short(peak[OURS]), f"{peak[OURS] / peak[one]:.2f}" if one in peak else ""]
         lines[-1] += [f"{rate[OURS] / rate[p]:.2f}x" if p in rate else "" for p in peers]
     return lines
 

@@ -30,13 +30,18 @@ class Operators(NamedTuple):
     rms_norm: Callable[..., Tensor]
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     swiglu: Callable[[Tensor, Tensor], Tensor]
+    rotary_embedding_qk: Callable[..., tuple[Tensor, Tensor]]
 
     @classmethod
     def named(cls, name: str) -> "Operators":
         """Those of "cudnn_ops", or the stock ones of "torch"."""
         if name == "torch":
             return cls(
-                F.scaled_dot_product_attention, _torch_rms_norm, _torch_add_rms_norm, _torch_swiglu
+                F.scaled_dot_product_attention,
+                _torch_rms_norm,
+                _torch_add_rms_norm,
+                _torch_swiglu,
+                _torch_rotary_embedding_qk,
             )
         # Imported on demand: PyTorch's alone need no build of cudnn_ops.
         import cudnn_ops
@@ -46,6 +51,7 @@ class Operators(NamedTuple):
             cudnn_ops.rms_norm,
             cudnn_ops.add_rms_norm,
             cudnn_ops.swiglu,
+            cudnn_ops.rotary_embedding_qk,
         )
 
 
@@ -63,6 +69,28 @@ def _torch_add_rms_norm(
 
 def _torch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
+
+
+def _torch_rotary_embedding_qk(
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    rotary_dim: int,
+    positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    if positions is not None:
+        cos, sin = cos[positions], sin[positions]
+    cos, sin = cos[:, None], sin[:, None]  # for all heads
+
+    def turn(x: Tensor) -> Tensor:
+        first, second = x.split(rotary_dim // 2, dim=-1)
+        turned = (first * cos - second * sin, second * cos + first * sin)
+        # The float32 angles promote; attention kernels want the activations' own dtype back.
+        return torch.cat(turned, dim=-1).type_as(x)
+
+    return turn(query), turn(key)
 
 
 @dataclass(frozen=True)
@@ -92,21 +120,24 @@ class Rotary(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: LlamaConfig, base: float = 10_000.0) -> None:
+    def __init__(self, config: LlamaConfig, operators: Operators, base: float = 10_000.0) -> None:
         super().__init__()
+        self.operators, self.head_size = operators, config.head_size
         pairs = torch.arange(config.head_size // 2) / (config.head_size // 2)
-        angles = torch.outer(torch.arange(config.sequence), base**-pairs)[:, None]  # [S, 1, D/2]
+        angles = torch.outer(torch.arange(config.sequence), base**-pairs)  # [S, D/2]
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """[B, S, heads, D] to the same shape and dtype; or [T, heads, D] with `positions` [T]."""
-        rows = slice(x.shape[1]) if positions is None else positions
-        cos, sin = self.cos[rows], self.sin[rows]
-        first, second = x.chunk(2, dim=-1)
-        turned = (first * cos - second * sin, second * cos + first * sin)
-        # The float32 angles promote; attention kernels want the activations' own dtype back.
-        return torch.cat(turned, dim=-1).type_as(x)
+    def forward(
+        self, query: Tensor, key: Tensor, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Both [B, H, S, D] to the same shapes and dtypes; `positions` are int64 [B or 1, S]."""
+        cos, sin = self.cos, self.sin
+        if positions is None:
+            cos, sin = (rows[None, : query.shape[2]] for rows in (cos, sin))
+        return self.operators.rotary_embedding_qk(
+            query, key, cos, sin, rotary_dim=self.head_size, positions=positions
+        )
 
 
 class SelfAttention(nn.Module):
@@ -132,21 +163,21 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, W] to [B, S, W]."""
-        query, key, value = self.project(x)
         # Transposed views keep the [B, S, H, D] memory: neither side of attention copies.
+        query, key, value = (tensor.transpose(1, 2) for tensor in self.project(x))
+        query, key = self.rotary(query, key)
         mixed = self.operators.attention(
-            self.rotary(query).transpose(1, 2),
-            self.rotary(key).transpose(1, 2),
-            value.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=True,
+            query, key, value, is_causal=True, enable_gqa=True
         )  # [B, H, S, D]
         return self.out(mixed.transpose(1, 2).flatten(2))
 
     def serve(self, x: Tensor, positions: Tensor, attend: Attention) -> Tensor:
         """[T, W] to [T, W]; `attend` is this layer's and finds the earlier tokens itself."""
         query, key, value = self.project(x)
-        mixed = attend(self.rotary(query, positions), self.rotary(key, positions), value)
+        turned = self.rotary(
+            *(tensor.transpose(0, 1)[None] for tensor in (query, key)), positions[None]
+        )
+        mixed = attend(*(tensor[0].transpose(0, 1) for tensor in turned), value)
         return self.out(mixed.flatten(1))
 
 
@@ -212,7 +243,7 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig, operators: Operators) -> None:
         super().__init__()
         self.config = config
-        rotary = Rotary(config)
+        rotary = Rotary(config, operators)
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.blocks = nn.Sequential(
             *(Block(config, rotary, operators) for _ in range(config.layers))

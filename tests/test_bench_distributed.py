@@ -77,6 +77,30 @@ def test_rows_of_serving(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> N
     assert line[3:] == ["3.00", "0.60"]
 
 
+@pytest.mark.parametrize("spread", bench_distributed.SPREADS)
+def test_rows_of_training(spread: str, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mesh of one trains as one process does, by either set of operators."""
+    if spread == "FSDP":  # of CPU processes, it asks for an accelerator's streams
+        monkeypatch.setattr(bench_distributed, "shard_data", lambda model, mesh: None)
+    monkeypatch.setattr(bench_distributed, "_sample", lambda step: step() and 2e3)
+    monkeypatch.setattr(bench_distributed, "peak_bytes", lambda step: 3 * 2**20)
+    config = LlamaConfig(1, 32, 4, 2, sequence=8, vocabulary=32)
+    rows = Rows(ENV)
+    bench_distributed.measure_training(config, spread, False, mesh, rows, rounds=1)
+    case = f"training, {spread}, 1 GPUs"
+    assert harness.pivot(rows.rows, "tokens_per_s") == {case: {"cudnn_ops": 8.0, "eager": 8.0}}
+    assert tables.distributed(rows.rows)[1] == [case, "8.00", "", "3.00", "", "1.00x"]
+
+
+def test_training_is_verified() -> None:
+    bench_distributed.verify_training("same", (2.0, 3.0), (2.0, 3.01))
+    for wrong, name in (((2.1, 3.0), "loss is 2.1"), ((2.0, 3.1), "gradients' norm is 3.1")):
+        with pytest.raises(RuntimeError, match=f"ours: the {name}, by stock operators"):
+            bench_distributed.verify_training("ours", wrong, (2.0, 3.0))
+    with pytest.raises(RuntimeError, match="the loss is nan"):
+        bench_distributed.verify_training("ours", (float("nan"), 3.0), (2.0, 3.0))
+
+
 def test_results_are_verified() -> None:
     right = [torch.ones(3)] * 4
     bench_distributed.verify("same", right, right)
