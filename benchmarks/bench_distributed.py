@@ -323,7 +323,9 @@ def measure_training(
         impl: _training(config, operators, spread, compiled, mesh)
         for impl, operators in ((OURS, "cudnn_ops"), (stock, "torch"))
     }
-    steps = {impl: partial(training_step, model, windows) for impl, model in models.items()}
+    steps: dict[str, Step] = {
+        impl: partial(training_step, model, windows) for impl, model in models.items()
+    }
     verify_training(f"{spread}, {stock}", *(step_values(models[i], steps[i]) for i in steps))
     case = f"training, {spread}{', compiled' if compiled else ''}, {mesh.size()} GPUs"
     tokens = TRAINED_BATCH * config.sequence
