@@ -64,7 +64,7 @@ def test_greedy_is_generation_without_a_cache(device, policy):
     jobs = jobs_of(80, unit, 20)
     requests = serve_at_random(engine, jobs)
     stats = engine.stats
-    assert stats.preemptions > 5
+    assert stats.preemptions > 2
     if policy == "swap":
         assert stats.swaps == stats.preemptions
         assert stats.restored_tokens > 0

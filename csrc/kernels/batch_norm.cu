@@ -1,9 +1,11 @@
 // A norm by known statistics, act((x - mean) / deviation * weight + bias + residual), in one pass
-// over memory, and the signs of its results, a bit each. Compiled when the package is built
+// over memory, the signs of its results, a bit each, and what its derivative adds up. Compiled when the package is built
 // (cmake/compile_kernels.py); batch_norm_cuda.cpp launches them.
 
 #include "batch_norm_call.h"
+#include "column_sums.cuh"
 #include "number.cuh"
+#include "threads.cuh"
 
 // A thread asks memory for several pieces before it writes the first result.
 constexpr int kAhead = 2;
@@ -98,6 +100,56 @@ __device__ void apply_to_planes(const BatchNormApplyCall& call) {
   }
 }
 
+// A block has a channel, and every gridDim.y-th stretch of its pieces in all samples.
+template <class Type, int kWidth>
+__device__ void add_up_planes(const BatchNormSumsCall& call) {
+  using Vector = Piece<Type, kWidth>;
+  constexpr int kPieces = 4;  // that a thread asks memory for at once
+  const unsigned channel = blockIdx.x;
+  const float mean = call.mean[channel];
+  const long long plane = call.positions / kWidth, step = (long long)gridDim.y * blockDim.x;
+  const long long first = (long long)blockIdx.y * blockDim.x + threadIdx.x;
+  // Divided once: pieces are few instructions each.
+  const long long samples_of_step = step / plane, places_of_step = step % plane;
+  long long sample = first / plane, place = first % plane;
+  float sums[2] = {0, 0};
+  while (sample < call.samples) {
+    Vector grad[kPieces], input[kPieces];
+    bool is_there[kPieces];
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      is_there[i] = sample < call.samples;
+      if (is_there[i]) {
+        const long long at = (sample * call.channels + channel) * plane + place;
+        grad[i] = ((const Vector*)call.grad)[at];
+        input[i] = ((const Vector*)call.input)[at];
+      }
+      sample += samples_of_step;
+      place += places_of_step;
+      if (place >= plane) place -= plane, ++sample;
+    }
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      if (!is_there[i]) break;
+      float grads[kWidth], inputs[kWidth];
+      grad[i].read(grads);
+      input[i].read(inputs);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        sums[0] += grads[k];
+        sums[1] = fmaf(grads[k], inputs[k] - mean, sums[1]);
+      }
+    }
+  }
+  __shared__ float scratch[2][32];
+  sum_up(sums, blockDim.x, scratch);
+  if (threadIdx.x > 0) return;
+#pragma unroll
+  for (unsigned i = 0; i < 2; ++i) {
+    call.partial[(2LL * blockIdx.y + i) * call.channels + channel] = sums[i];
+  }
+}
+
 // Whether numbers are above 0, eight of them to a byte, the first one in its lowest bit.
 template <class Type>
 __device__ void find_signs(const BatchNormSignsCall& call) {
@@ -123,6 +175,11 @@ __device__ void find_signs(const BatchNormSignsCall& call) {
       batch_norm_planes_##suffix##_##width(const __grid_constant__ BatchNormApplyCall call) { \
     apply_to_planes<Type, width>(call);                                                       \
   }
+#define SUMS(Type, suffix, width)                                                          \
+  extern "C" __global__ void __launch_bounds__(512)                                        \
+      batch_norm_sums_##suffix##_##width(const __grid_constant__ BatchNormSumsCall call) { \
+    add_up_planes<Type, width>(call);                                                      \
+  }
 #define SIGNS(Type, suffix)                                                        \
   extern "C" __global__ void __launch_bounds__(256)                                \
       batch_norm_signs_##suffix(const __grid_constant__ BatchNormSignsCall call) { \
@@ -135,5 +192,17 @@ APPLY(BFloat16, bfloat16, 8)
 APPLY(BFloat16, bfloat16, 1)
 APPLY(Float, float, 4)
 APPLY(Float, float, 1)
+SUMS(Half, half, 8)
+SUMS(Half, half, 1)
+SUMS(BFloat16, bfloat16, 8)
+SUMS(BFloat16, bfloat16, 1)
+SUMS(Float, float, 4)
+SUMS(Float, float, 1)
 SIGNS(Half, half)
 SIGNS(BFloat16, bfloat16)
+
+extern "C" __global__ void __launch_bounds__(1024)
+    batch_norm_add_up(const __grid_constant__ BatchNormSumsCall call) {
+  add_up_columns(call.partial, call.stretches, 2 * call.channels,
+                 [&](unsigned column, float sum) { call.sums[column] = sum; });
+}

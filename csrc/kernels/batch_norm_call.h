@@ -20,6 +20,16 @@ struct BatchNormApplyCall {
   long long positions;  // of a plane
 };
 
+// Where channels are planes of positions.
+struct BatchNormSumsCall {
+  const void *grad, *input;
+  const float* mean;
+  float* partial;  // of each stretch, the sums of all channels and then their sums of products
+  float* sums;     // of all stretches, likewise
+  unsigned channels, stretches;
+  long long samples, positions;
+};
+
 struct BatchNormSignsCall {
   const void* images;
   unsigned char* signs;

@@ -5,6 +5,8 @@
 #include "kernels/device_kernel.h"
 #include "kernels/row_tiling.h"
 
+#include <ATen/cuda/EmptyTensor.h>
+
 #include <algorithm>
 #include <limits>
 
@@ -12,7 +14,7 @@ namespace cudnn_ops {
 namespace {
 
 constexpr int64_t kVectorBytes = 16, kMostStretches = 65535;
-constexpr int kPlaneThreads = 256, kSignsThreads = 256;
+constexpr int kPlaneThreads = 256, kSumsThreads = 512, kSignsThreads = 256;
 // Pieces of a thread, of a plane.
 constexpr int64_t kPlaneTurns = 4;
 
@@ -98,6 +100,45 @@ void batch_norm_apply(const BatchNormOfImages& args, const at::Tensor& out) {
   call.rows = is_channels_last ? input.numel() / channels : planes;
   launch(call, is_channels_last, static_cast<int64_t>(input.element_size()),
          kernels_of(input.scalar_type()));
+}
+
+void batch_norm_sums(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& mean,
+                     const at::Tensor& sums) {
+  static const DeviceKernel kernels[3][2] = {{{kBatchNormImages, "batch_norm_sums_half_8"},
+                                              {kBatchNormImages, "batch_norm_sums_half_1"}},
+                                             {{kBatchNormImages, "batch_norm_sums_bfloat16_8"},
+                                              {kBatchNormImages, "batch_norm_sums_bfloat16_1"}},
+                                             {{kBatchNormImages, "batch_norm_sums_float_4"},
+                                              {kBatchNormImages, "batch_norm_sums_float_1"}}};
+  static const DeviceKernel add_up(kBatchNormImages, "batch_norm_add_up");
+  constexpr int64_t kStrip = 32, kTurns = 4;  // columns of a block; pieces of a thread, at least
+  BatchNormSumsCall call{};
+  call.grad = grad.const_data_ptr();
+  call.input = input.const_data_ptr();
+  call.mean = mean.const_data_ptr<float>();
+  call.sums = call.partial = sums.mutable_data_ptr<float>();
+  const int64_t channels = input.size(1);
+  call.channels = static_cast<unsigned>(channels);
+  call.samples = input.size(0);
+  call.positions = input.numel() / (call.samples * channels);
+  const auto element = static_cast<int64_t>(input.element_size());
+  const bool is_wide = call.positions * element % kVectorBytes == 0 && is_aligned(call.grad) &&
+                       is_aligned(call.input);
+  const auto& kernel = kernels[type_index(input.scalar_type())][is_wide ? 0 : 1];
+  const int64_t pieces = call.samples * call.positions / (is_wide ? kVectorBytes / element : 1);
+  const int64_t enough = divide_up(kernel.resident_blocks(kSumsThreads, 0), channels);
+  const int64_t stretches =
+      std::min({enough, divide_up(pieces, kSumsThreads * kTurns), kMostStretches});
+  call.stretches = static_cast<unsigned>(stretches);
+  at::Tensor partial;
+  if (stretches > 1) {
+    partial = at::detail::empty_cuda({stretches, 2, channels}, at::kFloat, input.device(),
+                                     std::nullopt);
+    call.partial = partial.mutable_data_ptr<float>();
+  }
+  void* argument = &call;
+  kernel.launch(channels, static_cast<int>(stretches), kSumsThreads, &argument);
+  if (stretches > 1) add_up.launch(divide_up(2 * channels, kStrip), 1, 1024, &argument);
 }
 
 void batch_norm_signs(const at::Tensor& images, const at::Tensor& signs) {

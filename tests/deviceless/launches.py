@@ -216,7 +216,7 @@ def run_group_norms(recorder: Recorder, device: torch.device) -> None:
 
 
 def run_batch_norms(recorder: Recorder, device: torch.device) -> None:
-    """By running statistics: those of a batch are found by plans or by torch's kernels."""
+    """By running statistics, whose gradients have sums; those of a batch are found by plans."""
     sizes = (1, 2, 7, 49, 64, 256, 1000, 4096, 4097, 65_540, 1 << 20, (1 << 24) + 1)
     channels = (1, 3, 7, 8, 64, 96, 1000, 4096, 8192, 65_544)
     orders = itertools.product((1, 3, 256, 65_536), channels, sizes, (False, True), (0, 1))
@@ -232,6 +232,9 @@ def run_batch_norms(recorder: Recorder, device: torch.device) -> None:
             _ops._batch_norm_inference.default(x, *statistics, x, 0.1, 1e-5, 1)
             if dtype != torch.float32 and start == 0 and x.numel() % 8 == 0:
                 _ops._batch_norm_signs(x)
+            if not is_last:
+                mask = (False, False, True, False)
+                _ops._batch_norm_backward.default(x, x, None, None, wide, wide, False, 0, mask)
 
 
 def run_adaptive_norms(recorder: Recorder, device: torch.device) -> None:

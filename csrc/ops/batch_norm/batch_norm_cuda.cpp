@@ -111,7 +111,25 @@ at::Tensor through_relu(const at::Tensor& grad_out, const at::Tensor& out,
   return grad;
 }
 
-// By torch's kernels, from the gradient of the norm's own result.
+// What the derivative adds up over each channel: `grad`, and `grad * (input - mean)`.
+std::tuple<at::Tensor, at::Tensor> sums_of(const BatchNormSaved& saved, const at::Tensor& grad,
+                                           bool is_last, const OptionalTensor& weight) {
+  const auto& input = saved.input;
+  const int64_t channels = input.size(1);
+  // Of one position both orders are the same.
+  if (is_last || input.numel() == input.size(0) * channels) {
+    const auto found =
+        at::batch_norm_backward_reduce(grad, input, saved.mean, saved.rstd, weight,
+                                       /*input_g=*/true, /*weight_g=*/false, /*bias_g=*/false);
+    return {std::get<0>(found), std::get<1>(found)};
+  }
+  const at::Tensor sums =
+      at::detail::empty_cuda({2, channels}, at::kFloat, input.device(), std::nullopt);
+  batch_norm_sums(grad, input, saved.mean, sums);
+  return {sums.select(0, 0), sums.select(0, 1)};
+}
+
+// By torch's kernels but for some of the sums, from the gradient of the norm's own result.
 void backward_by_kernels(const BatchNormSaved& saved, const at::Tensor& grad, bool is_last,
                          Gradients& wanted) {
   const OptionalTensor weight =
@@ -119,9 +137,7 @@ void backward_by_kernels(const BatchNormSaved& saved, const at::Tensor& grad, bo
   const bool has_sums = saved.training || wanted.weight.defined() || wanted.bias.defined();
   at::Tensor sum, sum_of_products;
   if (has_sums) {
-    std::tie(sum, sum_of_products, std::ignore, std::ignore) = at::batch_norm_backward_reduce(
-        grad, saved.input, saved.mean, saved.rstd, weight, /*input_g=*/true, /*weight_g=*/false,
-        /*bias_g=*/false);
+    std::tie(sum, sum_of_products) = sums_of(saved, grad, is_last, weight);
     if (wanted.weight.defined()) at::mul_out(wanted.weight, sum_of_products, saved.rstd);
     if (wanted.bias.defined()) wanted.bias.copy_(sum);
   }

@@ -1,5 +1,7 @@
 #include "ops/conv/conv_choice.h"
 
+#include "graph/cudnn_library.h"
+
 #include <c10/util/accumulate.h>
 
 #include <algorithm>
@@ -221,6 +223,12 @@ std::string_view reason_for_bare_transposed(const ConvParams& params) {
   if (params.input.dtype == c10::ScalarType::Float && !params.allow_tf32) {
     return "in float32 without TF32, transposed convolutions run in cuDNN's kernel without an "
            "epilogue, the one that torch runs";
+  }
+  // 9.19 refuses it and 9.28 does not. Known here, so that whoever asks for plans ahead of the calls
+  // gets the one that runs.
+  constexpr size_t kFirstWithVolumes = 92800;
+  if (params.steps.dims == 3 && graph::cudnn().version < kFirstWithVolumes) {
+    return "before version 9.28 cuDNN has no transposed convolution of volumes with an epilogue";
   }
   return {};
 }
