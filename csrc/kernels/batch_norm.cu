@@ -156,6 +156,7 @@ __device__ void find_signs(const BatchNormSignsCall& call) {
   using Vector = Piece<Type, 8>;
   const long long step = (long long)gridDim.x * blockDim.x;
   long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+#pragma unroll 4
   for (; at < call.pieces; at += step) {
     float values[8];
     ((const Vector*)call.images)[at].read(values);

@@ -13,27 +13,27 @@ __device__ void gated(const GatedCall& g) {
   // A long division takes longer than the rest.
   const long long row =
       g.pieces >> 32 ? i / g.pieces_per_row : (unsigned)i / (unsigned)g.pieces_per_row;
-  const long long column = (i - row * g.pieces_per_row) * kWidth;
+  const long long piece = i - row * g.pieces_per_row;
+  // In pieces: behind a sum of numbers the compiler would store four bytes at a time.
   const auto at = [&](const void* memory, long long stride) {
-    return (const Vector*)((const typename Type::Bits*)memory + row * stride + column);
+    return (const Vector*)memory + (row * stride / kWidth + piece);
   };
-  const Vector gate = *at(g.gate, g.gate_stride), up = *at(g.up, g.up_stride);
-  Vector grad, first, second;
-  if (kBackward) grad = *at(g.grad_out, g.grad_stride);
+  float gate[kWidth], up[kWidth], slope[kWidth], first[kWidth], second[kWidth];
+  at(g.gate, g.gate_stride)->read(gate);
+  at(g.up, g.up_stride)->read(up);
+  if (kBackward) at(g.grad_out, g.grad_stride)->read(slope);
 #pragma unroll
   for (int k = 0; k < kWidth; ++k) {
-    const float2 activation = Activation::of(Type::read(gate.bits[k]));
-    const float factor = Type::read(up.bits[k]);
+    const float2 activation = Activation::of(gate[k]);
     if (kBackward) {
-      const float slope = Type::read(grad.bits[k]);
-      first.bits[k] = Type::write(slope * factor * activation.y);
-      second.bits[k] = Type::write(slope * activation.x);
+      first[k] = slope[k] * up[k] * activation.y;
+      second[k] = slope[k] * activation.x;
     } else {
-      first.bits[k] = Type::write(activation.x * factor);
+      first[k] = activation.x * up[k];
     }
   }
-  *(Vector*)at(g.first, g.out_stride) = first;
-  if (kBackward) *(Vector*)at(g.second, g.out_stride) = second;
+  *(Vector*)at(g.first, g.out_stride) = Vector::of(first);
+  if (kBackward) *(Vector*)at(g.second, g.out_stride) = Vector::of(second);
 }
 
 #define GATED(name, Type, Activation, suffix, width)                           \

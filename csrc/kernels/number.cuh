@@ -59,6 +59,40 @@ struct Float {
   }
 };
 
+// As many bytes as are moved by one instruction.
+template <int kBytes>
+struct WordOf {
+  using Word = uint4;
+};
+template <>
+struct WordOf<8> {
+  using Word = uint2;
+};
+template <>
+struct WordOf<4> {
+  using Word = unsigned;
+};
+template <>
+struct WordOf<2> {
+  using Word = unsigned short;
+};
+
+// What lies at `memory`, of a type that is aligned to its size, or to 16 bytes. The compiler knows
+// the alignment of what it copies, but not of what a member function reads: it would load four
+// bytes at a time.
+template <class Whole>
+__device__ Whole load_whole(const Whole* memory) {
+  using Word = typename WordOf<(sizeof(Whole) < 16 ? sizeof(Whole) : 16)>::Word;
+  constexpr int kWords = sizeof(Whole) / sizeof(Word);
+  union {
+    Word words[kWords];
+    Whole whole;
+  } found;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) found.words[i] = ((const Word*)memory)[i];
+  return found.whole;
+}
+
 // kWidth numbers that are loaded and stored at once, 16 bytes at most.
 template <class Type, int kWidth>
 struct alignas(sizeof(typename Type::Bits) * kWidth < 16 ? sizeof(typename Type::Bits) * kWidth
@@ -69,14 +103,15 @@ struct alignas(sizeof(typename Type::Bits) * kWidth < 16 ? sizeof(typename Type:
   typename Type::Bits bits[kWidth];
 
   __device__ void read(float (&values)[kWidth]) const {
+    const Piece own = load_whole(this);
     if constexpr (kIsPaired) {
 #pragma unroll
       for (int k = 0; k < kWidth; k += 2) {
-        Type::read(((const unsigned*)bits)[k / 2], values[k], values[k + 1]);
+        Type::read(((const unsigned*)own.bits)[k / 2], values[k], values[k + 1]);
       }
     } else {
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) values[k] = Type::read(bits[k]);
+      for (int k = 0; k < kWidth; ++k) values[k] = Type::read(own.bits[k]);
     }
   }
   __device__ void add_to(float (&values)[kWidth]) const {
