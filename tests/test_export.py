@@ -171,7 +171,7 @@ def test_a_model_runs_with_and_without_python(
     example = (case.draw(2, 16).to(device),)
     path = compile_package(model, example, tmp_path / "model.pt2", (case.dynamic,), INDUCTOR)
     kept = {target for target in kept_operators(path) if target.startswith("cudnn_ops::")}
-    ours = {"llama": {"sdpa", "_norm", "_gated"}, "resnet": {"_conv"}}[name]
+    ours = {"llama": {"sdpa", "_norm", "_gated", "_rotary"}, "resnet": {"_conv"}}[name]
     assert kept == ({f"cudnn_ops::{op}" for op in ours} if device == "cuda" else set())
 
     loaded = torch._inductor.aoti_load_package(path)
