@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 import cudnn_ops
 from tests.cases import paged as cases
@@ -168,9 +167,7 @@ INSTRUCTIONS = [(), ("-D__CUDA_ARCH__=900",)]
 
 @pytest.mark.parametrize("macros", INSTRUCTIONS, ids=["bits", "instructions"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_number_of_8_bits(
-    dtype: torch.dtype, macros: tuple[str, ...], folder: Path
-) -> None:
+def test_every_number_of_8_bits(dtype: torch.dtype, macros: tuple[str, ...], folder: Path) -> None:
     """The value of a single key is the output, and its product with a query's one the lse."""
     codes = torch.arange(256, dtype=torch.uint8)
     numbers = codes.view(torch.float8_e4m3fn)
@@ -221,7 +218,9 @@ def test_large_scores(dtype: torch.dtype, is_fp8: bool, folder: Path) -> None:
     wide = value.double()[0, :, 0]
     expected = torch.stack([wide[1::2].mean(0), wide[::2].mean(0)])
     torch.testing.assert_close(out[0, 0].double(), expected, rtol=2**-7, atol=1e-3)
-    torch.testing.assert_close(lse.flatten().double(), torch.tensor([120.0, 120.0]).double() + math.log(32))
+    torch.testing.assert_close(
+        lse.flatten().double(), torch.tensor([120.0, 120.0]).double() + math.log(32)
+    )
     out, lse = attend(folder, query * 0, key, value, *tables)
     torch.testing.assert_close(out[0, 0, 0].double(), wide.mean(0), rtol=2**-7, atol=1e-3)
     torch.testing.assert_close(lse.flatten(), torch.tensor([math.log(64)] * 2))
@@ -244,13 +243,13 @@ def test_append_rounds(
     slots = torch.randperm(60, generator=generator)[:tokens]
     slots[[3, 7]] = -1
     for descale in (None, torch.tensor(0.25), torch.tensor([0.5, 1.0, 3.0])):
-        caches = [torch.zeros(10, 6, heads, size).to(torch.float8_e4m3fn) for _ in range(2)]
-        others = [cache.clone() for cache in caches]
-        append(folder, *caches, key, value, slots, descale, is_wide=shift == 0, macros=macros)
+        keys, values = (torch.zeros(10, 6, heads, size).to(torch.float8_e4m3fn) for _ in range(2))
+        others = keys.clone(), values.clone()
+        append(folder, keys, values, key, value, slots, descale, is_wide=shift == 0, macros=macros)
         cudnn_ops.paged_kv_append_(
-            *others, key, value, slots, descale_k=descale, descale_v=descale
+            others[0], others[1], key, value, slots, descale_k=descale, descale_v=descale
         )
-        for cache, other in zip(caches, others, strict=True):
+        for cache, other in zip((keys, values), others, strict=True):
             # NaN has a sign of either.
             bits, same = (x.view(torch.uint8) for x in (cache, other))
             is_nan = other.float().isnan()

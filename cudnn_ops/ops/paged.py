@@ -72,9 +72,9 @@ def paged_attention(
 
     Caches of ``float8_e4m3fn`` halve what is read. cuDNN does not decode them: a kernel of this
     package does, which divides the work evenly among the GPU's multiprocessors whatever the lengths
-    and their order are (:func:`paged_plan` does so once for all layers). Keys and values are widened
-    to float16 exactly. It reads the keys once for every 32 rows, which are queries times the query
-    heads of a key head. Head sizes 64 and 128, the same of keys and values.
+    and their order are (:func:`paged_plan` does so once for all layers). Keys and values are
+    widened to float16 exactly. It reads the keys once for every 32 rows, which are queries times
+    the query heads of a key head. Head sizes 64 and 128, the same of keys and values.
 
     Args:
         query: [batch, length, heads, head size]; or packed, [tokens, heads, head size], with
@@ -85,8 +85,8 @@ def paged_attention(
             ``float8_e4m3fn``, on its device. The page size must be a power of 2.
         value_cache: likewise, with the value head size. Unless each sequence has one query, the
             slots after a sequence's last token in its last page must hold finite numbers, for cuDNN
-            multiplies them by 0; those of a zero-initialized cache do. Of ``float8_e4m3fn`` they may
-            hold anything.
+            multiplies them by 0; those of a zero-initialized cache do. Of ``float8_e4m3fn`` they
+            may hold anything.
         page_table: int32 [batch, width], the pages of each sequence, in order. Entries beyond a
             sequence's length are not read.
         seq_lens_kv: int32 [batch], the number of each sequence's tokens in the cache, including
@@ -235,8 +235,8 @@ def paged_kv_append_(
     Args:
         key_cache: as in :func:`paged_attention`; any dtype.
         value_cache: likewise.
-        key: [tokens, heads_kv, head size], in the cache's dtype, with a last stride of 1; for caches
-            of ``float8_e4m3fn`` also float16, bfloat16 or float32 (on a CPU float64 too).
+        key: [tokens, heads_kv, head size], in the cache's dtype, with a last stride of 1; for
+            caches of ``float8_e4m3fn`` also float16, bfloat16 or float32 (on a CPU float64 too).
         value: [tokens, heads_kv, value head size].
         slot_mapping: int64 [tokens], ``page * page_size + place in the page``, or -1 for a token
             that is not to be written. Two tokens must not share a slot. On a GPU, tokens with slots

@@ -116,8 +116,8 @@ def plan_in_torch(*args: Any) -> Tensor:
     sums = (units.clamp_min(1) * blocks).cumsum(0).int()
     told = 0 if offsets is not None else call.queries
     head = (rows, lengths.shape[0], told, call.group, left, right, int(call.bottom_right), 0)
-    before = lengths.new_zeros(COUNTERS)
-    return torch.cat([before, lengths.new_tensor(head), lengths.new_zeros(1), sums])
+    words = [lengths.new_full((1,), word) for word in head]
+    return torch.cat([lengths.new_zeros(COUNTERS), *words, lengths.new_zeros(1), sums])
 
 
 def _cpu(*args: Any) -> Tensor:

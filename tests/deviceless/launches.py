@@ -400,7 +400,6 @@ def run_append(recorder: Recorder, device: torch.device) -> None:
         with recorder.calling("append", dtype, tokens, size):
             _ops.paged_kv_append_.default(cache, cache.clone(), key, key, slots, False)
 
-
     for dtype, tokens, size in itertools.product(DTYPES, (1, 1_000_003), (1, 8, 128)):
         cache = memory(device, torch.float8_e4m3fn, 100, 16, 8, size)
         key = memory(device, dtype, tokens, 8, size)

@@ -167,6 +167,16 @@ def _paged_into(query: Tensor, **tensors: Tensor) -> Tensor:
     return cudnn_ops.paged_attention(query, **tensors, out=out)  # type: ignore[arg-type]
 
 
+def _paged_fp8(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, descales: Tensor, **tensors: Any
+) -> Any:
+    caches = [cache.to(torch.float8_e4m3fn) for cache in (key_cache, value_cache)]
+    plan = torch.ops.cudnn_ops._paged_plan(
+        tensors["seq_lens_kv"], None, query.shape[1], H // 4, False, [-1, -1], True
+    )
+    return paged(query, *caches, **tensors, descale_k=descales, descale_v=descales, plan=plan)
+
+
 def _append(
     key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -225,6 +235,20 @@ SERVING = [
         silent=True,
     ),
     Case("pages of sinks", paged, {**PAGED, "sinks": (H,)}, every(S2, "query", *CACHES)),
+    Case(
+        "pages of 8 bits",
+        _paged_fp8,
+        {**PAGED, "descales": torch.tensor([0.5, 2.0, 1.0, 0.25])},
+        {**every(S2, "query", *CACHES), "descales": S0},
+        silent=True,
+    ),
+    Case(
+        "pages of 8 bits and one scale",
+        _paged_fp8,
+        {**PAGED, "descales": torch.tensor([0.5])},
+        every(S2, "query", *CACHES),
+        silent=True,
+    ),
     Case(
         "pages of one head",
         paged,

@@ -301,7 +301,7 @@ inline void ex2_approx_ftz_f32(float& to, float from) {
   if (to < 0x1p-126f) to = 0;  // NaN is not
 }
 inline void cp_async_cg_shared_global_L2__128B(uint32_t to, const void* from, int bytes,
-                                                int there) {
+                                               int there) {
   Copy copy{shared_memory() + to, {}};
   if (there > 0) std::memcpy(copy.bytes, from, static_cast<size_t>(std::min(there, bytes)));
   self().sent.push_back(copy);
@@ -313,9 +313,8 @@ inline void cp_async_commit_group() {
 inline void cp_async_wait_group(int most) {
   arrive(static_cast<size_t>(most));
 }
-inline void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(uint32_t& r0, uint32_t& r1,
-                                                           uint32_t& r2, uint32_t& r3,
-                                                           uint32_t row) {
+inline void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(uint32_t& r0, uint32_t& r1, uint32_t& r2,
+                                                           uint32_t& r3, uint32_t row) {
   const Slot* slots = exchange({{row}});
   uint32_t* results[] = {&r0, &r1, &r2, &r3};
   for (int matrix = 0; matrix < 4; ++matrix) {

@@ -55,7 +55,7 @@ def as_cpp(source: str) -> str:
 
 @cache
 def library_of(folder: Path, name: str, calls: tuple[str, ...], *macros: str) -> ctypes.CDLL:
-    """``csrc/kernels/<name>.cu`` compiled, with ``launch_<struct>`` for the structs of arguments."""
+    """``csrc/kernels/<name>.cu`` compiled, with ``launch_<struct>`` for each of ``calls``."""
     folder = folder / re.sub(r"\W", "_", " ".join((name, *macros)))
     folder.mkdir()
     for path in (*_KERNELS.glob("*.cuh"), *_KERNELS.glob("*.h")):
@@ -67,11 +67,16 @@ def library_of(folder: Path, name: str, calls: tuple[str, ...], *macros: str) ->
         for call in calls
     )
     source = folder / f"{name}.cpp"
-    source.write_text('#include "gpu.h"\n' + as_cpp((_KERNELS / f"{name}.cu").read_text()) + launchers)
+    source.write_text(
+        '#include "gpu.h"\n' + as_cpp((_KERNELS / f"{name}.cu").read_text()) + launchers
+    )
     library = folder / f"{name}.so"
     options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", f"-I{_HERE}", *macros]
     done = subprocess.run(
-        ["g++", *options, str(source), "-o", str(library)], capture_output=True, text=True, check=False
+        ["g++", *options, str(source), "-o", str(library)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return ctypes.CDLL(str(library))

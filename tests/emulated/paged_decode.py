@@ -179,7 +179,7 @@ def attend(
         dims = {"page": 0, "slot": slot_dim, "head": head_dim}
         values |= {f"{side}_{dim}": cache.stride(at) for dim, at in dims.items()}
     call = structs_of("paged_decode_call.h")["PagedDecodeCall"]()
-    assert {field for field, _ in call._fields_} == set(values)
+    assert {field[0] for field in call._fields_} == set(values)
     for field, value in values.items():
         setattr(call, field, value)
     names = {"NAME": f"{name}_{cache_name}", "QUERY": source, "CACHE": cache_source}

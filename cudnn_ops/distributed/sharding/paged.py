@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 from torch._ops import OpOverload
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
 
 from cudnn_ops.distributed.sharding.attention import Groups, forward, is_one_group
