@@ -61,6 +61,7 @@ struct Decode {
   int index, head_kv, row_start, rows;
   int first, last;             // units
   int key_begin, key_end;      // that any of the rows sees
+  int page;                    // that lane % 16 of the next tile to be sent is in
   int shown_begin, shown_end;  // that all of them see
   PagedSequence sequence;
   int row_begin[kTiles][2], row_end[kTiles][2];
@@ -159,7 +160,7 @@ struct Decode {
   __device__ int page_of(int unit) const {
     const int key = first_key(unit) + lane % kPagedKeys;
     if (unit >= last || key < key_begin || key >= key_end) return 0;
-    return call.page_table[index * call.table_row + key / call.page_size];
+    return call.page_table[index * call.table_row + (key >> call.page_shift)];
   }
 
   __device__ void send_tile(int unit, int page_of_lane, int stage) const {
@@ -169,7 +170,7 @@ struct Decode {
     for (int i = 0; i < kPagedKeys * kChunks / kLanes; ++i) {
       const int key = (i * kLanes + lane) / kChunks, chunk = (i * kLanes + lane) % kChunks;
       const long long page = __shfl_sync(~0u, page_of_lane, key);
-      const int slot = (start + key) & (call.page_size - 1);
+      const int slot = (start + key) & ((1 << call.page_shift) - 1);
       const bool is_there = start + key >= key_begin && start + key < key_end;
       const auto* from = (const typename Cache::Bits*)call.key_cache + page * call.key_page +
                          slot * call.key_slot + head_kv * call.key_head;
@@ -314,15 +315,31 @@ struct Decode {
     return 8 * tile + 2 * lane_column + i % 2;
   }
 
-  __device__ void start_part() {
-    const int row_last = row_start + rows - 1;
-    const int first_query = row_start / call.work.group, last_query = row_last / call.work.group;
+  // What this block sees of the part's keys.
+  __device__ void find_bounds() {
+    const int first_query = row_start / call.work.group;
+    const int last_query = (row_start + rows - 1) / call.work.group;
     key_begin = sequence.begin(call.work, first_query);
     key_end = sequence.end(call.work, last_query);
     shown_begin = sequence.begin(call.work, last_query);
     shown_end = sequence.end(call.work, first_query);
     first = max(first, key_begin / kPagedUnit);
     last = min(last, (key_end + kPagedUnit - 1) / kPagedUnit);
+  }
+
+  // Puts this warp's first tiles on their way.
+  __device__ void send_first_tiles() {
+    page = page_of(first);
+    for (int i = 0; i < call.stages - 1; ++i) {
+      const int next = page_of(first + i + 1);
+      if (first + i < last) send_tile(first + i, page, i);
+      end_copies();
+      page = next;
+    }
+  }
+
+  __device__ void start_rows() {
+    const int row_last = row_start + rows - 1;
     float scale = call.scale;
     if (call.descale_k != nullptr) scale *= call.descale_k[head_kv * call.descale_k_step];
 #pragma unroll
@@ -347,13 +364,6 @@ struct Decode {
   // This warp's tiles of units first to last.
   __device__ void attend() {
     const int ahead = call.stages - 1;
-    int page = page_of(first);
-    for (int i = 0; i < ahead; ++i) {
-      const int next = page_of(first + i + 1);
-      if (first + i < last) send_tile(first + i, page, i);
-      end_copies();
-      page = next;
-    }
     int stage = 0, free = ahead;
     for (int unit = first; unit < last; ++unit) {
       const int next = page_of(unit + ahead + 1);
@@ -553,8 +563,10 @@ struct Decode {
       const long long stop = min(end, part_end);
       first = span.first + unit;
       last = first + (int)(stop - at);
+      find_bounds();
+      send_first_tiles();
       load_queries();
-      start_part();
+      start_rows();
       __syncthreads();
       attend();
       put_sums();

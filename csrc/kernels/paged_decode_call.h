@@ -42,7 +42,8 @@ struct PagedDecodeCall {
   long long query_batch, query_token, query_head;
   long long key_page, key_slot, key_head, value_page, value_slot, value_head, table_row;
   long long out_token, lse_batch, lse_token, lse_head;  // the output's heads lie densely
-  int heads_kv, page_size;
+  int heads_kv;
+  int page_shift;                      // a page has 2 to the power of it tokens
   int descale_k_step, descale_v_step;  // to the next head of keys
   int stages;                          // of tiles on their way, 2 to kPagedMostStages
   float scale, softcap;

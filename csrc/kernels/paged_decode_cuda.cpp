@@ -116,7 +116,7 @@ void point_to(PagedDecodeCall& call, const PagedDecode& args, const at::Tensor& 
   call.value_slot = values.stride(slot_dim);
   call.value_head = values.stride(head_dim);
   call.heads_kv = static_cast<int>(keys.size(head_dim));
-  call.page_size = static_cast<int>(keys.size(slot_dim));
+  while (int64_t{1} << call.page_shift < keys.size(slot_dim)) ++call.page_shift;
   call.out = out.mutable_data_ptr();
   call.out_token = query.size(-2) * query.size(-1);
   if (lse.defined()) {

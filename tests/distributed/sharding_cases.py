@@ -185,6 +185,20 @@ def _append(
     return caches
 
 
+def _append_fp8(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slot_mapping: Tensor,
+    descales: Tensor,
+) -> tuple[Tensor, Tensor]:
+    keys, values = (cache.to(torch.float8_e4m3fn) for cache in (key_cache, value_cache))
+    options: dict[str, Any] = dict.fromkeys(("descale_k", "descale_v"), descales)
+    cudnn_ops.paged_kv_append_(keys, values, key, value, slot_mapping, **options)
+    return keys.float(), values.float()
+
+
 APPENDED: Tensors = {
     **CACHE,
     "key": (2, 4, D),
@@ -268,6 +282,12 @@ SERVING = [
     Case("append", _append, APPENDED, {**every(S2, *CACHES), **every(S1, "key", "value")}),
     Case("append what is replicated", _append, APPENDED, every(S2, *CACHES), silent=True),
     Case("append what is sharded", _append, APPENDED, every(S1, "key", "value")),
+    Case(
+        "append 8 bits",
+        _append_fp8,
+        {**APPENDED, "descales": torch.tensor([0.5, 2.0, 1.0, 0.25])},
+        {**every(S2, *CACHES), **every(S1, "key", "value"), "descales": S0},
+    ),
 ]
 
 

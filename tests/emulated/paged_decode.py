@@ -166,7 +166,7 @@ def attend(
         "table_row": page_table.stride(0),
         "out_token": heads * size,
         "heads_kv": heads_kv,
-        "page_size": key_cache.shape[slot_dim],
+        "page_shift": key_cache.shape[slot_dim].bit_length() - 1,
         "descale_k_step": _step(descale_k),
         "descale_v_step": _step(descale_v),
         "stages": stages,
