@@ -2,8 +2,9 @@
 
 `cudnn_ops` takes bf16 and gives bf16: each of query, key and value is read for its scale, rounded,
 and attended to. `known scales` does without the first, `kernel alone` without both, and `bf16` is
-the same attention in 16 bits. The last cases are of the rounding alone, beside a copy that moves as
-many bytes: an unknown scale takes two passes over what is read.
+the same attention in 16 bits. Of decoding over pages, `cudnn_ops` reads caches of 8 bits under a
+plan that is made before, and `bf16` those of 16. The last cases are of the rounding alone, beside a
+copy that moves as many bytes: an unknown scale takes two passes over what is read.
 
 `error` is the root mean square of the output's error over that of the output, by float64.
 """
@@ -16,12 +17,17 @@ import torch
 from torch import Tensor
 
 import cudnn_ops
+from benchmarks import bench_paged_decode
 from benchmarks.bench_sdpa import SHAPES, Shape, checked, tensors
 from benchmarks.harness import OURS, Rows, gpu_ms, main
 
 FP8 = torch.float8_e4m3fn
 # Of the output, as a share of its norm. Rounding the inputs alone was measured to give 0.043.
 TOLERANCE = 0.1
+
+
+# What decoding is measured at.
+DECODED = tuple(bench_paged_decode.Shape(n, 32, 8, 128, "2048") for n in (64, 128))
 
 
 class Operands(NamedTuple):
@@ -35,6 +41,8 @@ def run(rows: Rows, rounds: int) -> None:
     with torch.no_grad():
         for shape in SHAPES:
             measure(shape, rows, rounds)
+        for decoded in DECODED:
+            measure_decoding(decoded, rows, rounds)
         for shape in SHAPES[:2]:
             measure_rounding(shape, rows, rounds)
 
@@ -80,6 +88,22 @@ def measure(shape: Shape, rows: Rows, rounds: int) -> None:
         rows.add(str(shape), name, "error", verify(f"{name} at {shape}", shape, function(), exact))
     for name, ms in gpu_ms(functions, rounds=rounds).items():
         rows.add(str(shape), name, "gpu_ms", ms)
+
+
+def measure_decoding(shape: bench_paged_decode.Shape, rows: Rows, rounds: int) -> None:
+    """One query a sequence, over the same keys and values in 16 and in 8 bits."""
+    p = bench_paged_decode.problem(shape)
+    float8 = p.in_float8()
+    functions: dict[str, Callable[[], Tensor]] = {
+        OURS: partial(cudnn_ops.paged_attention, *float8, plan=float8.plan(False)),
+        "bf16": partial(cudnn_ops.paged_attention, *p),
+    }
+    out, wide = (function().float() for function in functions.values())
+    error = float((out - wide).norm() / wide.norm())
+    if not error <= bench_paged_decode.TOLERANCE:  # written so that NaN fails
+        raise RuntimeError(f"decoding at {shape}: 8 bits differ by {error:.2g} of the norm")
+    for name, ms in gpu_ms(functions, rounds=rounds).items():
+        rows.add(f"{shape} decoding", name, "gpu_ms", ms)
 
 
 def exact_output(shape: Shape, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -1,14 +1,18 @@
 """Decoding over a paged cache: bytes of keys and values read a second, host time, and appending.
 
 bf16, one query a sequence or a few, pages of 16 tokens in random order; lengths alike or drawn from
-64 to 4096, in random order or the longest first. Peers read the same keys and values
-from a contiguous cache: torch's flash backend, for sequences that are all as long; and a copy on
-the device, whose bytes are those that it reads and those that it writes. FlashInfer over the same
-pages where it is installed.
+64 to 4096, in random order or the longest first. `kernel` is the package's own kernel where
+`cudnn_ops` is cuDNN's, and `float8` that kernel over caches of 8 bits, of half as many bytes; both
+with a plan that is made before, once for all layers of a step: what it takes is a case of its own.
+All keys and values are numbers of 8 bits, so that all results are alike. Peers read the same keys
+and values from a contiguous cache: torch's flash backend, for sequences that are all as long; and a
+copy on the device, whose bytes are those that it reads and those that it writes. FlashInfer over
+the same pages where it is installed.
 """
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -17,13 +21,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-import cudnn_ops  # noqa: F401  (registers the operators)
+import cudnn_ops
 from benchmarks import peers
-from benchmarks.harness import Rows, gpu_ms, host_us, main
+from benchmarks.harness import OURS, Rows, gpu_ms, host_us, main
 
 PAGE = 16
 WIDTH = 256  # of the page table: 4096 tokens
 TOKENS_TO_APPEND = 4096
+KERNEL, FLOAT8 = "kernel", "float8"  # our own, over caches of 16 and of 8 bits
 # Of two results, as a share of the first one's norm.
 TOLERANCE = 2e-2
 
@@ -77,7 +82,19 @@ class Problem(NamedTuple):
     @property
     def kv_bytes(self) -> int:
         tokens = int(self.seq_lens_kv.sum())
-        return 2 * tokens * self.key_cache.shape[2] * self.key_cache.shape[3] * 2
+        width = self.key_cache.shape[2] * self.key_cache.shape[3]
+        return 2 * tokens * width * self.key_cache.element_size()
+
+    def in_float8(self) -> "Problem":
+        """The same with caches of 8 bits."""
+        keys, values = (x.to(torch.float8_e4m3fn) for x in (self.key_cache, self.value_cache))
+        return self._replace(key_cache=keys, value_cache=values)
+
+    def plan(self, is_causal: bool) -> Tensor:
+        """What our kernel divides its work by."""
+        return cudnn_ops.paged_plan(
+            self.query, self.key_cache, self.seq_lens_kv, is_causal=is_causal
+        )
 
 
 def problem(shape: Shape, device: str = "cuda") -> Problem:
@@ -93,10 +110,14 @@ def problem(shape: Shape, device: str = "cuda") -> Problem:
     def random_tensor(*sizes: int) -> Tensor:
         return torch.randn(*sizes, device=device, dtype=torch.bfloat16)
 
+    def cache() -> Tensor:
+        sizes = (pages, PAGE, shape.kv_heads, shape.dim)
+        return random_tensor(*sizes).to(torch.float8_e4m3fn).bfloat16()
+
     return Problem(
         random_tensor(shape.batch, shape.queries, shape.heads, shape.dim),
-        random_tensor(pages, PAGE, shape.kv_heads, shape.dim),
-        random_tensor(pages, PAGE, shape.kv_heads, shape.dim),
+        cache(),
+        cache(),
         table.to(device),
         torch.tensor(lengths, dtype=torch.int32, device=device),
     )
@@ -130,9 +151,25 @@ def flashinfer(p: Problem) -> Callable[[], Tensor] | None:
     return partial(wrapper.run, p.query[:, 0], (p.key_cache, p.value_cache))
 
 
+@contextmanager
+def around(name: str) -> Iterator[None]:
+    """What an implementation is timed within."""
+    with peers.backend(name):
+        torch.ops.cudnn_ops._paged_use_kernel(2 if name == KERNEL else 0)
+        try:
+            yield
+        finally:
+            torch.ops.cudnn_ops._paged_use_kernel(0)
+
+
 def attentions(shape: Shape, p: Problem) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    options = {"is_causal": True} if shape.queries > 1 else {}
-    yield "cudnn_ops", partial(torch.ops.cudnn_ops.paged_attention, *p, **options)
+    is_causal = shape.queries > 1
+    options: dict[str, Any] = {"is_causal": True} if is_causal else {}
+    attend = torch.ops.cudnn_ops.paged_attention
+    yield OURS, partial(attend, *p, **options)
+    yield KERNEL, partial(attend, *p, **options, plan=p.plan(is_causal))
+    float8 = p.in_float8()
+    yield FLOAT8, partial(attend, *float8, **options, plan=float8.plan(is_causal))
     if shape.has_contiguous_peer:
         query, keys, values = contiguous(p)
         yield (
@@ -146,6 +183,8 @@ def attentions(shape: Shape, p: Problem) -> Iterator[tuple[str, Callable[[], Ten
 def run(rows: Rows, rounds: int) -> None:
     for shape in SHAPES:
         measure(shape, rows, rounds)
+    for batch in sorted({shape.batch for shape in SHAPES}):
+        measure_plan(batch, rows, rounds)
     measure_append(rows, rounds)
 
 
@@ -154,9 +193,9 @@ def measure(shape: Shape, rows: Rows, rounds: int) -> None:
     calls = dict(attentions(shape, p))
     results = {}
     for name, call in calls.items():
-        with peers.backend(name):
+        with around(name):
             results[name] = call().float().flatten()
-    ours = results["cudnn_ops"]
+    ours = results[OURS]
     for name, result in results.items():
         error = float((result - ours).norm() / ours.norm())
         if not error <= TOLERANCE:  # written so that NaN fails
@@ -164,11 +203,22 @@ def measure(shape: Shape, rows: Rows, rounds: int) -> None:
     source = torch.empty(p.kv_bytes // 2, dtype=torch.uint8, device=p.query.device)
     target = torch.empty_like(source)
     copy: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source)}
-    for name, ms in gpu_ms({**calls, **copy}, rounds=rounds, around=peers.backend).items():
+    for name, ms in gpu_ms({**calls, **copy}, rounds=rounds, around=around).items():
         rows.add(str(shape), name, "gpu_ms", ms)
-        rows.add(str(shape), name, "tb_per_s", p.kv_bytes / ms / 1e9)
-    for name, us in host_us(calls, rounds=rounds, around=peers.backend).items():
+        read = p.kv_bytes // 2 if name == FLOAT8 else p.kv_bytes
+        rows.add(str(shape), name, "tb_per_s", read / ms / 1e9)
+    for name, us in host_us(calls, rounds=rounds, around=around).items():
         rows.add(str(shape), name, "host_us", us)
+
+
+def measure_plan(batch: int, rows: Rows, rounds: int) -> None:
+    """What divides the work of a step."""
+    p = problem(Shape(batch, 8, 8, 128, "64"))
+    calls: dict[str, Callable[[], object]] = {OURS: partial(p.plan, False)}
+    for name, ms in gpu_ms(calls, rounds=rounds).items():
+        rows.add(f"plan {batch}", name, "gpu_ms", ms)
+    for name, us in host_us(calls, rounds=rounds).items():
+        rows.add(f"plan {batch}", name, "host_us", us)
 
 
 def measure_append(rows: Rows, rounds: int) -> None:

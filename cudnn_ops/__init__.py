@@ -43,6 +43,7 @@ from cudnn_ops.ops.paged import (
     paged_attention_with_lse,
     paged_kv_append_,
 )
+from cudnn_ops.ops.paged_plan import paged_plan
 from cudnn_ops.ops.quantize import QuantizedFp8, dequantize_fp8, quantize_fp8
 from cudnn_ops.ops.rotary import rotary_embedding, rotary_embedding_qk
 from cudnn_ops.ops.sdpa import (
@@ -174,6 +175,7 @@ __all__ = [
     "paged_attention",
     "paged_attention_with_lse",
     "paged_kv_append_",
+    "paged_plan",
     "plan_policy",
     "plan_requests",
     "profile",

@@ -8,6 +8,7 @@ A line for each, before it runs, so that what the sanitizer says stands behind i
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -380,6 +381,16 @@ def appending() -> Iterator[Sample]:
         slots = torch.tensor([31, -1, 0, pages * page_size, 9], device="cuda")
         _ops.paged_kv_append_(*caches, *tokens, slots, head_major)
 
+    def rounded(dtype: torch.dtype, size: int) -> None:
+        caches = [torch.zeros(4, 8, 3, size, device="cuda").to(torch.float8_e4m3fn) for _ in "kv"]
+        tokens = [_tensor(5, 3, size, dtype=dtype) for _ in range(2)]
+        slots = torch.tensor([31, -1, 0, 32, 9], device="cuda")
+        descale = torch.full((3,), 0.5, device="cuda")
+        _ops.paged_kv_append_(*caches, *tokens, slots, False, None, descale)
+
+    for name, dtype in TYPES.items():
+        for width, size in ((16 // dtype.itemsize, 32), (1, 7)):
+            yield f"paged_append_{name}_{width}", partial(rounded, dtype, size)
     kinds = {16: (torch.float32, 12), 8: (torch.float16, 4), 4: (torch.float16, 2)}
     kinds |= {2: (torch.bfloat16, 3), 1: (torch.int8, 3)}
     for unit, (dtype, size) in kinds.items():
@@ -425,7 +436,7 @@ def rounding() -> Iterator[Sample]:
 
 
 def decoding() -> Iterator[Sample]:
-    """Kernels of cuDNN, with what ours do before and behind them."""
+    """Kernels of cuDNN, with what ours do before and behind them; and ours alone."""
 
     def run(case: paged_cases.PagedCase, dtype: torch.dtype) -> None:
         t = paged_cases.make(case, dtype, "cuda", seed=1)
@@ -433,6 +444,29 @@ def decoding() -> Iterator[Sample]:
         on_cpu = paged_cases.make(case, dtype, "cpu", seed=1)
         paged_cases.check(case, on_cpu, out.cpu(), lse.cpu())
 
+    def run_ours(size: int, is_wide: bool, dtype: torch.dtype, is_fp8: bool) -> None:
+        one = replace(ONE, head_size=size, value_size=size, is_causal=True)
+        queries = 16 if is_wide else 4  # times a group of two heads
+        case = replace(SPECULATE, lengths=(queries,) * 5, lengths_kv=(700, 2, 33, 0, 16), one=one)
+        on_cpu = paged_cases.make(case, dtype, "cpu", seed=1)
+        t = paged_cases.make(case, dtype, "cuda", seed=1)
+        if is_fp8:
+            descales = torch.tensor([[0.02], [0.02]])
+            on_cpu, t = (paged_cases.in_fp8(each, *descales) for each in (on_cpu, t))
+        _ops._paged_use_kernel(2)
+        try:
+            out, lse = _ops.paged_attention_with_lse(*t.arguments, **t.options)
+        finally:
+            _ops._paged_use_kernel(0)
+        paged_cases.check(case, on_cpu, out.cpu(), lse.cpu())
+
+    for name, dtype in TYPES.items():
+        if dtype == torch.float32:
+            continue
+        for cache, size, tiles in itertools.product((name, "e4m3"), (64, 128), (1, 2)):
+            call = partial(run_ours, size, tiles == 2, dtype, cache == "e4m3")
+            yield f"paged_decode_{name}_{cache}_{size}_{tiles}", call
+    yield "paged_plan", partial(run_ours, 64, False, torch.bfloat16, True)
     causal = replace(ONE, is_causal=True)
     full = replace(DECODE, lengths=(1,) * 4, lengths_kv=(70, 1, 33, 128))  # nothing to pad
     yield "paged decoding", partial(run, full, torch.bfloat16)

@@ -159,7 +159,8 @@ def test_bench_paged_decode_rows_make_its_table(monkeypatch: pytest.MonkeyPatch)
     rows = Rows(ENV)
     bench.run(rows, rounds=1)
     header, *lines = tables.paged_decode(rows.rows)
-    assert header[2:-2] == ["cudnn_ops TB/s", "torch_flash TB/s", "copy TB/s"]
+    names = ("cudnn_ops", "kernel", "float8", "torch_flash", "copy")
+    assert header[2:-2] == [f"{name} TB/s" for name in names]
     assert [line[0] for line in lines] == [
         "2, 4, 2, 16 100",
         "2, 4, 2, 16 mixed",
@@ -169,9 +170,11 @@ def test_bench_paged_decode_rows_make_its_table(monkeypatch: pytest.MonkeyPatch)
     ]
     assert [line[1] for line in lines] == ["2.00"] * 5
     assert [line[-2:] for line in lines] == [["1.00", "2.00"]] * 5
-    assert lines[1][3] == ""
-    found = harness.pivot(rows.rows, "tb_per_s")["2,4,2,16 100"]["cudnn_ops"]
-    assert found == pytest.approx(2 * 2 * 100 * 2 * 16 * 2 / 2e-3 / 1e12)
+    assert lines[1][5] == ""
+    found = harness.pivot(rows.rows, "tb_per_s")["2,4,2,16 100"]
+    assert found["cudnn_ops"] == pytest.approx(2 * 2 * 100 * 2 * 16 * 2 / 2e-3 / 1e12)
+    assert found["float8"] == pytest.approx(found["kernel"] / 2)
+    assert harness.pivot(rows.rows, "gpu_ms")["plan 2"] == {"cudnn_ops": 2.0}
     # Wrong results are not timed.
     contiguous = bench.contiguous
     monkeypatch.setattr(bench, "contiguous", lambda p: [2 * t for t in contiguous(p)])
@@ -331,12 +334,17 @@ def test_training_step_leaves_the_gradients_of_one_call() -> None:
 def test_bench_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SHAPES", "tensors", "gpu_ms"):
         monkeypatch.setattr(bench_fp8, name, getattr(bench_sdpa, name))
+    decoded = bench_paged_decode.Shape(2, 4, 2, 64, "100")
+    monkeypatch.setattr(bench_fp8, "DECODED", (decoded,))
+    problem = bench_paged_decode.problem
+    monkeypatch.setattr(bench_paged_decode, "problem", lambda shape: problem(shape, "cpu"))
     rows = Rows(ENV)
     bench_fp8.run(rows, rounds=harness.QUICK_ROUNDS)
     times = harness.pivot(rows.rows, "gpu_ms")
     assert list(times[str(SHAPE)]) == ["cudnn_ops", "known scales", "kernel alone", "bf16"]
     roundings = ("rounded", "rounded, known scale", "widened")
-    assert list(times)[1:] == [f"{SHAPE} {name}" for name in roundings]
+    assert list(times[f"{decoded} decoding"]) == ["cudnn_ops", "bf16"]
+    assert list(times)[2:] == [f"{SHAPE} {name}" for name in roundings]
     assert all(list(times[f"{SHAPE} {name}"]) == ["cudnn_ops", "copy"] for name in roundings)
     errors = harness.pivot(rows.rows, "error")[str(SHAPE)]
     assert errors["bf16"] < 0.01 < errors["cudnn_ops"] < 0.06

@@ -136,10 +136,12 @@ def test_the_grace_time_ends(folder):
 def test_a_key_from_the_environment(folder, monkeypatch):
     monkeypatch.setitem(ENVIRONMENT, "CUDNN_OPS_API_KEY", "sesame")
     options = ("--name", "my/model", "--max-length", "100", "--dtype", "bfloat16")
-    with served(folder, *options) as (_, client):
+    with served(folder, *options, "--cache-dtype", "float8_e4m3fn") as (_, client):
         assert client.get("/v1/models").status_code == 401
         client.headers["Authorization"] = "Bearer sesame"
         assert client.get("/v1/models/my/model").json()["max_model_len"] == 100
+        answer = client.post("/v1/completions", json={**SLOW, "max_tokens": 9}).json()
+        assert answer["usage"]["completion_tokens"] == 9
 
 
 def test_how_many_pages():
@@ -147,6 +149,8 @@ def test_how_many_pages():
     page = model.page_bytes(16)
     assert command.pages_of(model, 2, 16, None) == 4 * 2 * 256 // 16  # a small model's most
     assert command.pages_of(model, 2, 16, 10.5 * page / (1 << 30)) == 10
+    fp8 = torch.float8_e4m3fn
+    assert command.pages_of(model, 2, 16, 10.5 * page / (1 << 30), fp8) == 4 * 10 + 2
     with pytest.raises(ValueError, match="--cache-gib"):
         command.pages_of(model, 2, 16, 0.5 * page / (1 << 30))
 

@@ -188,14 +188,15 @@ def test_a_folder(family, device, tmp_path):
 
 def test_a_page_is_as_large_as_it_says():
     served = ServedModel(make_transformers_model("qwen3", head_dim=32))
-    cache = served.cache(pages=3, page_size=8)
-    memory = sum(
-        part(layer).numel() * part(layer).element_size()
-        for layer in range(cache.layers)
-        for part in (cache.key_cache, cache.value_cache)
-    )
-    assert memory == 3 * served.page_bytes(8)
-    assert cache.key_cache(0).dtype == torch.float64
+    for dtype in (None, torch.float8_e4m3fn):
+        cache = served.cache(3, 8, dtype)
+        memory = sum(
+            part(layer).numel() * part(layer).element_size()
+            for layer in range(cache.layers)
+            for part in (cache.key_cache, cache.value_cache)
+        )
+        assert memory == 3 * served.page_bytes(8, dtype)
+        assert cache.key_cache(0).dtype == (dtype or torch.float64)
 
 
 def test_conversations(tmp_path):

@@ -54,6 +54,23 @@ struct E4M3 {
   }
 };
 
+// Two numbers of E4M3 as two of float16, which has all of them.
+__device__ unsigned e4m3_to_half(unsigned short bits) {
+#if FP8_INSTRUCTIONS
+  unsigned halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(bits));
+  return halves;
+#else
+  // With the same exponent's bits they are 2^8 times less.
+  const unsigned high = __byte_perm(bits, 0, 0x1404), magnitudes = high & 0x7f007f00;
+  const unsigned less = (high & 0x80008000) | magnitudes >> 1;
+  unsigned halves;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(halves) : "r"(less), "r"(0x5c005c00));
+  const unsigned nan = (magnitudes + 0x01000100) & 0x80008000;
+  return halves | (nan - (nan >> 6));
+#endif
+}
+
 struct E5M2 {
   using Bits = unsigned char;
   static constexpr float kMost = 57344;

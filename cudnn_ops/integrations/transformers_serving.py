@@ -125,19 +125,26 @@ class ServedModel:
         """The number of tokens."""
         return int(self.model.config.vocab_size)
 
-    def page_bytes(self, page_size: int = 16) -> int:
-        """The memory of a page, in bytes, in all layers."""
+    def page_bytes(self, page_size: int = 16, dtype: torch.dtype | None = None) -> int:
+        """The memory of a page, in bytes, in all layers; ``dtype`` as :meth:`cache` has it."""
         layers, heads, size = self._sizes()
-        weight = next(self.model.parameters())
-        return 2 * layers * page_size * heads * size * weight.element_size()
+        dtype = dtype or next(self.model.parameters()).dtype
+        return 2 * layers * page_size * heads * size * dtype.itemsize
 
-    def cache(self, pages: int, page_size: int = 16) -> PagedKVCache:
-        """A cache for its keys and values, in its dtype and on its device."""
-        layers, heads, size = self._sizes()
+    def cache(
+        self, pages: int, page_size: int = 16, dtype: torch.dtype | None = None
+    ) -> PagedKVCache:
+        """A cache for its keys and values, on its device.
+
+        Args:
+            pages: number of pages.
+            page_size: tokens in a page.
+            dtype: None stands for the model's; ``torch.float8_e4m3fn`` halves it, without scales.
+        """
         weight = next(self.model.parameters())
-        return PagedKVCache(
-            layers, pages, page_size, heads, size, dtype=weight.dtype, device=weight.device
-        )
+        sizes = (pages, page_size, *self._sizes()[1:])
+        dtype = dtype or weight.dtype
+        return PagedKVCache(self._sizes()[0], *sizes, dtype=dtype, device=weight.device)
 
     def __call__(self, tokens: Tensor, positions: Tensor, last: Tensor, attend: Attend) -> Tensor:
         """The logits of some of the tokens, as :class:`cudnn_ops.generation.Model` says."""

@@ -318,7 +318,9 @@ def _paged(samples: Samples) -> Any:
         tensor = getattr(call, name)
         if name in samples.batched and tensor.stride(-1) != 1:  # the samples lie innermost
             setattr(call, name, tensor.contiguous())
-    if samples.has("sinks"):
+    # What a plan divides is not what all samples together have: the operator makes another one.
+    samples.drop("plan")
+    if samples.has("sinks", "descale_k", "descale_v"):
         return samples.each()
     tokens = samples.full("query").shape[1]
     changes: dict[str, Any] = {
@@ -352,6 +354,7 @@ for _name in ("varlen_attention", "varlen_attention_with_lse"):
     register_rule(_name, _varlen, draws=_draws)
 for _name in ("paged_attention", "paged_attention_with_lse"):
     register_rule(_name, _paged)
+register_rule("_paged_plan", Samples.each)
 register_rule("_sdpa_backward", _sdpa_backward)
 # Scales, lengths and the largest magnitudes are a sample's own.
 register_rule("_sdpa_fp8", Samples.each)

@@ -32,7 +32,7 @@ def bind(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SimpleNames
 _LISTS = {
     **dict.fromkeys(("seq_lens_q", "seq_lens_kv", "seqused_q", "seqused_k"), "int32"),
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "page_table"), "int32"),
-    **dict.fromkeys(("alibi_slopes", "sinks"), "float32"),
+    **dict.fromkeys(("alibi_slopes", "sinks", "descale_k", "descale_v"), "float32"),
     "rng_state": "int64",
 }
 

@@ -18,6 +18,7 @@ from cudnn_ops.ops import (
     linear,
     norm,
     paged,
+    paged_plan,
     sdpa_cpu,
     varlen,
 )
@@ -78,6 +79,7 @@ def decompositions() -> _Decompositions:
         _ops.varlen_attention_with_lse.default: _varlen,
         _ops.paged_attention.default: lambda *args, **kwargs: _paged(*args, **kwargs)[0],
         _ops.paged_attention_with_lse.default: _paged,
+        _ops._paged_plan.default: paged_plan.plan_in_torch,
         _ops._norm.default: _norm,
         _ops._group_norm.default: _group_norm,
         _ops._batch_norm_inference.default: _batch_norm_inference,

@@ -14,6 +14,7 @@ from torch import Tensor
 from cudnn_ops.ops import sdpa_cpu
 from cudnn_ops.ops.arguments import bind, refuse_lists, refuse_one_number
 from cudnn_ops.ops.kernels import register, register_with_lse
+from cudnn_ops.ops.quantize import round_to_fp8
 from cudnn_ops.ops.sdpa import lse_dtype
 from cudnn_ops.ops.varlen import places
 
@@ -51,6 +52,9 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     kv_layout: KVLayout = "NHD",
+    descale_k: Tensor | None = None,
+    descale_v: Tensor | None = None,
+    plan: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention over keys and values in the pages of a cache, for inference.
@@ -66,16 +70,23 @@ def paged_attention(
     2, 3, 4, 6, 8, 12, 16, 24, ... with a page table whose width is a power of 2 needs no copy of
     the table and the queries.
 
+    Caches of ``float8_e4m3fn`` halve what is read. cuDNN does not decode them: a kernel of this
+    package does, which divides the work evenly among the GPU's multiprocessors whatever the lengths
+    and their order are (:func:`paged_plan` does so once for all layers). Keys and values are
+    widened to float16 exactly. It reads the keys once for every 32 rows, which are queries times
+    the query heads of a key head. Head sizes 64 and 128, the same of keys and values.
+
     Args:
         query: [batch, length, heads, head size]; or packed, [tokens, heads, head size], with
             ``cu_seqlens_q``. The last stride must be 1. float16 or bfloat16; on a CPU also float32
             and float64.
         key_cache: [pages, page_size, heads_kv, head size] (``kv_layout="NHD"``) or
-            [pages, heads_kv, page_size, head size] (``"HND"``), in the query's dtype and on its
-            device. The page size must be a power of 2.
+            [pages, heads_kv, page_size, head size] (``"HND"``), in the query's dtype or
+            ``float8_e4m3fn``, on its device. The page size must be a power of 2.
         value_cache: likewise, with the value head size. Unless each sequence has one query, the
             slots after a sequence's last token in its last page must hold finite numbers, for cuDNN
-            multiplies them by 0; those of a zero-initialized cache do.
+            multiplies them by 0; those of a zero-initialized cache do. Of ``float8_e4m3fn`` they
+            may hold anything.
         page_table: int32 [batch, width], the pages of each sequence, in order. Entries beyond a
             sequence's length are not read.
         seq_lens_kv: int32 [batch], the number of each sequence's tokens in the cache, including
@@ -91,6 +102,12 @@ def paged_attention(
         softcap: as in :func:`cudnn_ops.scaled_dot_product_attention`.
         sinks: as there.
         kv_layout: the order of dimensions in a page.
+        descale_k: of keys of ``float8_e4m3fn``: float32, one number or [heads_kv], what they are
+            multiplied with. None stands for 1.
+        descale_v: likewise of values.
+        plan: what :func:`paged_plan` returned for these lengths and options. None makes one, by a
+            kernel more; where cuDNN computes, it has no effect. One that was made for other options
+            makes the output NaN.
         out: a contiguous tensor for the output; None allocates one.
 
     Returns:
@@ -105,6 +122,7 @@ def paged_attention(
         TypeError: an unsupported dtype, or different dtypes; one number for a window,
             a list for a tensor.
         NotImplementedError: cuDNN has no kernel for this on this GPU; the message has its reason.
+            Caches of ``float8_e4m3fn`` with other head sizes.
 
     Example:
         >>> import torch, cudnn_ops
@@ -125,6 +143,9 @@ def paged_attention(
         "softcap": softcap,
         "sinks": sinks,
         "head_major": is_head_major(kv_layout),
+        "descale_k": descale_k,
+        "descale_v": descale_v,
+        "plan": plan,
     }
     refuse_one_number("paged_attention", window_size)
     tensors = (query, key_cache, value_cache, page_table, seq_lens_kv)
@@ -158,7 +179,8 @@ def paged_attention_with_lse(
         seq_lens_kv: as there.
         kv_layout: as there.
         options: ``cu_seqlens_q``, ``max_seqlen_q``, ``scale``, ``is_causal``, ``window_size``,
-            ``bottom_right``, ``softcap`` and ``sinks``, by keyword.
+            ``bottom_right``, ``softcap``, ``sinks``, ``descale_k``, ``descale_v`` and ``plan``, by
+            keyword.
 
     Returns:
         The output, and the log-sum-exp of the scores: [batch, heads, length], or [heads, tokens]
@@ -201,21 +223,32 @@ def paged_kv_append_(
     slot_mapping: Tensor,
     *,
     kv_layout: KVLayout = "NHD",
+    descale_k: Tensor | None = None,
+    descale_v: Tensor | None = None,
 ) -> None:
     """Writes new keys and values into their pages, in place, with one kernel.
+
+    Where the caches are of ``float8_e4m3fn`` and the tokens are not, these are rounded as
+    :func:`quantize_fp8` does, with the inverse of the descale as the scale: to the nearest, what is
+    too large to the largest number; NaN stays NaN.
 
     Args:
         key_cache: as in :func:`paged_attention`; any dtype.
         value_cache: likewise.
-        key: [tokens, heads_kv, head size], in the cache's dtype, with a last stride of 1.
+        key: [tokens, heads_kv, head size], in the cache's dtype, with a last stride of 1; for
+            caches of ``float8_e4m3fn`` also float16, bfloat16 or float32 (on a CPU float64 too).
         value: [tokens, heads_kv, value head size].
         slot_mapping: int64 [tokens], ``page * page_size + place in the page``, or -1 for a token
             that is not to be written. Two tokens must not share a slot. On a GPU, tokens with slots
             outside of the cache are skipped without an error.
         kv_layout: the order of dimensions in a page.
+        descale_k: for keys that are rounded: float32, one number or [heads_kv], what attention
+            multiplies them with. None stands for 1.
+        descale_v: likewise for values.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; slots outside of the cache (on a GPU
+        TypeError: dtypes that do not fit.
+        ValueError: shapes or devices that do not fit; slots outside of the cache (on a GPU
             checked only with ``CUDNN_OPS_CHECK=1``, which waits for the GPU).
 
     Example:
@@ -227,7 +260,8 @@ def paged_kv_append_(
         >>> bool((keys[3, :2] == 1).all())
         True
     """
-    _paged_kv_append_op(key_cache, value_cache, key, value, slot_mapping, is_head_major(kv_layout))
+    arguments = (key_cache, value_cache, key, value, slot_mapping, is_head_major(kv_layout))
+    _paged_kv_append_op(*arguments, descale_k, descale_v)
 
 
 def _empty(query: Tensor, value_cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -257,13 +291,24 @@ def _gather(cache: Tensor, page_table: Tensor, seq_lens: Tensor, head_major: boo
 
     Entries beyond a length are not followed, and values there not read: they may be NaN.
     """
-    by_token = cache.transpose(1, 2) if head_major else cache
+    # 8 bits as integers: not everything is defined for them, and 0 has no bit of either.
+    by_token = cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
+    by_token = by_token.transpose(1, 2) if head_major else by_token
     width, page_size = page_table.shape[1], by_token.shape[1]
     lengths = seq_lens.unsqueeze(1)
     starts = torch.arange(width, device=cache.device) * page_size
     slots = by_token[page_table.long().masked_fill(starts >= lengths, 0)].flatten(1, 2)
     there = torch.arange(width * page_size, device=cache.device) < lengths
-    return slots.masked_fill(~there[:, :, None, None], 0.0).transpose(1, 2)
+    slots = slots.masked_fill(~there[:, :, None, None], 0)
+    return (slots.view(cache.dtype) if slots.dtype == torch.uint8 else slots).transpose(1, 2)
+
+
+def _widened(tokens: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Of 8 bits, [batch, heads, slots, head size]; others as they are."""
+    if tokens.dtype != torch.float8_e4m3fn:
+        return tokens
+    wide = tokens.to(torch.promote_types(dtype, torch.float32))
+    return wide if descale is None else wide * descale.reshape(-1, 1, 1)
 
 
 def paged_in_torch(call: SimpleNamespace) -> tuple[Tensor, Tensor]:
@@ -278,9 +323,15 @@ def paged_in_torch(call: SimpleNamespace) -> tuple[Tensor, Tensor]:
         of_each = torch.arange(most, device=query.device)
         rows = query[(offsets[:-1].unsqueeze(1) + of_each).clamp(max=query.shape[0] - 1)]
     key, value = (
-        _gather(cache, call.page_table, call.seq_lens_kv, call.head_major)
-        for cache in (call.key_cache, call.value_cache)
+        _widened(
+            _gather(cache, call.page_table, call.seq_lens_kv, call.head_major), descale, query.dtype
+        )
+        for cache, descale in (
+            (call.key_cache, call.descale_k),
+            (call.value_cache, call.descale_v),
+        )
     )
+    rows = rows.to(key.dtype)
     shared = ("is_causal", "scale", "softcap", "window_size", "bottom_right", "sinks")
     options = {name: getattr(call, name) for name in shared}
     lengths_of = {"seq_lens_q": lengths, "seq_lens_kv": call.seq_lens_kv}
@@ -322,10 +373,17 @@ def _append_cpu(
     value: Tensor,
     slot_mapping: Tensor,
     head_major: bool = False,
+    descale_k: Tensor | None = None,
+    descale_v: Tensor | None = None,
 ) -> None:
-    _ops._paged_append_check.default(key_cache, value_cache, key, value, slot_mapping, head_major)
-    for cache, tokens in ((key_cache, key), (value_cache, value)):
+    arguments = (key_cache, value_cache, key, value, slot_mapping, head_major)
+    _ops._paged_append_check.default(*arguments, descale_k, descale_v)
+    for cache, given, descale in ((key_cache, key, descale_k), (value_cache, value, descale_v)):
         by_token = cache.transpose(1, 2) if head_major else cache
+        tokens = given
+        if given.dtype != cache.dtype:
+            scale = 1.0 if descale is None else descale.reciprocal().reshape(-1, 1)
+            tokens = round_to_fp8(given.float() * scale, cache.dtype)
         pages, page_size = by_token.shape[:2]
         there = (slot_mapping >= 0) & (slot_mapping < pages * page_size)
         slots = slot_mapping[there]

@@ -32,6 +32,8 @@ class PagedMemory:
         dtype: torch.dtype,
         device: torch.device | str,
         kv_layout: Literal["NHD", "HND"],
+        descale_k: Tensor | None,
+        descale_v: Tensor | None,
     ) -> None:
         self.layers = whole("layers", layers, 1)
         self.pages = whole("pages", pages, 1)
@@ -44,10 +46,28 @@ class PagedMemory:
         if kv_layout not in ("NHD", "HND"):
             raise ValueError(f'kv_layout must be "NHD" or "HND", got {kv_layout!r}')
         self.kv_layout = kv_layout
+        given = {"descale_k": descale_k, "descale_v": descale_v}
+        for name, each in given.items():
+            if each is not None:
+                self._check_descales(name, each, dtype)
+        self._descales = [
+            {name: each.to(device)[layer] for name, each in given.items() if each is not None}
+            for layer in range(layers)
+        ]
         # Tensors that are born in inference mode cannot be written to outside of it.
         with torch.inference_mode(False):
             self._keys, self._values = self._allocate_memory(dtype, torch.device(device))
             self._key_caches, self._value_caches = self._keys.unbind(), self._values.unbind()
+
+    def _check_descales(self, name: str, descales: Tensor, dtype: torch.dtype) -> None:
+        if dtype != torch.float8_e4m3fn:
+            raise ValueError(f"{name} belongs to a cache of float8_e4m3fn; dtype is {dtype}")
+        shapes = (self.layers,), (self.layers, self.heads_kv)
+        if descales.dtype != torch.float32 or descales.shape not in shapes:
+            raise ValueError(
+                f"{name} must be float32 [layers], {list(shapes[0])}, or [layers, heads_kv], "
+                f"{list(shapes[1])}; got {descales.dtype} {list(descales.shape)}"
+            )
 
     def _allocate_memory(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """[layers, pages, ...] of keys and of values."""
@@ -99,8 +119,22 @@ class PagedMemory:
         """
         return self._value_caches[self._layer(layer)]
 
+    def descales(self, layer: int) -> dict[str, Tensor]:
+        """What one layer's keys and values of 8 bits are multiplied with.
+
+        Returns:
+            ``descale_k`` and ``descale_v`` of :func:`cudnn_ops.paged_attention`, those that are
+            there.
+
+        Raises:
+            ValueError: there is no such layer.
+        """
+        return self._descales[self._layer(layer)]
+
     def append(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Writes one layer's keys and values of new tokens into their slots.
+
+        A cache of ``float8_e4m3fn`` rounds them (:func:`cudnn_ops.paged_kv_append_`).
 
         Args:
             layer: 0 to ``layers - 1``.
@@ -113,7 +147,8 @@ class PagedMemory:
             ValueError: there is no such layer; shapes, dtypes or devices that do not fit.
         """
         caches = self.key_cache(layer), self.value_cache(layer)
-        _append(*caches, key, value, slot_mapping, self.kv_layout == "HND")
+        is_head_major = self.kv_layout == "HND"
+        _append(*caches, key, value, slot_mapping, is_head_major, **self._descales[layer])
 
     def _layer(self, layer: int) -> int:
         if not 0 <= layer < self.layers:

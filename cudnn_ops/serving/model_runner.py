@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cudnn_ops.ops.paged import paged_attention
+from cudnn_ops.ops.paged_plan import paged_plan
 from cudnn_ops.serving.choosing import Chooser, Chosen, greatest
 from cudnn_ops.serving.inputs import Inputs, Packed, pack
 from cudnn_ops.serving.kv_cache import PagedKVCache
@@ -27,7 +28,8 @@ class Attend(Protocol):
 
         Args:
             layer: 0 to the cache's ``layers - 1``.
-            query: [tokens, heads, head size], with positions applied, in the cache's dtype.
+            query: [tokens, heads, head size], with positions applied, in the cache's dtype; beside
+                a cache of ``float8_e4m3fn`` in float16 or bfloat16.
             key: [tokens, heads_kv, head size], likewise.
             value: [tokens, heads_kv, value size].
             options: ``scale``, ``window_size``, ``softcap``, ``sinks``, as
@@ -275,12 +277,25 @@ class ModelRunner:
         inputs, cache = self._inputs, self._cache
         slots, lengths = inputs["slots"][:tokens], inputs["lengths"][:batch]
         table = inputs["table"][:batch]
+        # By what they depend on of a layer: layers share them.
+        plans: dict[tuple[int, tuple[int, int]], Tensor] = {}
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
             cache.append(layer, key, value, slots)
             caches = cache.key_cache(layer), cache.value_cache(layer)
             each = query.unflatten(0, (batch, queries)) if queries else query
-            options |= masking
+            options |= masking | cache.descales(layer)
+            if caches[0].dtype == torch.float8_e4m3fn:
+                window = tuple(options.get("window_size", (-1, -1)))
+                kind = (query.shape[1], window)
+                if kind not in plans:
+                    plans[kind] = paged_plan(
+                        *(each, caches[0], lengths),
+                        window_size=window,
+                        kv_layout=cache.kv_layout,
+                        **masking,
+                    )
+                options["plan"] = plans[kind]
             out = paged_attention(
                 each, *caches, table, lengths, kv_layout=cache.kv_layout, **options
             )

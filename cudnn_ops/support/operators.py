@@ -220,6 +220,8 @@ def _paged(
     kv_layout: KVLayout = "NHD",
     **options: Any,
 ) -> Parts:
+    if key_cache.dtype == torch.float8_e4m3fn:
+        return [iter([_paged_without_plan(query, key_cache, value_cache)])]
     if page_table is None:
         raise ValueError("paged_attention: page_table is missing, or its shape (batch, pages)")
     if not isinstance(page_table, Tensor) and all(isinstance(size, int) for size in page_table):
@@ -239,6 +241,19 @@ def _paged(
         **options,
     )
     return _one(words)
+
+
+def _paged_without_plan(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> Attempt:
+    """Caches of 8 bits, which cuDNN does not decode: as has_paged_decode of the kernel."""
+    sizes = query.shape[-1], key_cache.shape[-1], value_cache.shape[-1]
+    if query.dtype in (torch.float16, torch.bfloat16) and sizes in ((64,) * 3, (128,) * 3):
+        return Attempt(
+            without_plan="a kernel of cudnn_ops runs: cuDNN does not decode caches of 8 bits"
+        )
+    return Attempt(
+        refusal="cuDNN does not decode caches of float8_e4m3fn, and the kernel for them has head "
+        "sizes 64 and 128, the same of keys and values, and queries of float16 or bfloat16"
+    )
 
 
 def _norm(
@@ -430,7 +445,7 @@ def _families() -> Iterator[Operator]:
         ("query", "key_cache", "value_cache"),
         _paged,
         required=2,
-        without_effect=("scale", "seq_lens_kv", "out"),
+        without_effect=("scale", "seq_lens_kv", "descale_k", "descale_v", "plan", "out"),
         has_backward=False,
         has_exact=False,
         has_polymorphic=True,

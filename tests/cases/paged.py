@@ -122,6 +122,35 @@ def make(case: PagedCase, dtype: torch.dtype, device: str, seed: int) -> Tensors
     )
 
 
+def in_fp8(tensors: Tensors, descale_k: Tensor, descale_v: Tensor) -> Tensors:
+    """The same with caches of E4M3, under descales of one number or one for each head of keys."""
+    head_major = tensors.options["head_major"]
+
+    def rounded(memory: Tensor, descale: Tensor) -> Tensor:
+        scaled = memory.double() / descale.double().to(memory.device)[:, None]
+        return scaled.clamp(-448, 448).float().to(torch.float8_e4m3fn)
+
+    def cache(memory: Tensor, descale: Tensor) -> Tensor:
+        by_token = memory.transpose(1, 2) if head_major else memory
+        data = rounded(by_token, descale)
+        return data.transpose(1, 2).contiguous() if head_major else data
+
+    keys, values = (
+        [rounded(one, descale).double() * descale.double().to(one.device)[:, None] for one in all]
+        for all, descale in ((tensors.keys, descale_k), (tensors.values, descale_v))
+    )
+    device = tensors.query.device
+    descales = {"descale_k": descale_k.to(device), "descale_v": descale_v.to(device)}
+    return replace(
+        tensors,
+        key_cache=cache(tensors.key_cache, descale_k),
+        value_cache=cache(tensors.value_cache, descale_v),
+        options=tensors.options | descales,
+        keys=keys,
+        values=values,
+    )
+
+
 def check(case: PagedCase, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
     """Each sequence against the float64 formula over its contiguous keys."""
     dtype = tensors.query.dtype

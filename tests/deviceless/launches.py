@@ -403,6 +403,35 @@ def run_append(recorder: Recorder, device: torch.device) -> None:
         with recorder.calling("append", dtype, tokens, size):
             _ops.paged_kv_append_.default(cache, cache.clone(), key, key, slots, False)
 
+    for dtype, tokens, size in itertools.product(DTYPES, (1, 1_000_003), (1, 8, 128)):
+        cache = memory(device, torch.float8_e4m3fn, 100, 16, 8, size)
+        key = memory(device, dtype, tokens, 8, size)
+        slots = memory(device, torch.int64, tokens)
+        with recorder.calling("append", "rounded", dtype, tokens, size):
+            for descale in (None, memory(device, torch.float32, 8)):
+                descales = (False, descale, descale)
+                _ops.paged_kv_append_.default(cache, cache.clone(), key, key, slots, *descales)
+
+
+def run_paged(recorder: Recorder, device: torch.device) -> None:
+    """Our kernel of attention over pages, for one query and many, in few sequences and many."""
+    _ops._paged_use_kernel(2)
+    shapes = itertools.product((64, 128), (1, 4, 16), (1, 2, 8, 1000), (1, 64, 70_001))
+    for (size, group, queries, batch), dtype in itertools.product(shapes, DTYPES[:2]):
+        if queries * batch > 1 << 20:
+            continue
+        query = memory(device, dtype, batch, queries, 2 * group, size)
+        table = memory(device, torch.int32, batch, 100)
+        lengths = memory(device, torch.int32, batch)
+        for cache_dtype in (dtype, torch.float8_e4m3fn):
+            cache = memory(device, cache_dtype, 100, 16, 2, size)
+            with recorder.calling("paged", dtype, cache_dtype, size, group, queries, batch):
+                arguments = (query, cache, cache, table, lengths)
+                _ops.paged_attention_with_lse.default(*arguments, is_causal=True)
+                plan = cudnn_ops.paged_plan(query, cache, lengths)
+                _ops.paged_attention.default(*arguments, plan=plan)
+    _ops._paged_use_kernel(0)
+
 
 def run_moe(recorder: Recorder, device: torch.device) -> None:
     """Few tokens and many, of few experts and the most; of all widths, in few of their rows."""
@@ -458,6 +487,7 @@ RUNS = (
     run_transposed_rows,
     run_linear,
     run_append,
+    run_paged,
     run_moe,
     run_fp8,
 )

@@ -167,12 +167,36 @@ def _paged_into(query: Tensor, **tensors: Tensor) -> Tensor:
     return cudnn_ops.paged_attention(query, **tensors, out=out)  # type: ignore[arg-type]
 
 
+def _paged_fp8(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, descales: Tensor, **tensors: Any
+) -> Any:
+    caches = [cache.to(torch.float8_e4m3fn) for cache in (key_cache, value_cache)]
+    plan = torch.ops.cudnn_ops._paged_plan(
+        tensors["seq_lens_kv"], None, query.shape[1], H // 4, False, [-1, -1], True
+    )
+    return paged(query, *caches, **tensors, descale_k=descales, descale_v=descales, plan=plan)
+
+
 def _append(
     key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor
 ) -> tuple[Tensor, Tensor]:
     caches = key_cache.clone(), value_cache.clone()
     cudnn_ops.paged_kv_append_(*caches, key, value, slot_mapping)
     return caches
+
+
+def _append_fp8(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slot_mapping: Tensor,
+    descales: Tensor,
+) -> tuple[Tensor, Tensor]:
+    keys, values = (cache.to(torch.float8_e4m3fn) for cache in (key_cache, value_cache))
+    options: dict[str, Any] = dict.fromkeys(("descale_k", "descale_v"), descales)
+    cudnn_ops.paged_kv_append_(keys, values, key, value, slot_mapping, **options)
+    return keys.float(), values.float()
 
 
 APPENDED: Tensors = {
@@ -226,6 +250,20 @@ SERVING = [
     ),
     Case("pages of sinks", paged, {**PAGED, "sinks": (H,)}, every(S2, "query", *CACHES)),
     Case(
+        "pages of 8 bits",
+        _paged_fp8,
+        {**PAGED, "descales": torch.tensor([0.5, 2.0, 1.0, 0.25])},
+        {**every(S2, "query", *CACHES), "descales": S0},
+        silent=True,
+    ),
+    Case(
+        "pages of 8 bits and one scale",
+        _paged_fp8,
+        {**PAGED, "descales": torch.tensor([0.5])},
+        every(S2, "query", *CACHES),
+        silent=True,
+    ),
+    Case(
         "pages of one head",
         paged,
         {**PAGED, "key_cache": (8, 4, 1, D), "value_cache": (8, 4, 1, D)},
@@ -244,6 +282,12 @@ SERVING = [
     Case("append", _append, APPENDED, {**every(S2, *CACHES), **every(S1, "key", "value")}),
     Case("append what is replicated", _append, APPENDED, every(S2, *CACHES), silent=True),
     Case("append what is sharded", _append, APPENDED, every(S1, "key", "value")),
+    Case(
+        "append 8 bits",
+        _append_fp8,
+        {**APPENDED, "descales": torch.tensor([0.5, 2.0, 1.0, 0.25])},
+        {**every(S2, *CACHES), **every(S1, "key", "value"), "descales": S0},
+    ),
 ]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 from torch._ops import OpOverload
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
 
 from cudnn_ops.distributed.sharding.attention import Groups, forward, is_one_group
@@ -18,6 +18,7 @@ from cudnn_ops.distributed.sharding.rules import (
     Call,
     Rule,
     call_of,
+    cheapest,
     chosen,
     matching,
     placements_of,
@@ -38,6 +39,13 @@ def _groups(op: OpOverload, call: Call) -> Groups:
     return Groups(op, "query", call.query, dim, "key_cache", heads_kv)
 
 
+def _of_heads(call: Call, name: str) -> Placement:
+    """Of descales: one for each head goes where the heads do."""
+    descale = getattr(call, name)
+    has_each = descale is not None and len(descale.shape) == 1 and descale.shape[0] > 1
+    return Shard(0) if has_each else Replicate()
+
+
 def _rules(returns: int) -> Callable[[Call], list[Rule]]:
     def rules(call: Call) -> list[Rule]:
         dim, dim_kv = len(call.query.shape) - 2, _head_dim(call)
@@ -48,6 +56,9 @@ def _rules(returns: int) -> Callable[[Call], list[Rule]]:
         }
         if not is_one_group(call.query, call.key_cache, dim, dim_kv):
             inputs |= dict.fromkeys(("key_cache", "value_cache"), Shard(dim_kv))
+            inputs |= {name: _of_heads(call, name) for name in ("descale_k", "descale_v")}
+        elif call.plan is not None:
+            return []  # the heads of a group are a part of what it was made for
         # The log-sum-exp is [batch, heads, length], or packed [heads, tokens].
         return [Rule(inputs, (Shard(dim), Shard(dim - 1))[:returns])]
 
@@ -58,7 +69,8 @@ def _append(schema: OpSchema) -> OpStrategy:
     """The caches stay as they are, and what is written into them follows."""
     call = call_of(schema)
     cache = Shard(_head_dim(call))
-    rule = Rule({"key_cache": cache, "value_cache": cache, "key": Shard(1), "value": Shard(1)}, ())
+    inputs = {"key_cache": cache, "value_cache": cache, "key": Shard(1), "value": Shard(1)}
+    rule = Rule(inputs | {name: _of_heads(call, name) for name in ("descale_k", "descale_v")}, ())
     found = [
         matching(schema.op, [rule], name, placements_of(getattr(call, name)))
         for name in ("key_cache", "value_cache")
@@ -78,3 +90,5 @@ for _op, _returns in (
 ):
     register_with_keywords(_op, forward(_rules(_returns), _groups), _rules(_returns), "query")
 register(_ops.paged_kv_append_.default, _append)
+# All of it depends on the lengths of all sequences.
+register(_ops._paged_plan.default, lambda schema: cheapest(schema, []))

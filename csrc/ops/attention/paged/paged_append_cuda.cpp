@@ -14,7 +14,7 @@ void append_cuda(const PagedAppend& args) {
   if (args.key.numel() + args.value.numel() == 0 || args.key_cache.size(0) == 0) return;
   const c10::cuda::CUDAGuard device_guard(args.key.device());
   append_to_pages(args.key_cache, args.value_cache, args.key, args.value, args.slot_mapping,
-                  args.head_major);
+                  args.head_major, args.descale_k, args.descale_v);
 }
 
 }  // namespace

@@ -1,6 +1,8 @@
 // Attention over a paged cache on CUDA. The host reads neither lengths nor pages: what varies from
 // call to call lies on the device, and the plan is declared for a rounded-up batch and table.
 
+#include "ops/attention/paged/paged_choice.h"
+#include "ops/attention/paged/paged_kernel_cuda.h"
 #include "ops/attention/paged/paged_problem.h"
 #include "ops/attention/plan_tensors_cuda.h"
 #include "ops/attention/polymorphic.h"
@@ -250,6 +252,7 @@ void forward_into(const Paged& args, const at::Tensor& out, const at::Tensor& ls
   }
   check_addressable(args.key_cache, "key_cache");
   check_addressable(args.value_cache, "value_cache");
+  if (is_decoded_by_kernel(args)) return decode_by_kernel(args, out, lse);
   if (graph::is_addressable(args.query)) return run_in_parts(args, out, lse);
   Paged copied = args;
   copied.query = args.query.clone(at::MemoryFormat::Contiguous);
@@ -258,6 +261,18 @@ void forward_into(const Paged& args, const at::Tensor& out, const at::Tensor& ls
 
 // The output, and with_lse the log-sum-exp.
 OutAndLse forward(const Paged& args, bool with_lse) {
+  if (is_decoded_by_kernel(args)) {
+    const int64_t rows = args.query.size(0);
+    const at::Tensor out = empty_out(args, rows);
+    at::Tensor lse;
+    if (with_lse && !args.is_packed()) lse = empty_lse(args, rows);
+    if (with_lse && args.is_packed()) {
+      lse = at::detail::empty_cuda({args.query.size(1), rows}, at::kFloat, out.device(),
+                                   std::nullopt);
+    }
+    forward_into(args, out, lse);
+    return {out, lse};
+  }
   if (is_packed_batch(args)) {
     auto [out, lse] = forward(batch_of(args), with_lse);
     return {out.squeeze(1), with_lse ? lse.squeeze(2).t().contiguous() : lse};
@@ -283,6 +298,11 @@ OutAndLse paged_with_lse_cuda(const Paged& args) {
 }
 
 void write_out(const Paged& args, const at::Tensor& out) {
+  if (is_decoded_by_kernel(args)) {
+    if (graph::is_addressable(out)) return forward_into(args, out, at::Tensor());
+    out.copy_(std::get<0>(forward(args, /*with_lse=*/false)));
+    return;
+  }
   if (is_packed_batch(args)) return write_out(batch_of(args), out.unsqueeze(1));
   const bool has_room = out.size(0) == rows_of(args) && graph::is_addressable(out);
   if (has_room) return forward_into(args, out, at::Tensor());

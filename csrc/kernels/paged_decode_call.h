@@ -1,0 +1,50 @@
+// The arguments of the kernels of paged_plan.cu and paged_decode.cu, for both sides.
+#pragma once
+
+constexpr int kPagedUnit = 64;          // tokens of a unit of work
+constexpr int kPagedKeys = 16;          // tokens that a warp takes at once
+constexpr int kPagedWarps = 4;          // of a block; together they take a unit
+constexpr int kPagedMostBlocks = 1024;  // of a launch
+constexpr int kPagedMostStages = 4;
+
+// A plan has a counter for each block, what it was made for, and batch + 1 sums: how many units
+// come before each sequence, if there were one head of keys.
+constexpr int kPagedCounters = kPagedMostBlocks;
+constexpr int kPagedHead = 8;  // words
+constexpr int kPagedSums = kPagedCounters + kPagedHead;
+
+// What work there is, in each sequence; the same for the plan and for what is computed by it.
+struct PagedWork {
+  const int* seq_lens_kv;     // [batch]
+  const int* cu_seqlens_q;    // [batch + 1]; null: each sequence has `queries`
+  int batch, queries, group;  // with cu_seqlens_q `queries` is 0
+  int left, right;            // keys on each side of a query's own that it sees; -1: all
+  int bottom_right;
+  int rows;  // of queries and their heads, of a block
+};
+
+struct PagedPlanCall {
+  PagedWork work;
+  int* plan;
+};
+
+// Strides in elements.
+struct PagedDecodeCall {
+  PagedWork work;
+  int* plan;  // the counters are zero, and are again at the end
+  const void *query, *key_cache, *value_cache;
+  const int* page_table;
+  const float *descale_k, *descale_v;  // null: 1
+  const float* sinks;                  // null: none
+  void* out;
+  float* lse;       // null: not wanted
+  float* partials;  // of each block two, of `rows` rows: the numbers, then highest score and sum
+  long long query_batch, query_token, query_head;
+  long long key_page, key_slot, key_head, value_page, value_slot, value_head, table_row;
+  long long out_token, lse_batch, lse_token, lse_head;  // the output's heads lie densely
+  int heads_kv;
+  int page_shift;                      // a page has 2 to the power of it tokens
+  int descale_k_step, descale_v_step;  // to the next head of keys
+  int stages;                          // of tiles on their way, 2 to kPagedMostStages
+  float scale, softcap;
+};

@@ -1,0 +1,182 @@
+#include "kernels/paged_decode.h"
+
+#include "kernels/device_kernel.h"
+#include "kernels/paged_decode_call.h"
+#include "paged_decode_bfloat16_fp8_images.h"
+#include "paged_decode_bfloat16_images.h"
+#include "paged_decode_half_fp8_images.h"
+#include "paged_decode_half_images.h"
+#include "paged_plan_images.h"
+
+#include <ATen/cuda/EmptyTensor.h>
+
+#include <algorithm>
+#include <array>
+
+namespace cudnn_ops {
+namespace {
+
+constexpr int kTileRows = 16, kThreads = 32 * kPagedWarps;
+
+// Tiles of rows of a block: more than two go to other blocks, which read the keys again.
+int tiles_of(const PagedQueries& queries) {
+  return queries.queries * queries.group <= kTileRows ? 1 : 2;
+}
+
+// Tensors that a call points to.
+struct WorkTensors {
+  at::Tensor lens, offsets;
+  PagedWork work{};
+
+  explicit WorkTensors(const PagedQueries& queries) : lens(queries.seq_lens_kv.contiguous()) {
+    if (queries.cu_seqlens_q) offsets = queries.cu_seqlens_q->to(at::kInt).contiguous();
+    const auto narrow = [](int64_t number) { return static_cast<int>(number); };
+    work = {
+        lens.const_data_ptr<int>(),   offsets.defined() ? offsets.const_data_ptr<int>() : nullptr,
+        narrow(lens.size(0)),         offsets.defined() ? 0 : narrow(queries.queries),
+        narrow(queries.group),        narrow(queries.left),
+        narrow(queries.right),        queries.bottom_right ? 1 : 0,
+        kTileRows * tiles_of(queries)};
+  }
+};
+
+// By tiles, of a type of query and of cache.
+using Kernels = std::array<DeviceKernel, 4>;
+
+#define CUDNN_OPS_PAGED_DECODES(images, name)                                              \
+  Kernels {                                                                                \
+    {                                                                                      \
+      {images, "paged_decode_" name "_64_1"}, {images, "paged_decode_" name "_64_2"},      \
+          {images, "paged_decode_" name "_128_1"}, {images, "paged_decode_" name "_128_2"} \
+    }                                                                                      \
+  }
+
+const DeviceKernel& kernel_of(at::ScalarType query, at::ScalarType cache, int64_t size, int tiles) {
+  static const Kernels kernels[2][2] = {
+      {CUDNN_OPS_PAGED_DECODES(kPagedDecodeHalfImages, "half_half"),
+       CUDNN_OPS_PAGED_DECODES(kPagedDecodeHalfFp8Images, "half_e4m3")},
+      {CUDNN_OPS_PAGED_DECODES(kPagedDecodeBFloat16Images, "bfloat16_bfloat16"),
+       CUDNN_OPS_PAGED_DECODES(kPagedDecodeBFloat16Fp8Images, "bfloat16_e4m3")}};
+  const auto& all = kernels[query == at::kBFloat16][cache == at::kFloat8_e4m3fn];
+  return all.at(static_cast<size_t>((size == 128 ? 2 : 0) + tiles - 1));
+}
+#undef CUDNN_OPS_PAGED_DECODES
+
+// Blocks that are on a multiprocessor at once, as the kernels declare.
+int64_t blocks_per_processor(int64_t size, int tiles) {
+  return size == 128 && tiles == 2 ? 2 : 3;
+}
+
+struct Shared {
+  int stages;
+  int64_t bytes;
+};
+
+// As many tiles on their way as leave room for all blocks of a multiprocessor; at the end the sums
+// of a warp, float32, are in the place of its tiles.
+Shared shared_of(int64_t size, int64_t element, int tiles, const DeviceLimits& limits) {
+  constexpr int64_t kReserved = 1024;  // of each block, by the driver
+  const int64_t queries = tiles * size * 32, rows = 16 * tiles * (1 + 2 * kPagedWarps) * 4;
+  const int64_t stage = kPagedWarps * 2 * kPagedKeys * size * element;
+  const int64_t sums = kPagedWarps * 16 * tiles * size * 4;
+  const int64_t least = std::max<int64_t>(2, divide_up(sums, stage));
+  const int64_t room =
+      (limits.shared_bytes + kReserved) / blocks_per_processor(size, tiles) - kReserved;
+  // What the kernel declares is less than these.
+  constexpr int64_t kDeclared = 128;
+  const int64_t fitting = (room - kDeclared - queries - rows) / stage;
+  const int64_t stages = std::clamp<int64_t>(fitting, least, kPagedMostStages);
+  return {static_cast<int>(stages), queries + rows + stages * stage};
+}
+
+// What a stride over heads of one is means nothing.
+int step_of(const std::optional<at::Tensor>& descale) {
+  return descale && descale->numel() > 1 ? static_cast<int>(descale->stride(0)) : 0;
+}
+
+const float* data_of(const std::optional<at::Tensor>& numbers) {
+  return numbers ? numbers->const_data_ptr<float>() : nullptr;
+}
+
+void point_to(PagedDecodeCall& call, const PagedDecode& args, const at::Tensor& out,
+              const at::Tensor& lse) {
+  const auto &query = args.query, &keys = args.key_cache, &values = args.value_cache;
+  const int64_t slot_dim = args.head_major ? 2 : 1, head_dim = args.head_major ? 1 : 2;
+  const bool is_packed = query.dim() == 3;
+  call.query = query.const_data_ptr();
+  call.query_batch = is_packed ? 0 : query.stride(0);
+  call.query_token = query.stride(-3);
+  call.query_head = query.stride(-2);
+  call.key_cache = keys.const_data_ptr();
+  call.key_page = keys.stride(0);
+  call.key_slot = keys.stride(slot_dim);
+  call.key_head = keys.stride(head_dim);
+  call.value_cache = values.const_data_ptr();
+  call.value_page = values.stride(0);
+  call.value_slot = values.stride(slot_dim);
+  call.value_head = values.stride(head_dim);
+  call.heads_kv = static_cast<int>(keys.size(head_dim));
+  while (int64_t{1} << call.page_shift < keys.size(slot_dim)) ++call.page_shift;
+  call.out = out.mutable_data_ptr();
+  call.out_token = query.size(-2) * query.size(-1);
+  if (lse.defined()) {
+    call.lse = lse.mutable_data_ptr<float>();
+    call.lse_batch = is_packed ? 0 : lse.stride(0);
+    call.lse_head = lse.stride(-2);
+    call.lse_token = lse.stride(-1);
+  }
+}
+
+}  // namespace
+
+at::Tensor make_paged_plan(const PagedQueries& queries) {
+  static const DeviceKernel kernel(kPagedPlanImages, "paged_plan");
+  constexpr int64_t kMostThreads = 1024, kWarp = 32;
+  const WorkTensors tensors(queries);
+  const int64_t batch = tensors.lens.size(0);
+  const at::Tensor plan = at::detail::empty_cuda({batch + kPagedSums + 1}, at::kInt,
+                                                 tensors.lens.device(), std::nullopt);
+  PagedPlanCall call{tensors.work, plan.mutable_data_ptr<int>()};
+  const int64_t threads = std::clamp(divide_up(batch, kWarp) * kWarp, int64_t{128}, kMostThreads);
+  void* argument = &call;
+  kernel.launch(1, 1, static_cast<int>(threads), &argument);
+  return plan;
+}
+
+void decode_pages(const PagedQueries& queries, const PagedDecode& args, const at::Tensor& plan,
+                  const at::Tensor& out, const at::Tensor& lse) {
+  const WorkTensors tensors(queries);
+  const int64_t size = args.query.size(-1);
+  const int tiles = tiles_of(queries);
+  const DeviceLimits limits = current_limits();
+  const Shared shared = shared_of(size, args.key_cache.element_size(), tiles, limits);
+  const int64_t blocks =
+      std::min<int64_t>(kPagedMostBlocks, limits.processors * blocks_per_processor(size, tiles));
+  const at::Tensor table =
+      args.page_table.stride(1) == 1 ? args.page_table : args.page_table.contiguous();
+  const std::optional<at::Tensor> sinks =
+      args.sinks ? std::optional(args.sinks->to(at::kFloat).contiguous()) : std::nullopt;
+  const at::Tensor partials =
+      at::detail::empty_cuda({2 * blocks, int64_t{kTileRows} * tiles * (size + 2)}, at::kFloat,
+                             args.query.device(), std::nullopt);
+  PagedDecodeCall call{};
+  call.work = tensors.work;
+  call.plan = plan.mutable_data_ptr<int>();
+  point_to(call, args, out, lse);
+  call.page_table = table.const_data_ptr<int>();
+  call.table_row = table.stride(0);
+  call.descale_k = data_of(args.descale_k);
+  call.descale_v = data_of(args.descale_v);
+  call.descale_k_step = step_of(args.descale_k);
+  call.descale_v_step = step_of(args.descale_v);
+  call.sinks = data_of(sinks);
+  call.partials = partials.mutable_data_ptr<float>();
+  call.stages = shared.stages;
+  call.scale = args.scale;
+  call.softcap = args.softcap;
+  void* argument = &call;
+  kernel_of(args.query.scalar_type(), args.key_cache.scalar_type(), size, tiles)
+      .launch(blocks, 1, kThreads, &argument, static_cast<int>(shared.bytes));
+}
+
+}  // namespace cudnn_ops
