@@ -158,22 +158,30 @@ class Callable<Result(Parameters...)> {
     }
   }
 
-  // By the places of their parameters. Python's compiler interns names, so the same name is the
-  // same object; in the schema's order they are found at once.
+  // By the places of their parameters.
   bool put_in_order(const Given& given, Objects& objects) const {
     if (given.positional > positional_) return false;
     std::copy_n(given.values, given.positional, objects.begin());
     const Py_ssize_t named = given.named();
-    auto next = names_.begin() + given.positional;
+    size_t place = static_cast<size_t>(given.positional);
     for (Py_ssize_t i = 0; i < named; ++i) {
-      const PyObject* name = PyTuple_GetItem(given.names, i);
-      auto found = std::find(next, names_.end(), name);
-      if (found == names_.end()) found = std::find(names_.begin(), next, name);
-      if (found == names_.end() || objects[found - names_.begin()] != nullptr) return false;
-      objects[found - names_.begin()] = given.values[given.positional + i];
-      next = found;
+      place = place_of(PyTuple_GetItem(given.names, i), place);
+      if (place == kCount || objects[place] != nullptr) return false;
+      objects[place] = given.values[given.positional + i];
     }
     return true;
+  }
+
+  // kCount where there is none. Names in the schema's order are found at once behind the one
+  // before, and as the same object, for Python's compiler interns them.
+  size_t place_of(PyObject* name, size_t next) const {
+    auto found = std::find(names_.begin() + next, names_.end(), name);
+    if (found == names_.end()) found = std::find(names_.begin(), names_.end(), name);
+    if (found == names_.end()) {
+      found = std::find_if(names_.begin(), names_.end(),
+                           [name](PyObject* other) { return PyUnicode_Compare(name, other) == 0; });
+    }
+    return static_cast<size_t>(found - names_.begin());
   }
 
   bool fill(const Objects& objects, Slots& slots) const {
@@ -299,8 +307,8 @@ bool find_torch() {
 
 PyMethodDef methods[] = {{"callable", callable, METH_VARARGS, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
-PyModuleDef module{PyModuleDef_HEAD_INIT, "_fast", nullptr, -1, methods,
-                   nullptr,               nullptr, nullptr, nullptr};
+PyModuleDef module{
+    PyModuleDef_HEAD_INIT, "_fast", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
 }  // namespace cudnn_ops::python

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+_fast: ModuleType | None
 try:
-    from cudnn_ops import _fast  # type: ignore[attr-defined]
+    from cudnn_ops import _fast
 except ImportError:  # a Python without the limited API, or the package was built without it
     _fast = None
 
