@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cudnn_ops import _fast
+from cudnn_ops.collect_env import collect_env
 from tests.cases.calls import FAST, Call, make, mistakes
 from tests.conftest import DEVICES, deterministic
 
@@ -421,8 +422,10 @@ WITHOUT = """
 import sys
 sys.modules["cudnn_ops._fast"] = None  # as if it could not be loaded
 import torch, cudnn_ops
+from cudnn_ops.collect_env import collect_env
 from cudnn_ops.ops import call, sdpa
 assert not call._FAST
+assert collect_env()["calls past torch.ops"].startswith("no")
 assert sdpa._sdpa is torch.ops.cudnn_ops.sdpa.default
 x = torch.randn(2, 3, 5, 8)
 out = cudnn_ops.scaled_dot_product_attention(x, x, x, is_causal=True)
@@ -440,6 +443,10 @@ def test_without_the_module_torch_ops_is_called():
         check=False,
     )
     assert done.stdout.split() == ["True", "True"], done.stderr
+
+
+def test_the_environment_tells():
+    assert collect_env()["calls past torch.ops"] == "yes"
 
 
 def test_no_other_operators():

@@ -19,6 +19,9 @@ try:
 except ImportError:  # a Python without the limited API, or the package was built without it
     _fast = None
 
+#: Whether it could be loaded.
+IS_FAST = _fast is not None
+
 #: The functions that stand for an overload of an operator.
 _FAST: dict[Callable[..., Any], torch._ops.OpOverload] = {}
 

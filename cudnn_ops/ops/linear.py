@@ -79,7 +79,6 @@ def linear(
         torch.Size([2, 10, 256])
     """
     try:
-        # A keyword argument costs half a microsecond.
         return _linear(input, weight, bias, activation, residual)
     except RuntimeError:
         refuse_wrong_types(_ops.linear.default, locals())

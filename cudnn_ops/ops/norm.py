@@ -68,7 +68,6 @@ def rms_norm(
     try:
         if zero_centered:
             return _rms_norm(input, normalized_shape, weight, eps, zero_centered=True)
-        # A keyword argument costs half a microsecond.
         return _rms_norm(input, normalized_shape, weight, eps)
     except RuntimeError:
         refuse_wrong_types(_ops.rms_norm.default, locals())

@@ -16,6 +16,9 @@ from cudnn_ops.ops.arguments import bind, refuse_lists, refuse_one_number
 from cudnn_ops.ops.call import fast
 
 _ops = torch.ops.cudnn_ops
+#: The default, by which a call without options is known.
+_ALL_KEYS = (-1, -1)
+
 _sdpa = fast(_ops.sdpa.default)
 _sdpa_with_lse = fast(_ops.sdpa_with_lse.default)
 
@@ -40,7 +43,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = _ALL_KEYS,
     bottom_right: bool = False,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
@@ -124,7 +127,7 @@ def scaled_dot_product_attention(
         torch.Size([2, 8, 10, 64])
     """
     if (
-        window_size == (-1, -1)
+        window_size is _ALL_KEYS
         and not (bottom_right or softcap)
         and _split_attention is None
         and alibi_slopes is sinks is seq_lens_q is seq_lens_kv is deterministic is rng_state is None
