@@ -59,7 +59,8 @@ build: $(VENV)/ready
 	$(PYTHON) setup.py --quiet build_ext --inplace
 
 # For every Python and the torch of this environment, which keeps its libraries to itself.
-TORCH_LIBRARIES := libc10.so libc10_cuda.so libtorch.so libtorch_cpu.so libtorch_cuda.so
+TORCH_LIBRARIES := libc10.so libc10_cuda.so libtorch.so libtorch_cpu.so libtorch_cuda.so \
+	libtorch_python.so
 wheel: $(VENV)/ready
 	rm -rf build/wheel
 	$(PYTHON) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .

@@ -62,7 +62,7 @@ class CMakeBuild(build_ext):
 
 
 class WheelOfOneTorch(bdist_wheel):
-    """For every Python: the library has none in it."""
+    """For every Python: the library has none in it, and the binding what all of them have."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]

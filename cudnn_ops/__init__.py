@@ -26,6 +26,7 @@ from cudnn_ops.ops.adaptive_norm import (
 )
 from cudnn_ops.ops.alibi import alibi_slopes
 from cudnn_ops.ops.batch_norm import batch_norm
+from cudnn_ops.ops.call import show_to_dynamo as _show_to_dynamo
 from cudnn_ops.ops.checkpointing import checkpoint_ops
 from cudnn_ops.ops.conv import conv1d, conv2d, conv3d
 from cudnn_ops.ops.conv_transpose import conv_transpose1d, conv_transpose2d, conv_transpose3d
@@ -95,6 +96,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+_when_imported("torch._dynamo", _show_to_dynamo)
 _when_imported("torch.utils.flop_counter", lambda _: _import_module("cudnn_ops.ops.flops"))
 _when_imported(
     "torch._dynamo.backends.registry",

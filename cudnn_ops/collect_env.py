@@ -11,6 +11,7 @@ import torch
 
 import cudnn_ops
 from cudnn_ops import _C, support
+from cudnn_ops.ops.call import IS_FAST
 
 
 def mapped_libraries(name: str) -> list[str]:
@@ -65,6 +66,7 @@ def collect_env() -> dict[str, str]:
         "built against torch": versions["torch"],
         "built against cuDNN": support.format_cudnn_version(versions["cudnn_headers"]),
         "built against cuDNN Frontend": support.format_cudnn_version(frontend),
+        "calls past torch.ops": "yes" if IS_FAST else "no (_fast.abi3.so cannot be loaded)",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torch's CUDA": str(torch.version.cuda),

@@ -26,14 +26,15 @@ IMPORTS: dict[str, set[str]] = {
     "integrations": {"", "nn", "ops", "serving"},
     "server": {"integrations", "serving"},
 }
-#: Names at the package's root that stand for no room: what the library is asked.
-ROOT_NAMES = {"_C"}
+#: Names at the package's root that stand for no room: what the library is asked, and the binding.
+ROOT_NAMES = {"_C", "_fast"}
 
 #: What each room of csrc may include. csrc/*.h is the library's face, and no room includes it.
 INCLUDES: dict[str, set[str]] = {
     "graph": set(),
     "kernels": set(),
     "ops": {"graph", "kernels"},
+    "python": {"ops"},
 }
 FAMILIES = {
     *("adaptive_norm", "attention", "batch_norm", "conv", "gated", "group_norm", "linear", "moe"),

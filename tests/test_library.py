@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cudnn_ops
 from cudnn_ops import _C
+from tests.wheels import BINDING, PYTHON, python_symbols
 
 LIBRARY = Path(cudnn_ops.__file__).parent / "libtorch_cudnn_ops.so"
 
@@ -34,6 +35,12 @@ def test_the_library_has_no_python_in_it():
     ).stdout.split()
     assert "dlopen" in " ".join(symbols)
     assert not [name for name in symbols if name.startswith(("Py", "_Py"))]
+
+
+def test_the_binding_is_for_every_python():
+    symbols = python_symbols(LIBRARY.with_name(BINDING))
+    assert "PyCapsule_New" in symbols
+    assert symbols <= PYTHON
 
 
 @pytest.mark.parametrize(

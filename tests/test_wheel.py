@@ -33,6 +33,8 @@ out.sum().backward()
 exact = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
 torch.testing.assert_close(out, exact)
 torch.library.opcheck(torch.ops.cudnn_ops.swiglu.default, (x.detach(), x.detach()))
+from cudnn_ops.ops import call
+assert call._FAST
 answer = cudnn_ops.support.explain("rms_norm", ((64, 1024), torch.bfloat16), device="h200")
 assert answer.supported, answer
 print(cudnn_ops.__file__)
@@ -98,7 +100,7 @@ def test_the_wheel(tmp_path):
     for needed in ("LICENSE", "NOTICE"):
         assert f"{name}.dist-info/licenses/{needed}" in names
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "cudnn_ops").rglob("*.py")}
-    built = {"cudnn_ops/stub/libcuda.so.1", "cudnn_ops/py.typed"}
+    built = {"cudnn_ops/stub/libcuda.so.1", "cudnn_ops/py.typed", "cudnn_ops/_fast.abi3.so"}
     built.add("cudnn_ops/share/cmake/cudnn_ops/cudnn_opsConfig.cmake")
     assert names >= sources | built
 

@@ -21,9 +21,23 @@ MACHINES = {"x86_64": "Advanced Micro Devices X86-64", "aarch64": "AArch64"}
 #: By name, what may be loaded: manylinux_2_28's, and torch's beside this package.
 LIBRARIES = re.compile(
     r"lib(c|dl|gcc_s|m|pthread|stdc\+\+)\.so\.\d+|ld-linux-[\w-]+\.so\.\d+"
-    r"|lib(c10|c10_cuda|torch|torch_cpu|torch_cuda)\.so"
+    r"|lib(c10|c10_cuda|torch|torch_cpu|torch_cuda|torch_python)\.so"
 )
 OPERATORS = "libtorch_cudnn_ops.so"
+BINDING = "_fast.abi3.so"
+#: What the binding may use of Python: of the limited API, as it was in 3.10.
+PYTHON = {
+    *("PyCMethod_New", "PyCapsule_GetPointer", "PyCapsule_New", "PyDict_New", "PyDict_SetItem"),
+    *("PyErr_Clear", "PyErr_Format", "PyErr_Occurred", "PyErr_SetString", "PyEval_RestoreThread"),
+    *("PyEval_SaveThread", "PyExc_ImportError", "PyExc_LookupError", "PyFloat_AsDouble"),
+    *("PyFloat_Type", "PyImport_ImportModule", "PyList_GetItem", "PyList_Size", "PyList_Type"),
+    *("PyLong_AsLongLong", "PyLong_AsSsize_t", "PyLong_AsVoidPtr", "PyLong_Type"),
+    *("PyModule_Create2", "PyObject_Call", "PyObject_GetAttrString", "PyTuple_GetItem"),
+    *("PyTuple_New", "PyTuple_SetItem", "PyTuple_Size", "PyTuple_Type", "PyUnicode_AsUTF8AndSize"),
+    *("PyUnicode_Compare", "PyUnicode_InternFromString", "PyUnicode_Type"),
+    *("_PyArg_ParseTuple_SizeT", "_PyObject_CallFunction_SizeT", "_Py_Dealloc", "_Py_FalseStruct"),
+    *("_Py_NoneStruct", "_Py_TrueStruct"),
+}
 
 
 def readelf(library: Path, *options: str) -> str:
@@ -41,6 +55,11 @@ def symbol_versions(library: Path) -> dict[str, tuple[int, ...]]:
     return newest
 
 
+def python_symbols(library: Path) -> set[str]:
+    """What a library wants to find in a Python."""
+    return set(re.findall(r"UND (_?Py\w+)", readelf(library, "--dyn-syms")))
+
+
 def defects(library: Path, machine: str) -> list[str]:
     """What contradicts a wheel for manylinux_2_28 and this machine, a sentence each."""
     found = []
@@ -55,8 +74,10 @@ def defects(library: Path, machine: str) -> list[str]:
         if not LIBRARIES.fullmatch(name):
             found.append(f"it loads {name}")
     paths = re.findall(r"\(R(?:UN)?PATH\).*\[(.*)\]", dynamic)
-    if paths != (["$ORIGIN/../torch/lib"] if library.name == OPERATORS else []):
+    beside_torch = library.name in (OPERATORS, BINDING)
+    if paths != (["$ORIGIN/../torch/lib"] if beside_torch else []):
         found.append(f"its run path is {':'.join(paths)}")
+    found += [f"it uses {name} of Python" for name in sorted(python_symbols(library) - PYTHON)]
     return [f"{library.name}: {text}" for text in found]
 
 
@@ -67,7 +88,7 @@ def check(wheel: Path) -> list[str]:
         archive.extractall(folder)
         libraries = sorted(Path(folder).rglob("*.so*"))
         names = [library.name for library in libraries]
-        if names != [OPERATORS, "libcuda.so.1"]:
+        if names != [BINDING, OPERATORS, "libcuda.so.1"]:
             return [f"its libraries are {', '.join(names)}"]
         return [defect for library in libraries for defect in defects(library, machine)]
 

@@ -1,7 +1,7 @@
 # Finds what the build takes from pip wheels, and says what to install where one is missing.
 #
 # Sets TORCH_VERSION, TORCH_WITH_CUDA, TORCH_INCLUDE_DIRS, TORCH_LIBRARY_DIR,
-# NVIDIA_INCLUDE_DIRS and CUDA_INCLUDE_DIR.
+# NVIDIA_INCLUDE_DIRS, CUDA_INCLUDE_DIR and PYTHON_INCLUDE_DIR.
 
 function(ask_python result code)
   execute_process(COMMAND ${Python_EXECUTABLE} -c "${code}" RESULT_VARIABLE status
@@ -37,6 +37,8 @@ endif()
 set(TORCH_INCLUDE_DIRS ${torch_dir}/include ${torch_dir}/include/torch/csrc/api/include)
 set(TORCH_LIBRARY_DIR ${torch_dir}/lib)
 
+ask_python(PYTHON_INCLUDE_DIR "import sysconfig; print(sysconfig.get_path('include'))"
+           "python failed")
 ask_python(site_dirs "import sys; print(*[p for p in sys.path if p], sep=';')" "python failed")
 # NVIDIA's headers are the same for every processor: what the folder of wheels lacks is Python's.
 set(hints)

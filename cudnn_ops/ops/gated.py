@@ -13,12 +13,12 @@ from torch import Tensor
 
 from cudnn_ops.ops.activation import Activation, activate, before_activation, wide
 from cudnn_ops.ops.arguments import refuse_wrong_types
+from cudnn_ops.ops.call import fast
 from cudnn_ops.ops.kernels import register
 
 _ops = torch.ops.cudnn_ops
-#: To look up an overload takes a tenth of a microsecond.
-_swiglu_op = _ops.swiglu.default
-_geglu_op = _ops.geglu.default
+_swiglu = fast(_ops.swiglu.default)
+_geglu = fast(_ops.geglu.default)
 
 #: In the order in which C++ counts them.
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
@@ -49,9 +49,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         torch.Size([4, 128])
     """
     try:
-        return _swiglu_op(gate, up)
+        return _swiglu(gate, up)
     except RuntimeError:
-        refuse_wrong_types(_swiglu_op, locals())
+        refuse_wrong_types(_ops.swiglu.default, locals())
         raise
 
 
@@ -80,9 +80,9 @@ def geglu(gate: Tensor, up: Tensor, *, approximate: Literal["none", "tanh"] = "n
         True
     """
     try:
-        return _geglu_op(gate, up, approximate=approximate)
+        return _geglu(gate, up, approximate=approximate)
     except RuntimeError:
-        refuse_wrong_types(_geglu_op, locals())
+        refuse_wrong_types(_ops.geglu.default, locals())
         raise
 
 

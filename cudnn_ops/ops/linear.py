@@ -23,6 +23,7 @@ from cudnn_ops.ops.activation import (
     wide,
 )
 from cudnn_ops.ops.arguments import bind, refuse_wrong_types
+from cudnn_ops.ops.call import fast
 from cudnn_ops.ops.kernels import register
 
 #: What a linear layer is made of, and by what: csrc/ops/linear/linear_choice.h says more.
@@ -32,9 +33,8 @@ LINEAR_ENGINES = ("ours", "epilogue", "epilogue_sum", "graph")
 KEEP_NOTHING, KEEP_INPUT, KEEP_SLOPE = range(3)
 
 _ops = torch.ops.cudnn_ops
-#: To look up an overload takes a tenth of a microsecond.
-_linear_op = _ops.linear.default
-_mlp_op = _ops.mlp.default
+_linear = fast(_ops.linear.default)
+_mlp = fast(_ops.mlp.default)
 
 
 def linear(
@@ -79,10 +79,9 @@ def linear(
         torch.Size([2, 10, 256])
     """
     try:
-        # A keyword argument costs half a microsecond.
-        return _linear_op(input, weight, bias, activation, residual)
+        return _linear(input, weight, bias, activation, residual)
     except RuntimeError:
-        refuse_wrong_types(_linear_op, locals())
+        refuse_wrong_types(_ops.linear.default, locals())
         raise
 
 
@@ -131,9 +130,9 @@ def mlp(
         torch.Size([2, 10, 64])
     """
     try:
-        return _mlp_op(x, w1, b1, w2, b2, activation, gated)
+        return _mlp(x, w1, b1, w2, b2, activation, gated)
     except RuntimeError:
-        refuse_wrong_types(_mlp_op, locals())
+        refuse_wrong_types(_ops.mlp.default, locals())
         raise
 
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from cudnn_ops.ops.arguments import bind, refuse_wrong_types
+from cudnn_ops.ops.call import fast
 from cudnn_ops.ops.kernels import register
 
 _ops = torch.ops.cudnn_ops
-#: To look up an overload takes a tenth of a microsecond.
-_rms_norm_op = _ops.rms_norm.default
-_layer_norm_op = _ops.layer_norm.default
-_add_rms_norm_op = _ops.add_rms_norm.default
-_add_layer_norm_op = _ops.add_layer_norm.default
+_rms_norm = fast(_ops.rms_norm.default)
+_layer_norm = fast(_ops.layer_norm.default)
+_add_rms_norm = fast(_ops.add_rms_norm.default)
+_add_layer_norm = fast(_ops.add_layer_norm.default)
 
 
 def rms_norm(
@@ -67,11 +67,10 @@ def rms_norm(
     """
     try:
         if zero_centered:
-            return _rms_norm_op(input, normalized_shape, weight, eps, zero_centered=True)
-        # A keyword argument costs half a microsecond.
-        return _rms_norm_op(input, normalized_shape, weight, eps)
+            return _rms_norm(input, normalized_shape, weight, eps, zero_centered=True)
+        return _rms_norm(input, normalized_shape, weight, eps)
     except RuntimeError:
-        refuse_wrong_types(_rms_norm_op, locals())
+        refuse_wrong_types(_ops.rms_norm.default, locals())
         raise
 
 
@@ -116,10 +115,10 @@ def layer_norm(
     """
     try:
         if zero_centered:
-            return _layer_norm_op(input, normalized_shape, weight, bias, eps, zero_centered=True)
-        return _layer_norm_op(input, normalized_shape, weight, bias, eps)
+            return _layer_norm(input, normalized_shape, weight, bias, eps, zero_centered=True)
+        return _layer_norm(input, normalized_shape, weight, bias, eps)
     except RuntimeError:
-        refuse_wrong_types(_layer_norm_op, locals())
+        refuse_wrong_types(_ops.layer_norm.default, locals())
         raise
 
 
@@ -157,11 +156,11 @@ def add_rms_norm(
         True
     """
     try:
-        return _add_rms_norm_op(
+        return _add_rms_norm(
             input, residual, normalized_shape, weight, eps, zero_centered=zero_centered
         )
     except RuntimeError:
-        refuse_wrong_types(_add_rms_norm_op, locals())
+        refuse_wrong_types(_ops.add_rms_norm.default, locals())
         raise
 
 
@@ -201,11 +200,11 @@ def add_layer_norm(
         True
     """
     try:
-        return _add_layer_norm_op(
+        return _add_layer_norm(
             input, residual, normalized_shape, weight, bias, eps, zero_centered=zero_centered
         )
     except RuntimeError:
-        refuse_wrong_types(_add_layer_norm_op, locals())
+        refuse_wrong_types(_ops.add_layer_norm.default, locals())
         raise
 
 

@@ -13,16 +13,16 @@ from torch import Tensor
 
 from cudnn_ops.ops import sdpa_cpu
 from cudnn_ops.ops.arguments import bind, refuse_lists, refuse_one_number
+from cudnn_ops.ops.call import fast
 from cudnn_ops.ops.kernels import register, register_with_lse
 from cudnn_ops.ops.quantize import round_to_fp8
 from cudnn_ops.ops.sdpa import lse_dtype
 from cudnn_ops.ops.varlen import places
 
 _ops = torch.ops.cudnn_ops
-#: To look up an overload takes a tenth of a microsecond.
-_paged_attention_op = _ops.paged_attention.default
-_paged_attention_with_lse_op = _ops.paged_attention_with_lse.default
-_paged_kv_append_op = _ops.paged_kv_append_.default
+_paged_attention = fast(_ops.paged_attention.default)
+_paged_attention_with_lse = fast(_ops.paged_attention_with_lse.default)
+_paged_kv_append = fast(_ops.paged_kv_append_.default)
 
 #: The order of a page: tokens before heads, [pages, page_size, heads_kv, head size], or heads
 #: before tokens, [pages, heads_kv, page_size, head size].
@@ -151,7 +151,7 @@ def paged_attention(
     tensors = (query, key_cache, value_cache, page_table, seq_lens_kv)
     try:
         if out is None:
-            return _paged_attention_op(*tensors, **options)
+            return _paged_attention(*tensors, **options)
         _ops._paged_attention_out.default(*tensors, **options, out=out)
     except RuntimeError:  # the schema's
         refuse_lists("paged_attention", locals())
@@ -201,7 +201,7 @@ def paged_attention_with_lse(
     """
     refuse_one_number("paged_attention_with_lse", options.get("window_size"))
     try:
-        return _paged_attention_with_lse_op(
+        return _paged_attention_with_lse(
             query,
             key_cache,
             value_cache,
@@ -261,7 +261,7 @@ def paged_kv_append_(
         True
     """
     arguments = (key_cache, value_cache, key, value, slot_mapping, is_head_major(kv_layout))
-    _paged_kv_append_op(*arguments, descale_k, descale_v)
+    _paged_kv_append(*arguments, descale_k, descale_v)
 
 
 def _empty(query: Tensor, value_cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -347,7 +347,7 @@ def paged_in_torch(call: SimpleNamespace) -> tuple[Tensor, Tensor]:
 
 def _with_lse_cpu(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     _ops._paged_check.default(*args, **kwargs)
-    call = bind(_paged_attention_with_lse_op, args, kwargs)
+    call = bind(_ops.paged_attention_with_lse.default, args, kwargs)
     out, lse = _empty(call.query, call.value_cache)
     if out.numel() == 0:
         return out, lse

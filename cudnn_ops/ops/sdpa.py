@@ -13,10 +13,14 @@ import torch
 from torch import Tensor
 
 from cudnn_ops.ops.arguments import bind, refuse_lists, refuse_one_number
+from cudnn_ops.ops.call import fast
 
 _ops = torch.ops.cudnn_ops
-#: To look up an overload takes a tenth of a microsecond.
-_sdpa_op = _ops.sdpa.default
+#: The default, by which a call without options is known.
+_ALL_KEYS = (-1, -1)
+
+_sdpa = fast(_ops.sdpa.default)
+_sdpa_with_lse = fast(_ops.sdpa_with_lse.default)
 
 #: What attends, with the arguments of ``sdpa_with_lse``, where each rank has a part of the
 #: sequence: inside torch's context_parallel.
@@ -39,7 +43,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = _ALL_KEYS,
     bottom_right: bool = False,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
@@ -123,17 +127,17 @@ def scaled_dot_product_attention(
         torch.Size([2, 8, 10, 64])
     """
     if (
-        window_size == (-1, -1)
+        window_size is _ALL_KEYS
         and not (bottom_right or softcap)
         and _split_attention is None
         and alibi_slopes is sinks is seq_lens_q is seq_lens_kv is deterministic is rng_state is None
     ):  # each keyword argument costs host time
-        return _sdpa_op(
+        return _sdpa(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     refuse_one_number("scaled_dot_product_attention", window_size)
     split = _split_attention
-    attend = _sdpa_op if split is None else lambda *args, **kw: split(*args, **kw)[0]
+    attend = _sdpa if split is None else lambda *args, **kw: split(*args, **kw)[0]
     try:
         return attend(
             query,
@@ -206,7 +210,7 @@ def scaled_dot_product_attention_with_lse(
         (torch.Size([2, 8, 10]), torch.float32)
     """
     refuse_one_number("scaled_dot_product_attention_with_lse", options.get("window_size"))
-    attend = _split_attention or _ops.sdpa_with_lse.default
+    attend = _split_attention or _sdpa_with_lse
     try:
         return attend(
             query,

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from cudnn_ops.ops import sdpa_cpu
 from cudnn_ops.ops.arguments import bind, refuse_lists, refuse_one_number
+from cudnn_ops.ops.call import fast
 from cudnn_ops.ops.kernels import register, register_with_lse
 from cudnn_ops.ops.sdpa import lse_dtype
 
 _ops = torch.ops.cudnn_ops
-#: To look up an overload takes a tenth of a microsecond.
-_varlen_attention_op = _ops.varlen_attention.default
-_varlen_attention_with_lse_op = _ops.varlen_attention_with_lse.default
+_varlen_attention = fast(_ops.varlen_attention.default)
+_varlen_attention_with_lse = fast(_ops.varlen_attention_with_lse.default)
 
 
 def varlen_attention(
@@ -103,7 +103,7 @@ def varlen_attention(
     """
     refuse_one_number("varlen_attention", window_size)
     try:
-        return _varlen_attention_op(
+        return _varlen_attention(
             q,
             k,
             v,
@@ -156,9 +156,9 @@ def varlen_attention_with_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor
     """
     refuse_one_number("varlen_attention_with_lse", kwargs.get("window_size"))
     try:
-        return _varlen_attention_with_lse_op(*args, **kwargs)
+        return _varlen_attention_with_lse(*args, **kwargs)
     except RuntimeError:  # the schema's
-        given = bind(_varlen_attention_with_lse_op, args, kwargs)
+        given = bind(_ops.varlen_attention_with_lse.default, args, kwargs)
         refuse_lists("varlen_attention_with_lse", vars(given))
         raise
 
@@ -229,7 +229,7 @@ def _with_lse_cpu(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any):
     if not _ops._varlen_is_regular.default(q, k, v):
         return _ops._varlen_as_regular.default(q, k, v, *args, **kwargs)
     _ops._varlen_check.default(q, k, v, *args, **kwargs)
-    call = bind(_varlen_attention_with_lse_op, (q, k, v, *args), kwargs)
+    call = bind(_ops.varlen_attention_with_lse.default, (q, k, v, *args), kwargs)
     if call.dropout_p > 0 and call.rng_state is None:
         call.rng_state = _ops._attention_rng_state.default(q, call.max_seqlen_q, call.max_seqlen_k)
     out, lse = sdpa_cpu.without_keys(*_empty(q, v), call.sinks)

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 namespace cudnn_ops {
 
@@ -15,8 +16,12 @@ std::array<int64_t, 4> dense_strides_like(c10::IntArrayRef sizes, const at::Tens
     return stride == 0 ? std::numeric_limits<int64_t>::max() : stride;
   };
   std::array<int, 3> order{0, 1, 2};
-  std::stable_sort(order.begin(), order.end(),
-                   [&](int a, int b) { return position(a) > position(b); });
+  // Sorted, stably: std::stable_sort takes memory for it.
+  for (const int end : {1, 2}) {
+    for (int i = end; i > 0 && position(order[i - 1]) < position(order[i]); --i) {
+      std::swap(order[i - 1], order[i]);
+    }
+  }
   std::array<int64_t, 4> strides{};
   strides[3] = 1;
   int64_t step = std::max<int64_t>(sizes[3], 1);

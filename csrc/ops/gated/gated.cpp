@@ -56,6 +56,8 @@ at::Tensor gated(const at::Tensor& gate, const at::Tensor& up, GatedActivation a
   return gated_op().call_with(gate, up, static_cast<int64_t>(activation));
 }
 
+}  // namespace
+
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
   return gated(gate, up, GatedActivation::kSilu);
 }
@@ -67,8 +69,6 @@ at::Tensor geglu(const at::Tensor& gate, const at::Tensor& up, std::string_view 
   return gated(gate, up,
                approximate == "tanh" ? GatedActivation::kGeluTanh : GatedActivation::kGelu);
 }
-
-}  // namespace
 
 void check_gated(const Gated& args) {
   const char* op = name_of(args);

@@ -22,6 +22,10 @@ struct GatedBackward {
 
 using GatedGradients = std::tuple<at::Tensor, at::Tensor>;  // of gate and up
 
+// The public operators.
+at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
+at::Tensor geglu(const at::Tensor& gate, const at::Tensor& up, std::string_view approximate);
+
 void check_gated(const Gated& args);
 void check_gated_backward(const GatedBackward& args);
 

@@ -16,31 +16,6 @@ namespace {
 constexpr const char* kLinear = "cudnn_ops.linear";
 constexpr const char* kMlp = "cudnn_ops.mlp";
 
-at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
-                  std::string_view activation, const OptionalTensor& residual) {
-  const Activation kind = activation_of(activation, kLinear);
-  const Borrowed<Linear> given(input, weight, bias, residual, static_cast<int64_t>(kind));
-  return in_lower_precision(*given, input, [kind](const Linear& args) {
-    const bool with_before =
-        needs_before(kind, args.residual.has_value()) &&
-        torch::autograd::compute_requires_grad(args.input, args.weight, args.bias);
-    return std::get<0>(linear_op().call_with(args, with_before));
-  });
-}
-
-at::Tensor mlp(const at::Tensor& x, const at::Tensor& w1, const OptionalTensor& b1,
-               const at::Tensor& w2, const OptionalTensor& b2, std::string_view activation,
-               bool gated) {
-  const Activation kind = activation_of(activation, kMlp);
-  const Borrowed<Mlp> given(x, w1, b1, w2, b2, static_cast<int64_t>(kind), gated);
-  return in_lower_precision(*given, x, [](const Mlp& args) {
-    const bool is_saved = torch::autograd::compute_requires_grad(
-        args.input, args.weight1, args.bias1, args.weight2, args.bias2);
-    const auto keep = is_saved ? Keep::kInput : Keep::kNothing;
-    return std::get<0>(mlp_op().call_with(args, static_cast<int64_t>(keep)));
-  });
-}
-
 // One layer's tensors, by the names that they have in the public function.
 void check_layer(const char* op, const at::Tensor& input, const char* input_name,
                  const at::Tensor& weight, const char* weight_name, const OptionalTensor& bias,
@@ -79,6 +54,31 @@ void check_like_result(const char* op, const at::Tensor& tensor, const char* nam
 }
 
 }  // namespace
+
+at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
+                  std::string_view activation, const OptionalTensor& residual) {
+  const Activation kind = activation_of(activation, kLinear);
+  const Borrowed<Linear> given(input, weight, bias, residual, static_cast<int64_t>(kind));
+  return in_lower_precision(*given, input, [kind](const Linear& args) {
+    const bool with_before =
+        needs_before(kind, args.residual.has_value()) &&
+        torch::autograd::compute_requires_grad(args.input, args.weight, args.bias);
+    return std::get<0>(linear_op().call_with(args, with_before));
+  });
+}
+
+at::Tensor mlp(const at::Tensor& x, const at::Tensor& w1, const OptionalTensor& b1,
+               const at::Tensor& w2, const OptionalTensor& b2, std::string_view activation,
+               bool gated) {
+  const Activation kind = activation_of(activation, kMlp);
+  const Borrowed<Mlp> given(x, w1, b1, w2, b2, static_cast<int64_t>(kind), gated);
+  return in_lower_precision(*given, x, [](const Mlp& args) {
+    const bool is_saved = torch::autograd::compute_requires_grad(
+        args.input, args.weight1, args.bias1, args.weight2, args.bias2);
+    const auto keep = is_saved ? Keep::kInput : Keep::kNothing;
+    return std::get<0>(mlp_op().call_with(args, static_cast<int64_t>(keep)));
+  });
+}
 
 Keep keep_at(int64_t number) {
   TORCH_CHECK_VALUE(number >= 0 && number <= static_cast<int64_t>(Keep::kSlope),

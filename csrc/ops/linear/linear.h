@@ -143,6 +143,13 @@ inline bool needs_before(const Mlp& args) {
 // ValueError where there is no such number.
 Keep keep_at(int64_t number);
 
+// The public operators.
+at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
+                  std::string_view activation, const OptionalTensor& residual);
+at::Tensor mlp(const at::Tensor& x, const at::Tensor& w1, const OptionalTensor& b1,
+               const at::Tensor& w2, const OptionalTensor& b2, std::string_view activation,
+               bool gated);
+
 void check_linear(const Linear& args);
 void check_linear_backward(const LinearBackward& args);
 void check_mlp(const Mlp& args);

@@ -51,28 +51,6 @@ NormResults norm(const Norm& args) {
   return norm_op().call_with(args, with_stats);
 }
 
-at::Tensor rms_norm(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
-                    const OptionalTensor& weight, std::optional<double> eps, bool zero_centered) {
-  const Borrowed<Norm> args(input, /*residual=*/{}, normalized_shape, weight, /*bias=*/{},
-                            eps.value_or(default_eps(input)), /*is_layer=*/false, zero_centered);
-  return std::get<0>(norm(*args));
-}
-
-// Under autocast on CUDA it computes in float32, by the rule that torch has for its own; RMS norm
-// has none there, and on a CPU neither has.
-at::Tensor layer_norm(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
-                      const OptionalTensor& weight, const OptionalTensor& bias, double eps,
-                      bool zero_centered) {
-  const Borrowed<Norm> args(input, /*residual=*/{}, normalized_shape, weight, bias, eps,
-                            /*is_layer=*/true, zero_centered);
-  if (!input.is_cuda() || !at::autocast::is_autocast_enabled(at::kCUDA)) {
-    return std::get<0>(norm(*args));
-  }
-  Norm casted = *args;
-  cast(casted, at::kFloat, at::kCUDA);
-  return std::get<0>(norm(casted));
-}
-
 // Autocast mixes dtypes, and torch's `input + residual` promotes: so does the sum under it, and the
 // parameters follow.
 bool is_mixed_by_autocast(const Norm& args) {
@@ -98,6 +76,30 @@ std::tuple<at::Tensor, at::Tensor> out_and_sum(const Norm& args) {
   return {std::move(out), std::move(sum)};
 }
 
+}  // namespace
+
+at::Tensor rms_norm(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
+                    const OptionalTensor& weight, std::optional<double> eps, bool zero_centered) {
+  const Borrowed<Norm> args(input, /*residual=*/{}, normalized_shape, weight, /*bias=*/{},
+                            eps.value_or(default_eps(input)), /*is_layer=*/false, zero_centered);
+  return std::get<0>(norm(*args));
+}
+
+// Under autocast on CUDA it computes in float32, by the rule that torch has for its own; RMS norm
+// has none there, and on a CPU neither has.
+at::Tensor layer_norm(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
+                      const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                      bool zero_centered) {
+  const Borrowed<Norm> args(input, /*residual=*/{}, normalized_shape, weight, bias, eps,
+                            /*is_layer=*/true, zero_centered);
+  if (!input.is_cuda() || !at::autocast::is_autocast_enabled(at::kCUDA)) {
+    return std::get<0>(norm(*args));
+  }
+  Norm casted = *args;
+  cast(casted, at::kFloat, at::kCUDA);
+  return std::get<0>(norm(casted));
+}
+
 std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& input, const at::Tensor& residual,
                                                 c10::SymIntArrayRef normalized_shape,
                                                 const OptionalTensor& weight,
@@ -114,8 +116,6 @@ std::tuple<at::Tensor, at::Tensor> add_layer_norm(
                             /*is_layer=*/true, zero_centered);
   return out_and_sum(*args);
 }
-
-}  // namespace
 
 const char* name_of(const Norm& args) {
   if (args.residual) return args.is_layer ? "cudnn_ops.add_layer_norm" : "cudnn_ops.add_rms_norm";

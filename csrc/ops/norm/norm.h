@@ -58,6 +58,20 @@ using NormResults = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 // Of input, weight and bias; [0] where nobody asks for it.
 using NormGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
+// The public operators.
+at::Tensor rms_norm(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
+                    const OptionalTensor& weight, std::optional<double> eps, bool zero_centered);
+at::Tensor layer_norm(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
+                      const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                      bool zero_centered);
+std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& input, const at::Tensor& residual,
+                                                c10::SymIntArrayRef normalized_shape,
+                                                const OptionalTensor& weight,
+                                                std::optional<double> eps, bool zero_centered);
+std::tuple<at::Tensor, at::Tensor> add_layer_norm(
+    const at::Tensor& input, const at::Tensor& residual, c10::SymIntArrayRef normalized_shape,
+    const OptionalTensor& weight, const OptionalTensor& bias, double eps, bool zero_centered);
+
 // The public operator's.
 const char* name_of(const Norm& args);
 void check_norm(const Norm& args);

@@ -87,32 +87,6 @@ RotaryNumbers rotary_layout(bool interleaved, std::optional<int64_t> rotary_dim,
   return numbers;
 }
 
-at::Tensor rotary(const at::Tensor& input, const at::Tensor& cos, const at::Tensor& sin) {
-  constexpr std::array<int64_t, 2> kPlain{};
-  return std::get<0>(rotary_op().call_with(input, OptionalTensor(), cos, sin, OptionalTensor(),
-                                           at::IntArrayRef(kPlain), /*is_backward=*/false));
-}
-
-at::Tensor rotary_with_options(const at::Tensor& input, const at::Tensor& cos,
-                               const at::Tensor& sin, bool interleaved,
-                               std::optional<int64_t> rotary_dim, const OptionalTensor& positions,
-                               at::OptionalIntArrayRef sections) {
-  const RotaryNumbers layout =
-      rotary_layout(interleaved, rotary_dim, sections, "cudnn_ops.rotary_embedding");
-  return std::get<0>(rotary_op().call_with(input, OptionalTensor(), cos, sin, positions, layout,
-                                           /*is_backward=*/false));
-}
-
-RotaryResults rotary_qk(const at::Tensor& query, const at::Tensor& key, const at::Tensor& cos,
-                        const at::Tensor& sin, bool interleaved, std::optional<int64_t> rotary_dim,
-                        const OptionalTensor& positions, at::OptionalIntArrayRef sections) {
-  TORCH_CHECK_TYPE(key.defined(), "cudnn_ops.rotary_embedding_qk: key must be a tensor, got None");
-  const RotaryNumbers layout =
-      rotary_layout(interleaved, rotary_dim, sections, "cudnn_ops.rotary_embedding_qk");
-  return rotary_op().call_with(query, OptionalTensor(key), cos, sin, positions, layout,
-                               /*is_backward=*/false);
-}
-
 void check_inputs(const Rotary& args, const char* op) {
   const auto& input = args.input;
   const char* name = args.key ? "query" : "input";
@@ -220,6 +194,32 @@ void check_positions(const Rotary& args, const char* op) {
 }
 
 }  // namespace
+
+at::Tensor rotary(const at::Tensor& input, const at::Tensor& cos, const at::Tensor& sin) {
+  constexpr std::array<int64_t, 2> kPlain{};
+  return std::get<0>(rotary_op().call_with(input, OptionalTensor(), cos, sin, OptionalTensor(),
+                                           at::IntArrayRef(kPlain), /*is_backward=*/false));
+}
+
+at::Tensor rotary_with_options(const at::Tensor& input, const at::Tensor& cos,
+                               const at::Tensor& sin, bool interleaved,
+                               std::optional<int64_t> rotary_dim, const OptionalTensor& positions,
+                               at::OptionalIntArrayRef sections) {
+  const RotaryNumbers layout =
+      rotary_layout(interleaved, rotary_dim, sections, "cudnn_ops.rotary_embedding");
+  return std::get<0>(rotary_op().call_with(input, OptionalTensor(), cos, sin, positions, layout,
+                                           /*is_backward=*/false));
+}
+
+RotaryResults rotary_qk(const at::Tensor& query, const at::Tensor& key, const at::Tensor& cos,
+                        const at::Tensor& sin, bool interleaved, std::optional<int64_t> rotary_dim,
+                        const OptionalTensor& positions, at::OptionalIntArrayRef sections) {
+  TORCH_CHECK_TYPE(key.defined(), "cudnn_ops.rotary_embedding_qk: key must be a tensor, got None");
+  const RotaryNumbers layout =
+      rotary_layout(interleaved, rotary_dim, sections, "cudnn_ops.rotary_embedding_qk");
+  return rotary_op().call_with(query, OptionalTensor(key), cos, sin, positions, layout,
+                               /*is_backward=*/false);
+}
 
 void check_rotary(const Rotary& args) {
   const char* op = name_of(args);

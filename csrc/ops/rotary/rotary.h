@@ -51,6 +51,16 @@ struct Rotary {
 
 using RotaryResults = std::tuple<at::Tensor, at::Tensor>;  // [0] where there is no key
 
+// The public operators.
+at::Tensor rotary(const at::Tensor& input, const at::Tensor& cos, const at::Tensor& sin);
+at::Tensor rotary_with_options(const at::Tensor& input, const at::Tensor& cos,
+                               const at::Tensor& sin, bool interleaved,
+                               std::optional<int64_t> rotary_dim, const OptionalTensor& positions,
+                               at::OptionalIntArrayRef sections);
+RotaryResults rotary_qk(const at::Tensor& query, const at::Tensor& key, const at::Tensor& cos,
+                        const at::Tensor& sin, bool interleaved, std::optional<int64_t> rotary_dim,
+                        const OptionalTensor& positions, at::OptionalIntArrayRef sections);
+
 void check_rotary(const Rotary& args);
 
 }  // namespace cudnn_ops

@@ -1,0 +1,126 @@
+"""Calls of the operators that Python reaches past torch.ops, on small tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cudnn_ops.ops import call
+
+#: What calls an overload, by the overload's name.
+FAST = {op._name.removeprefix("cudnn_ops::"): (fast, op) for fast, op in call._FAST.items()}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an overload."""
+
+    overload: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.overload}-{len(self.args)}-{'-'.join(self.kwargs)}"
+
+    @property
+    def both(self) -> tuple[Any, Any]:
+        """What is tested, and the overload that it stands for."""
+        return FAST[self.overload]
+
+    def by_name(self) -> dict[str, Any]:
+        """All arguments, in the order of the schema."""
+        schema = FAST[self.overload][1]._schema.arguments
+        names = (argument.name for argument in schema)
+        return dict(zip(names, self.args, strict=False)) | self.kwargs
+
+
+def make(device: str, dtype: torch.dtype) -> list[Call]:
+    """Each operator plainly, and with every argument that it has."""
+    generator = torch.Generator().manual_seed(1)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+    def whole(*numbers: int, like: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(numbers, dtype=like, device=device)
+
+    x, y, weight, bias = randn(3, 16), randn(3, 16), randn(16), randn(16)
+    q, kv = randn(2, 4, 5, 16), randn(2, 2, 5, 16)
+    mask, slopes, sinks = randn(2, 1, 5, 5), randn(4).float(), randn(4).float()
+    packed, starts = randn(7, 2, 16), whole(0, 3, 7)
+    cache, table, lengths = randn(6, 4, 2, 16), whole(1, 2, 3, 5).view(2, 2), whole(3, 7)
+    one = randn(2, 1, 4, 16)
+    cos, sin = randn(1, 5, 16), randn(1, 5, 16)
+    w1, b1, w2, b2 = randn(8, 16), randn(8), randn(6, 8), randn(6)
+    options = {"scale": 0.3, "is_causal": True, "window_size": (3, 0), "bottom_right": True}
+    turned = {"interleaved": True, "rotary_dim": 8, "positions": whole(3, 1, 0, 2, 2).view(1, 5)}
+    columns = cos[0, :, :8], sin[0, :, :8]
+    norm = {"zero_centered": True}
+    varlen = (packed, packed, packed, starts, starts, 4, 4)
+    pages = (one, cache, cache, table, lengths)
+    slots = whole(4, 0, -1, 9, 23, 5, 6, like=torch.int64)
+    calls = [
+        Call("swiglu", (x, y), {}),
+        Call("geglu", (x, y), {}),
+        Call("geglu", (x, y), {"approximate": "tanh"}),
+        Call("rms_norm", (x, (16,)), {}),
+        Call("rms_norm", (x, [16], weight, 1e-3), norm),
+        Call("rms_norm", (x, x.shape), {"eps": 1}),
+        Call("layer_norm", (x, (16,)), {}),
+        Call("layer_norm", (x, (3, 16), None, None, 0), {}),
+        Call("layer_norm", (x, x.shape[1:], weight, bias, 1e-3), norm),
+        Call("add_rms_norm", (x, y, (16,)), {}),
+        Call("add_rms_norm", (x, y, (16,), weight, 1e-3), norm),
+        Call("add_layer_norm", (x, y, (16,)), {}),
+        Call("add_layer_norm", (x, y, (16,), weight, bias, 1e-3), norm),
+        Call("linear", (x, w1), {}),
+        Call("linear", (x, w1, b1, "gelu", randn(3, 8)), {}),
+        Call("mlp", (x, w1, None, w2, None), {}),
+        Call("mlp", (x, w1, b1, randn(6, 4), b2, "silu", True), {}),
+        Call("rotary_embedding", (q, cos, sin), {}),
+        Call("rotary_embedding.options", (q, cos, sin), {}),
+        Call("rotary_embedding.options", (q, *columns), turned),
+        Call("rotary_embedding.options", (q, *(torch.stack([f] * 2) for f in (cos, sin))),
+             {"sections": [3, 5]}),
+        Call("rotary_embedding_qk", (q, kv, cos, sin), {}),
+        Call("rotary_embedding_qk", (q, kv, *columns), turned),
+        Call("sdpa", (q, q, q), {}),
+        Call("sdpa", (q, kv, kv, mask, 0, False), {"scale": 1, "enable_gqa": True}),
+        Call("paged_attention", pages, {}),
+        Call("paged_attention", pages, options | {"softcap": 2.0, "sinks": sinks}),
+        Call("paged_attention_with_lse", pages, {}),
+        Call("paged_attention_with_lse", (packed[:, :2], cache, cache, table, lengths),
+             options | {"cu_seqlens_q": starts, "max_seqlen_q": 4, "head_major": False}),
+        Call("paged_kv_append_", (cache, cache.clone(), packed, packed, slots), {}),
+        Call("paged_kv_append_", (cache, cache.clone(), packed, packed, slots, False), {}),
+    ]  # fmt: skip
+    for name in ("sdpa", "sdpa_with_lse"):
+        others: dict[str, Any] = {"alibi_slopes": slopes, "seq_lens_q": lengths.clamp(max=5)}
+        others |= {"seq_lens_kv": lengths.clamp(max=5), "deterministic": True, "softcap": 0}
+        calls += [
+            Call(name, (q, q, q), {"is_causal": True}),
+            Call(name, (q, kv, kv), {"enable_gqa": True} | options | others),
+            Call(name, (q, q, q), {"sinks": sinks, "softcap": 2.0, "window_size": [-1, 2]}),
+        ]
+    for name in ("varlen_attention", "varlen_attention_with_lse"):
+        calls += [
+            Call(name, varlen, {}),
+            Call(name, (*varlen, 0.0, 0.3, True), {"window_size": (3, 0), "deterministic": False}),
+        ]
+    return calls
+
+
+def mistakes(tensor: Tensor) -> Iterator[object]:
+    """What a caller may hand over for anything."""
+    yield from (None, True, False, 0, 1, -1, 3, 1 << 70, 0.5, float("nan"), 1j, "", "relu", b"none")
+    yield from ((), (16,), [16], [3, 16], (2, 2, 2), (1.5,), (True,), [None], ["16"], {16}, {})
+    yield from (range(16, 17), torch.Size([16]), torch.float32, torch.device("cpu"), object)
+    yield from (np.int64(16), np.float32(0.5), np.bool_(True), np.ones(16), (np.int64(16),))
+    yield from (tensor, [tensor], (tensor, tensor), tensor[:0], tensor.flatten()[0], tensor > 0)
+    yield from (torch.tensor(16), [torch.tensor(16)], tensor.to_sparse(), tensor.to("meta"))
+    yield from (torch.nn.Parameter(tensor), tensor.double(), tensor.half(), tensor.long())
