@@ -1,98 +1,158 @@
 """The generation engine: how much of a decoding step the GPU spends in the captured graph.
 
-A model of Llama 3 8B's sizes with random bf16 weights; 64 requests that all decode. A step's time
-is the host's, from one call of `Engine.step` to its end, which waits for the tokens; the GPU's is
-that between two events around the graph, in the same step.
+A model of Llama 3 8B's sizes with random bf16 weights; 64 requests that all decode, with steps that
+overlap and with steps one by one. A step's time is the host's, from one call of `Engine.step` to
+its end, which waits for the tokens; the GPU's is that between two events around the graph, of as
+many steps in the same time.
 """
 
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from benchmarks.harness import Rows, main
+from benchmarks.harness import OURS, Rows, main
 from cudnn_ops.generation import Engine, SamplingParams
 from cudnn_ops.serving import PagedKVCache
+from cudnn_ops.serving.model_runner import ModelRunner
 from examples.llama import Llama, LlamaConfig, Operators
 
-CONFIG = LlamaConfig(layers=32, width=4096, heads=32, kv_heads=8, sequence=2048, vocabulary=128_256)
-BATCH = 64
-PROMPTS = (256, 1024)  # tokens, shortest and longest
-CHUNK = 4096
 WARM_UP_STEPS = 10
 STEPS = 8  # a round
 PAGE = 16
 
 
-@contextmanager
-def timed_replays() -> Iterator[list[tuple[torch.cuda.Event, torch.cuda.Event]]]:
-    """Inside it every replay of a CUDA graph stands between two events, which are listed."""
-    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-    replay = torch.cuda.CUDAGraph.replay
+@dataclass(frozen=True)
+class Load:
+    """A model and what it is asked."""
 
-    def timed(graph: torch.cuda.CUDAGraph) -> None:
+    device: str
+    dtype: torch.dtype
+    config: LlamaConfig
+    batch: int
+    prompts: tuple[int, int]  # tokens, shortest and longest
+    chunk: int
+
+
+LLAMA_8B = Load(
+    "cuda",
+    torch.bfloat16,
+    LlamaConfig(layers=32, width=4096, heads=32, kv_heads=8, sequence=2048, vocabulary=128_256),
+    64,
+    (256, 1024),
+    4096,
+)
+#: Shows that it runs, on a CPU.
+TINY = Load("cpu", torch.float32, LlamaConfig(2, 32, 4, 2, 96, 64), 3, (4, 20), 64)
+
+
+@contextmanager
+def timed_decoding(device: str) -> Iterator[list[Callable[[], float]]]:
+    """Inside it decoding is timed, on a GPU between two events; how to get each time in ms."""
+    times: list[Callable[[], float]] = []
+    decode = ModelRunner._batched
+
+    def timed_by_events(*args: Any) -> Any:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        replay(graph)
+        result = decode(*args)
         end.record()
-        events.append((begin, end))
+        times.append(lambda: begin.elapsed_time(end))
+        return result
 
-    with patch.object(torch.cuda.CUDAGraph, "replay", timed):
-        yield events
+    def timed_by_the_host(*args: Any) -> Any:
+        began = time.perf_counter()
+        result = decode(*args)
+        seconds = time.perf_counter() - began
+        times.append(lambda: seconds * 1e3)
+        return result
+
+    timed = timed_by_events if device == "cuda" else timed_by_the_host
+    with patch.object(ModelRunner, "_batched", timed):
+        yield times
 
 
-def engine(steps: int) -> Engine:
-    """One whose requests have all had their prompts computed, with `steps` tokens to go."""
+def make_model(load: Load) -> Llama:
+    """Random weights."""
     torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = Llama(CONFIG, Operators.named("torch"))
-    model.to(torch.bfloat16).requires_grad_(False)
-    rng = random.Random(0)
-    lengths = [rng.randint(*PROMPTS) for _ in range(BATCH)]
-    longest = max(lengths) + steps + BATCH
+    with torch.device(load.device):
+        model = Llama(load.config, Operators.named("torch"))
+    return model.to(load.dtype).requires_grad_(False)
+
+
+def make_engine(load: Load, model: Llama, steps: int, overlap: bool) -> Engine:
+    """One whose requests have all had their prompts computed, with `steps` tokens to go."""
+    config, rng = load.config, random.Random(0)
+    lengths = [rng.randint(*load.prompts) for _ in range(load.batch)]
+    # The first ones have a few tokens when the last prompt is computed, and a step may be ahead.
+    tokens = steps + load.batch
+    longest = max(lengths) + tokens
     cache = PagedKVCache(
-        CONFIG.layers,
-        BATCH * -(-longest // PAGE),
+        config.layers,
+        load.batch * -(-longest // PAGE),
         PAGE,
-        CONFIG.kv_heads,
-        CONFIG.head_size,
-        dtype=torch.bfloat16,
-        device="cuda",
+        config.kv_heads,
+        config.head_size,
+        dtype=load.dtype,
+        device=load.device,
     )
-    serving = Engine(model.serve, cache, max_batch=BATCH, chunk=CHUNK, max_length=longest)
+    engine = Engine(
+        model.serve,
+        cache,
+        max_batch=load.batch,
+        chunk=load.chunk,
+        max_length=longest,
+        overlap=overlap,
+    )
     requests = []
     for length in lengths:
-        prompt = [rng.randrange(CONFIG.vocabulary) for _ in range(length)]
-        requests.append(serving.submit(prompt, SamplingParams(max_tokens=steps + BATCH)))
+        prompt = [rng.randrange(config.vocabulary) for _ in range(length)]
+        requests.append(engine.submit(prompt, SamplingParams(max_tokens=tokens)))
     while not all(request.output for request in requests):
-        serving.step()
-    return serving
+        engine.step()
+    return engine
+
+
+def measure(load: Load, model: Llama, overlap: bool, steps: int, rows: Rows) -> None:
+    """The rows of one kind of steps."""
+    engine = make_engine(load, model, WARM_UP_STEPS + steps, overlap)
+    for _ in range(WARM_UP_STEPS):
+        engine.step()
+    step_ms = []
+    with timed_decoding(load.device) as times:
+        for _ in range(steps):
+            began = time.perf_counter()
+            engine.step()
+            step_ms.append((time.perf_counter() - began) * 1e3)
+    if load.device == "cuda":
+        torch.cuda.synchronize()
+    if len(times) != steps:
+        raise RuntimeError(f"{len(times)} steps decoded in the time of {steps}")
+    if (engine.stats.overlap_share > 0.5) != overlap:
+        raise RuntimeError(f"{engine.stats.overlap_share:.0%} of the steps overlapped")
+    graph_ms = [elapsed() for elapsed in times]
+    case = f"decode, {load.batch} requests" + ("" if overlap else ", one by one")
+    rows.add(case, OURS, "step_ms", statistics.median(step_ms))
+    rows.add(case, OURS, "graph_ms", statistics.median(graph_ms))
+    rows.add(case, OURS, "gpu_share", sum(graph_ms) / sum(step_ms))
+    rows.add(case, OURS, "tokens_per_s", load.batch / statistics.median(step_ms) * 1e3)
+
+
+def measure_both(load: Load, steps: int, rows: Rows) -> None:
+    """Steps that overlap, and steps one by one, of the same model."""
+    model = make_model(load)
+    for overlap in (True, False):
+        measure(load, model, overlap, steps, rows)
 
 
 def run(rows: Rows, rounds: int) -> None:
-    steps = STEPS * rounds
-    serving = engine(WARM_UP_STEPS + steps)
-    for _ in range(WARM_UP_STEPS):
-        serving.step()
-    step_ms = []
-    with timed_replays() as events:
-        for _ in range(steps):
-            began = time.perf_counter()
-            serving.step()
-            step_ms.append((time.perf_counter() - began) * 1e3)
-    torch.cuda.synchronize()
-    if len(events) != steps:
-        raise RuntimeError(f"{len(events)} of {steps} steps were replayed from a graph")
-    graph_ms = [begin.elapsed_time(end) for begin, end in events]
-    case = f"decode, {BATCH} requests"
-    rows.add(case, "cudnn_ops", "step_ms", statistics.median(step_ms))
-    rows.add(case, "cudnn_ops", "graph_ms", statistics.median(graph_ms))
-    rows.add(case, "cudnn_ops", "gpu_share", sum(graph_ms) / sum(step_ms))
-    rows.add(case, "cudnn_ops", "tokens_per_s", BATCH / statistics.median(step_ms) * 1e3)
+    measure_both(LLAMA_8B, STEPS * rounds, rows)
 
 
 if __name__ == "__main__":

@@ -65,6 +65,17 @@ def fresh_cache():
     cudnn_ops.cache_clear()
 
 
+@pytest.fixture(params=[False, True], ids=["one by one", "overlapped"])
+def overlap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """How engines make their steps that are not told: one by one, and overlapped."""
+    from cudnn_ops.generation import Engine
+
+    defaults = Engine.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "overlap", request.param)
+    return bool(request.param)
+
+
 @pytest.fixture
 def engine_table(fresh_cache):
     """Names an engine for plans that are to be built; the package's tables are put back afterwards.

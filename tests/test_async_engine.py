@@ -16,6 +16,8 @@ from tests.cases.generation import generate_alone, make_engine, make_model, make
 from tests.cases.server import BAD, PAGES, Bytes, Tiny, make_tiny
 from tests.conftest import DEVICES
 
+pytestmark = pytest.mark.usefixtures("overlap")
+
 LETTERS = list(b"abc")
 
 

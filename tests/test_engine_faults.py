@@ -29,15 +29,21 @@ def check_all_free(engine: Engine, requests: list[Request]) -> None:
         assert engine._swapper.used == 0
 
 
-@pytest.mark.parametrize("kind", ["plain", "lookup", "draft model and swapping"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "overlapped", "overlapped and swapping", "lookup", "draft model and swapping"]
+)
 def test_a_thousand_random_aborts(kind):
     """Of requests that run, wait, were preempted, or are in their prompts, beside late ones."""
     options: dict[str, Any] = {}
-    if kind == "lookup":
+    if kind.startswith("overlapped"):
+        options = {"overlap": True}
+    elif kind == "lookup":
         options = {"speculation": PromptLookup(3, 2, 1)}
     elif kind != "plain":
         draft = DraftModel(make_model("cpu").serve, make_cache("cpu", 24), 2)
-        options = {"speculation": draft, "preemption": "swap", "swap_bytes": 64 << 20}
+        options = {"speculation": draft}
+    if "swapping" in kind:
+        options |= {"preemption": "swap", "swap_bytes": 64 << 20}
     engine = make_engine("cpu", pages=24, **options)
     draw = random.Random(8)
     requests: list[Request] = []
@@ -63,6 +69,8 @@ def test_a_thousand_random_aborts(kind):
     assert stats.timed_out > 0
     assert stats.finished > 0
     assert stats.finished + stats.aborted + stats.timed_out == len(requests)
+    assert (stats.overlapped > 0) == (stats.extra_tokens > 0) == ("overlapped" in kind)
+    assert engine._queued is None
     check_all_free(engine, requests)
 
 
@@ -80,6 +88,7 @@ def poisoned(model: Any) -> Any:
     return serve
 
 
+@pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize("speculation", [None, PromptLookup(3, 2, 1)])
 def test_a_model_that_yields_nan(speculation):
     """Its request fails alone, and who gets its pages does not see what was in them."""

@@ -12,6 +12,8 @@ from tests.cases.generation import generate_alone, make_engine, make_model, make
 from tests.cases.sampling import cycle
 from tests.cases.sampling import make_engine as make_table_engine
 
+pytestmark = pytest.mark.usefixtures("overlap")
+
 
 def digits(tokens: list[int]) -> str:
     return "".join(f"{token:02d} " for token in tokens)
@@ -39,7 +41,7 @@ def test_higher_priorities_come_first_and_then_the_oldest():
 @pytest.mark.parametrize("options", [{"max_batch": 2}, {"pages": 7}], ids=str)
 def test_a_higher_priority_preempts_the_last_of_the_lowest(options):
     """Whether a place in the batch is missing, or pages are."""
-    engine = make_engine("cpu", **({"pages": 60} | options))
+    engine = make_engine("cpu", **({"pages": 60, "overlap": False} | options))
     params = SamplingParams(max_tokens=8)
     high, low, young = (
         engine.submit([token] * 6, params, priority=priority)
@@ -145,7 +147,7 @@ def test_a_run_yields_late_requests(monkeypatch):
 
 def test_a_preempted_request_has_not_waited_in_the_queue(monkeypatch):
     clock = Clock(monkeypatch)
-    engine = make_engine("cpu", 60, max_batch=1)
+    engine = make_engine("cpu", 60, max_batch=1, overlap=False)
     request = engine.submit([1, 2], SamplingParams(max_tokens=6), queue_timeout=1.0)
     engine.step()
     other = engine.submit([3, 2], SamplingParams(max_tokens=6), priority=1)

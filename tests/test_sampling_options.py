@@ -25,6 +25,8 @@ from tests.cases.generation import (
 from tests.cases.sampling import VOCABULARY, distribution, generate, make_engine, make_table
 from tests.conftest import DEVICES
 
+pytestmark = pytest.mark.usefixtures("overlap")
+
 
 def only_even(output: list[int]) -> range:
     return range(0, VOCABULARY, 2)
@@ -266,7 +268,7 @@ class Operators(TorchDispatchMode):
 
 def operators_of_a_step(*params: SamplingParams) -> Counter[str]:
     """Of one that decodes."""
-    engine = make_engine(make_table(8), max_batch=32, chunk=64, pages=200)
+    engine = make_engine(make_table(8), max_batch=32, chunk=64, pages=200, overlap=False)
     requests = [engine.submit([index, 1], each) for index, each in enumerate(params)]
     for _ in range(3):
         engine.step()

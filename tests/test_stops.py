@@ -13,6 +13,8 @@ from cudnn_ops.serving.text import TextStream
 from tests.cases.generation import serve_at_random
 from tests.cases.sampling import chain, make_engine, make_table
 
+pytestmark = pytest.mark.usefixtures("overlap")
+
 #: Pieces of text by token; characters begin and end in the middle of some.
 PIECES = [b"<s>", b"a", b"b", b"ab", b"abc", b" ", b"\n\n", "\u00e9".encode(), b"\xf0\x9f"]
 PIECES += [b"\x98\x80", b"ca", b"bca", b"cab", b"x\xc3", b"\xa9", b"b\nc"]

@@ -56,11 +56,12 @@ def jobs_of(count: int, unit: int, draws: int, **params: Any):
 # The engine
 
 
+@pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("policy", ["swap", "auto"])
 def test_greedy_is_generation_without_a_cache(device, policy):
     unit = SETUPS[device].page_size
-    engine = make_engine(device, pages=30, preemption=policy, swap_bytes=SIZE)
+    engine = make_engine(device, pages=22, preemption=policy, swap_bytes=SIZE)
     jobs = jobs_of(80, unit, 20)
     requests = serve_at_random(engine, jobs)
     stats = engine.stats
@@ -157,6 +158,7 @@ def test_what_was_not_copied_may_be_gone():
     check_host(engine)
 
 
+@pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize("pages", [0, 1, 3, 9])
 def test_the_host_has_an_end_too(pages):
     cache = make_cache("cpu", 26)
@@ -183,6 +185,7 @@ def test_sampling_goes_on_where_it_was():
     assert engine.stats.swaps > 0
 
 
+@pytest.mark.usefixtures("overlap")
 def test_no_page_of_the_host_is_left_whatever_is_aborted():
     engine = make_engine("cpu", pages=20, preemption="swap", swap_bytes=SIZE)
     draw = random.Random(8)
@@ -205,6 +208,7 @@ def test_no_page_of_the_host_is_left_whatever_is_aborted():
     check_host(engine)
 
 
+@pytest.mark.usefixtures("overlap")
 def test_a_step_that_failed_can_be_made_again():
     model, failing = make_model("cpu"), [False]
 

@@ -2,7 +2,8 @@
 
 All requests of a batch are served by the same few kernels, whatever each of them asks for: the host
 lists who changes which logits, and uploads the lists together. Where nobody asks for more than the
-greatest logit, nothing is launched here. The results are read at once, by the step's only wait.
+greatest logit, nothing is launched here. The tokens stay on the device, where the next step may
+take them from, and are copied to the host meanwhile; reading the copy is the step's only wait.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from cudnn_ops.serving.batch import Share
 from cudnn_ops.serving.edits import Edits, TokenCounts, upload
 from cudnn_ops.serving.request import Branch, TokenLogprobs
-from cudnn_ops.serving.scheduler import Share
 
 # What stands for a token where none can be chosen.
 _NOTHING_ALLOWED, _NOT_FINITE = -1, -2
@@ -28,30 +29,44 @@ class Chosen:
     """A step's next tokens, which the device may still be computing.
 
     Args:
-        results: int64 [rows], the tokens; or float64 [rows, 2 + 2 n]: the token, its log
-            probability, and those and the ids of the n most likely tokens.
+        tokens: int64 [rows]; negative where there is none.
         branches: what the rows continue, by row, for what the tokens alone do not tell.
         errors: why some of them have none.
+        logprobs: float64 [rows, 2 + 2 n]: the token, its log probability, and those and the ids of
+            the n most likely tokens; None if nobody asks for them.
     """
 
     def __init__(
         self,
-        results: Tensor,
+        tokens: Tensor,
         branches: Iterable[tuple[int, Branch]] = (),
         errors: dict[int, Exception] | None = None,
+        logprobs: Tensor | None = None,
     ) -> None:
+        self.tokens = tokens
+        """On the device, of account until a later step is queued."""
         self.logprobs: dict[int, TokenLogprobs] = {}
         """Of rows that asked for them, by row; there once ``read`` was called."""
         self.errors = errors or {}
         """Of rows that failed, likewise."""
-        self._results, self._branches = results, branches
+        self._branches = branches
+        results = tokens if logprobs is None else logprobs
+        self._copy, self._copied = results, None
+        if results.is_cuda:
+            # To other memory than pinned one it would be copied while the host waits.
+            self._copy = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
+            self._copy.copy_(results, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(results.device))
 
     def read(self) -> list[int]:
         """Waits for the device, and returns each row's token; of no account if it failed."""
-        if self._results.dim() == 1:
-            tokens: list[int] = self._results.tolist()
+        if self._copied is not None:
+            self._copied.synchronize()
+        if self._copy.dim() == 1:
+            tokens: list[int] = self._copy.tolist()
         else:
-            rows = self._results.tolist()
+            rows = self._copy.tolist()
             tokens = [int(row[0]) for row in rows]
             self._read_logprobs(rows)
         if min(tokens) < 0:
@@ -153,9 +168,8 @@ class Chooser:
         tokens = torch.where(best.isfinite(), tokens, none)
         counts = (branch.request.params.logprobs for _, branch in branches)
         asked = [count for count in counts if count is not None]
-        if asked:
-            tokens = with_logprobs(wide, tokens, min(max(asked), vocabulary))
-        return Chosen(tokens, branches, errors)
+        logprobs = with_logprobs(wide, tokens, min(max(asked), vocabulary)) if asked else None
+        return Chosen(tokens, branches, errors, logprobs)
 
     def _counts_for(self, vocabulary: int) -> TokenCounts:
         if self._counts is None:
@@ -164,10 +178,13 @@ class Chooser:
 
 
 def _branches(shares: Sequence[Share]) -> Iterator[tuple[int, Branch]]:
-    """What the rows of a step continue, without those that continue no last token."""
+    """What the rows of a step continue, without those that continue no last token.
+
+    Nor are there those of requests that have ended since the step was planned.
+    """
     row = 0
     for share in shares:
-        if share.is_last:
+        if share.is_last and share.is_held:
             for count in range(share.places):
                 yield row + count, Branch(share.request, share.drafts[:count])
         row += share.places

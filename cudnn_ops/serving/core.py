@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext, suppress
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Literal, get_args
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from cudnn_ops.serving.batch import Batch
+from cudnn_ops.serving.choosing import Chosen
 from cudnn_ops.serving.draft_model import DraftModel, ModelDrafter, RankedDrafter
 from cudnn_ops.serving.kv_cache import PagedKVCache
 from cudnn_ops.serving.memory import whole
@@ -47,6 +50,7 @@ class Core:
         speculation: PromptLookup | DraftModel | None,
         preemption: Preemption,
         swap_bytes: int,
+        overlap: bool | None,
     ) -> None:
         room = cache.pages * cache.page_size
         max_length = room if max_length is None else max_length
@@ -62,6 +66,12 @@ class Core:
                 f'preemption must be "recompute", "swap" or "auto", got {preemption!r}'
             )
         self.preemption, self.swap_bytes = preemption, whole("swap_bytes", swap_bytes, 0)
+        if not isinstance(overlap, bool | None):
+            raise ValueError(f"overlap must be None, True or False, got {overlap!r}")
+        if overlap is None:  # on a CPU, planning ahead would be computing ahead
+            overlap = cache.key_cache(0).device.type == "cuda"
+        self.overlap = overlap and speculation is None  # for drafts follow from the tokens
+        """Whether a step is queued before the tokens of the one before are known."""
         self.max_batch, self.chunk = whole("max_batch", max_batch, 1), whole("chunk", chunk, 1)
         self.max_length = min(whole("max_length", max_length, 1), room)
         self._ranks = None if mesh is None else self._join(mesh)
@@ -74,6 +84,9 @@ class Core:
             self._swapper = Swapper(cache, preemption, swap_bytes)
         self._scheduler = Scheduler(cache, max_batch, chunk, self._drafter, self._swapper)
         self._stats = EngineStats()
+        # A step that is queued and was not accepted: at most one, behind those that were.
+        self._queued: Step | None = None
+        self._read_at = 0.0  # when the last step's tokens were there
         self._limited: list[Request] = []  # that may be late one day
         self._late: list[GeneratedToken] = []  # that ended between steps, to be told
 
@@ -96,7 +109,7 @@ class Core:
             sizes = ("layers", "pages", "page_size", "heads_kv", "head_size", "value_size")
             facts = {f"cache.{name}": getattr(cache, name) for name in (*sizes, "prefix_sharing")}
             names = ("max_batch", "chunk", "max_length", "speculation", "preemption", "swap_bytes")
-            facts |= {name: getattr(self, name) for name in names}
+            facts |= {name: getattr(self, name) for name in (*names, "overlap")}
             if isinstance(self.speculation, DraftModel):  # which the first rank alone runs
                 facts["speculation"] = f"DraftModel(num_draft_tokens={self._num_draft_tokens})"
             ranks.check_agreement(facts | {"the cache's dtype": str(keys.dtype)})
@@ -201,6 +214,7 @@ class Core:
             self._stats = replace(stats, timed_out=stats.timed_out + 1)
         if self._ranks and self.is_leader:
             self._ranks.events.append(Ended(request.serial, reason))
+        self._withdraw([request])
 
     def _end_late(self) -> None:
         """Ends the requests that are late; on the first rank."""
@@ -213,38 +227,123 @@ class Core:
                 self._end(request, "timeout")
                 self._late.append(GeneratedToken(request, None))
 
+    def _take_back(self) -> None:
+        """Takes back the step that is queued, which is computed again by a later one."""
+        if self._queued and self._queued.chosen is None:
+            batch = self._queued.batch
+            self._scheduler.undo(batch)
+            self._scheduler.clear(batch, [share.request for share in batch.shares if share.is_held])
+            self._queued = None
+
+    def _stop_overlapping(self) -> None:
+        """From now on no step is queued ahead."""
+        self._take_back()
+        self.overlap = False
+
+    def _withdraw(self, ended: Collection[Request]) -> None:
+        """Forgets what is queued of requests that have just ended, and are released."""
+        if not self._queued or not ended:
+            return
+        if self._queued.chosen is None:
+            self._scheduler.clear(self._queued.batch, ended)
+        if not self._queued.is_wanted:
+            extra, stats = len(self._queued.batch.slots), self._stats
+            self._stats = replace(
+                stats,
+                computed_tokens=stats.computed_tokens + extra,
+                extra_tokens=stats.extra_tokens + extra,
+            )
+            self._queued = None
+
     def _warm_up(self) -> None:
+        self._take_back()  # its logits would be overwritten
         with self._ranks.computing("warming up") if self._ranks else nullcontext():
             self._runner.warm_up()
             if self._drafter:
                 self._drafter.warm_up()
 
-    def _compute(self, began: float) -> Step:
-        """Schedules and computes a step, which is said to have begun then."""
-        scheduler = self._scheduler
-        batch = scheduler.schedule()
-        pages = self.cache.pages - self.cache.available
-        if not batch.shares:
-            return Step(batch, [], None, pages, began)
-        try:
-            with self._ranks.computing("computing a step") if self._ranks else nullcontext():
-                chosen = self._runner.launch(batch)
-                # While the device computes: what it will have written is known already.
-                scheduler.commit(batch)
-                tokens = chosen.read()
-        except BaseException:
-            scheduler.undo(batch)
-            raise
-        return Step(batch, tokens, chosen, pages, began)
+    def _compute(self, began: float) -> Step | None:
+        """Computes a step: the one that is queued, or one that is planned now, at that time.
 
-    def _accept(self, step: Step, told: list[int] | None = None) -> list[GeneratedToken]:
+        Before it waits for that step's tokens, it queues the next one, if that does not need them.
+
+        Returns:
+            The step with its tokens; None if there was nothing to do.
+        """
+        step = self._queued or self._launch(self._scheduler.schedule(), began)
+        self._queued = ahead = None
+        if step is None:
+            return None
+        if step.chosen is None:
+            self._choose(step)
+            self._queued = step  # also if the next one fails: then it is read by the next call
+            ahead = self._launch_ahead(step)
+            self._queued = None
+        with self._undoing(step, ahead):
+            assert step.chosen is not None
+            # While the device computes: what it will have written is known already. But not before
+            # the next step is planned: it must not take what may turn out not to be finite.
+            self._scheduler.commit(step.batch)
+            step.tokens = step.chosen.read()
+        self._queued = ahead
+        return step
+
+    def _launch(self, batch: Batch, began: float, before: Chosen | None = None) -> Step | None:
+        """Queues a step up to its logits; None if there is nothing in it.
+
+        Args:
+            batch: what to compute.
+            began: when it was planned.
+            before: what the step before chooses, if that is not known yet.
+        """
+        if not batch.shares:
+            return None
+        pages = self.cache.pages - self.cache.available
+        try:
+            with self._computing():
+                logits, greedy = self._runner.launch(batch, before.tokens if before else None)
+        except BaseException:
+            self._scheduler.undo(batch)
+            raise
+        return Step(batch, logits, greedy, pages, began)
+
+    def _launch_ahead(self, step: Step) -> Step | None:
+        """Queues the step behind one whose tokens are not known yet, if it can be."""
+        if not self.overlap:
+            return None
+        began = time.perf_counter()
+        batch = self._scheduler.schedule_ahead(step.batch)
+        return None if batch is None else self._launch(batch, began, step.chosen)
+
+    def _choose(self, step: Step) -> None:
+        """Queues the choice of a step's tokens, once those of the step before are accepted."""
+        with self._undoing(step):
+            step.chosen = self._runner.choose(step.batch, step.logits, step.greedy)
+
+    def _computing(self) -> AbstractContextManager[None]:
+        """A context whose errors name a rank that does not answer."""
+        return self._ranks.computing("computing a step") if self._ranks else nullcontext()
+
+    @contextmanager
+    def _undoing(self, *steps: Step | None) -> Iterator[None]:
+        """The same, and if anything fails, the slots of these steps are released."""
+        try:
+            with self._computing():
+                yield
+        except BaseException:
+            for step in reversed(steps):
+                if step:
+                    self._scheduler.undo(step.batch)
+            raise
+
+    def _accept(self, step: Step | None, told: list[int] | None = None) -> list[GeneratedToken]:
         """Gives the requests of a step their tokens, and counts it.
 
         Args:
-            step: a step that was computed.
+            step: a step that was computed, if there was anything to do.
             told: what the first rank says of each row; None there.
         """
-        if step.chosen is None:
+        if step is None:
             return []
         outcome = step.accept(told, time.perf_counter(), self._ranks is not None)
         scheduler = self._scheduler
@@ -255,13 +354,16 @@ class Core:
         if self._ranks and told is None:
             self._ranks.chosen = outcome.tells
         self._count(step, outcome)
+        self._withdraw(outcome.ended)
         return outcome.generated
 
     def _count(self, step: Step, outcome: Outcome) -> None:
         """Counts a step, its tokens, and the requests that it ended."""
         stats, scheduler, ended = self._stats, self._scheduler, outcome.ended
         failed = [request for request in ended if request.finish_reason == "error"]
-        computed, seconds = len(step.batch.slots), time.perf_counter() - step.began
+        # A step that was planned ahead is computed from the end of the one before.
+        computed, now = len(step.batch.slots), time.perf_counter()
+        seconds, self._read_at = now - max(step.began, self._read_at), now
         if self._swapper and computed >= self.chunk // 2 and not step.batch.is_decoding:
             self._swapper.computed(computed, seconds)
         # One that failed before it had a token is among those generated, too.
@@ -271,8 +373,10 @@ class Core:
             finished=stats.finished + len(ended) - len(failed),
             failed=stats.failed + len(failed),
             steps=stats.steps + 1,
+            overlapped=stats.overlapped + step.is_ahead,
             replays=self._runner.replays,
             computed_tokens=stats.computed_tokens + computed,
+            extra_tokens=stats.extra_tokens + outcome.extra_tokens,
             output_tokens=stats.output_tokens + len(outcome.generated) - missing,
             prefix_hits=scheduler.prefix_hits,
             preemptions=scheduler.preemptions,

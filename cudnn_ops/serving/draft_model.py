@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cudnn_ops.serving.batch import Batch, Share
 from cudnn_ops.serving.choosing import sample
 from cudnn_ops.serving.edits import upload
 from cudnn_ops.serving.kv_cache import PagedKVCache
@@ -22,7 +23,6 @@ from cudnn_ops.serving.model_runner import Model, ModelRunner, padded_batch
 from cudnn_ops.serving.page_pool import OutOfPages
 from cudnn_ops.serving.ranks import Ranks
 from cudnn_ops.serving.request import Request
-from cudnn_ops.serving.scheduler import Batch, Share
 from cudnn_ops.serving.sequence import KVSequence
 
 #: What a request may have beside its last token that the draft model has not seen when it drafts:

@@ -90,6 +90,12 @@ class Engine(Core):
         vocabulary: how many tokens the model knows: prompts with others are refused. Without it
             they are not, and may fail in the model, with every request of the step; on a GPU none
             can be served after that.
+        overlap: whether the host queues the next step while the GPU computes this one, and hands
+            out this one's tokens meanwhile. Then an end is found one step late, and a request that
+            is submitted between two steps takes part in the step after the next. The output is the
+            same, up to rounding in other batch shapes. None: on a GPU. Not queued ahead are steps
+            that need the tokens of the one before: those that preempt, and any with
+            ``speculation``.
 
     Raises:
         RuntimeError: another rank does not create its engine within the group's timeout.
@@ -113,11 +119,12 @@ class Engine(Core):
         preemption: Preemption = "recompute",
         swap_bytes: int = 4 << 30,
         vocabulary: int | None = None,
+        overlap: bool | None = None,
     ) -> None:
         """Allocates the inputs of a step; captures nothing yet."""
         super().__init__(
             *(model, cache, max_batch, chunk, max_length, mesh, decode, speculation),
-            *(preemption, swap_bytes),
+            *(preemption, swap_bytes, overlap),
         )
         self._serials = itertools.count()
         self.vocabulary = None if vocabulary is None else whole("vocabulary", vocabulary, 1)

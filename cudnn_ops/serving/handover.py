@@ -39,7 +39,8 @@ _PAUSE = 0.001
 class KVSender(PairEnd):
     """Computes prompts in one process, and hands the requests over to a :class:`KVReceiver`.
 
-    Requests are submitted to ``engine`` as ever. A step computes their prompts and first tokens.
+    Requests are submitted to ``engine`` as ever, whose steps do not overlap any more: what follows
+    a first token is the receiver's to compute. A step computes their prompts and first tokens.
     Behind these a request belongs to the receiver's engine, and the one here has the
     ``finish_reason`` ``"moved"``. Its pages are kept until the receiver has room, and then freed.
     The output is that of one engine alone, up to rounding in other batch shapes.
@@ -75,6 +76,7 @@ class KVSender(PairEnd):
         self._sends: dict[int, list[Any]] = {}  # by number: tensors, and what sends them
         self._offered = self._sent = 0
         super().__init__(engine, peer, group, timeout)
+        engine._stop_overlapping()
 
     @property
     def pending(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from math import prod
 from typing import Literal, NamedTuple
@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from cudnn_ops.serving.batch import Batch
 from cudnn_ops.serving.memory import ALIGNMENT
-from cudnn_ops.serving.scheduler import Batch
 
 # Format codes of array and memoryview.
 _FORMATS: dict[torch.dtype, Literal["q", "i"]] = {torch.int64: "q", torch.int32: "i"}
@@ -42,6 +42,8 @@ class Inputs:
             "positions": (torch.int64, (tokens,)),
             "slots": (torch.int64, (tokens,)),
             "last": (torch.int64, (rows,)),
+            "places": (torch.int64, (batch,)),
+            "sources": (torch.int64, (batch,)),
             "offsets": (torch.int32, (batch + 1,)),
             "lengths": (torch.int32, (batch,)),
             "table": (torch.int32, (batch, width)),
@@ -64,8 +66,8 @@ class Inputs:
             name: self._device[parts[name]].view(dtype).view(shape)
             for name, (dtype, shape) in sizes.items()
         }
-        # Written to as memory: a step writes seven inputs, and by way of tensors that would take a
-        # third of a millisecond, in which the GPU waits.
+        # Written to as memory: a step writes up to nine inputs, and by way of tensors that would
+        # take a third of a millisecond, in which the GPU may wait.
         self._memories: list[dict[str, memoryview]] = []
         for stage in self._stages:
             memory = memoryview((ctypes.c_ubyte * ends[-1]).from_address(stage.data_ptr()))
@@ -114,6 +116,10 @@ class Inputs:
             copied.record()
 
 
+#: In place of a token that only the device knows.
+_UNKNOWN = (0,)
+
+
 class Packed(NamedTuple):
     """The tokens of a step, one request behind the other."""
 
@@ -124,6 +130,10 @@ class Packed(NamedTuple):
     """The tokens whose logits are wanted."""
     offsets: list[int]
     """Where each request's tokens end."""
+    places: Sequence[int] = ()
+    """The tokens that only the device knows."""
+    sources: Sequence[int] = ()
+    """Where these are among those that the step before has chosen."""
 
 
 def pack(batch: Batch, queries: int) -> Packed:
@@ -136,12 +146,27 @@ def pack(batch: Batch, queries: int) -> Packed:
     shares = batch.shares
     if not batch.has_drafts:  # most steps: a list for each request would take the host too long
         offsets = list(accumulate([share.stop - share.start for share in shares]))
-        return Packed(
-            [token for share in shares for token in share.request.tokens[share.start : share.stop]],
+        packed = Packed(
+            [
+                token
+                for share in shares
+                for token in share.request.tokens[share.start : share.stop] or _UNKNOWN
+            ],
             [position for share in shares for position in range(share.start, share.stop)],
             batch.slots,
             [offset - 1 for offset in offsets],
             offsets,
+        )
+        if not batch.pending:
+            return packed
+        # The last token of each of those is all that is computed of it.
+        awaited = [
+            (place, batch.pending[share.request])
+            for place, share in zip(packed.last, shares, strict=True)
+            if share.request in batch.pending
+        ]
+        return packed._replace(
+            places=[place for place, _ in awaited], sources=[row for _, row in awaited]
         )
     packed = Packed([], [], [], [], [])
     done = 0

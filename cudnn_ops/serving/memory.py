@@ -90,10 +90,26 @@ class PagedMemory:
         self._values[:, target].copy_(self._values[:, source])
 
     def _zero_pages(self, pages: Sequence[int]) -> None:
-        index = torch.tensor(pages, dtype=torch.int64, device=self._keys.device)
+        index = self._index(pages)
         for memory in (self._keys, self._values):
             # As whole numbers: float8 has no index_fill_.
             memory.view(_WORDS[memory.element_size()]).index_fill_(1, index, 0)
+
+    def _zero_slots(self, slots: Sequence[int]) -> None:
+        index = self._index(slots)
+        pages, offsets = index // self.page_size, index % self.page_size
+        for memory in (self._keys, self._values):
+            rows = memory.view(_WORDS[memory.element_size()])
+            if self.kv_layout == "HND":
+                rows = rows.transpose(2, 3)
+            rows[:, pages, offsets] = 0
+
+    def _index(self, numbers: Sequence[int]) -> Tensor:
+        """int64 [n] on the device, without waiting for it."""
+        index = torch.tensor(numbers, dtype=torch.int64)
+        if self._keys.is_cuda:
+            index = index.pin_memory().to(self._keys.device, non_blocking=True)
+        return index
 
     def by_page(self) -> tuple[Tensor, Tensor]:
         """[pages, layers, ...], keys and values of all layers, as integers of the same size.

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from cudnn_ops.ops.paged import paged_attention
 from cudnn_ops.ops.paged_plan import paged_plan
+from cudnn_ops.serving.batch import Batch
 from cudnn_ops.serving.choosing import Chooser, Chosen, greatest
 from cudnn_ops.serving.inputs import Inputs, Packed, pack
 from cudnn_ops.serving.kv_cache import PagedKVCache
 from cudnn_ops.serving.ranks import Ranks
-from cudnn_ops.serving.scheduler import Batch
 from cudnn_ops.serving.sequence import KVSequence
 
 
@@ -121,32 +121,43 @@ class ModelRunner:
         """How many tokens the logits are of; None before the first step."""
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> Chosen:
-        """Queues a step.
+    def launch(self, batch: Batch, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Queues the model over a step, as :meth:`compute`; :meth:`choose` must follow.
 
-        Its result must have been read before the next one is launched.
+        Args:
+            batch: what to compute.
+            before: int64 [rows] on the device, what was chosen in the step before; for tokens that
+                the host does not know yet.
+        """
+        queries = 0
+        if batch.is_decoding:
+            queries = self._verified if batch.has_drafts else 1
+        return self.compute(batch, queries, before)
+
+    @torch.inference_mode()
+    def choose(self, batch: Batch, logits: Tensor, greedy: Tensor) -> Chosen:
+        """Queues the choice of a step's tokens, before any other step is queued.
 
         Returns:
             What follows each share's last token and, behind that, each of its draft tokens. Of no
             account where a share does not reach its request's last token, and on ranks that follow
             another.
         """
-        queries = 0
-        if batch.is_decoding:
-            queries = self._verified if batch.has_drafts else 1
-        logits, greedy = self.compute(batch, queries)
         if self._ranks is not None and not self._ranks.is_leader:
             return Chosen(greedy)
         return self._chooser.choose(logits, greedy, batch.shares)
 
     @torch.inference_mode()
-    def compute(self, batch: Batch, queries: int) -> tuple[Tensor, Tensor]:
+    def compute(
+        self, batch: Batch, queries: int, before: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Queues the model over a batch.
 
         Args:
             batch: what to compute.
             queries: 1, or as many as a request with drafts has, if no share has more tokens; 0
                 packs them.
+            before: as :meth:`launch`.
 
         Returns:
             The logits [rows, vocabulary], a row for each place of a share, and the token of each
@@ -158,6 +169,9 @@ class ModelRunner:
         packed = pack(batch, queries)
         sequences = [share.sequence for share in batch.shares]
         self._fill(packed, queries, [share.length for share in batch.shares], sequences)
+        if packed.places:
+            assert before is not None
+            self._take(len(packed.places), before)
         return self._compute(packed, queries)
 
     @torch.inference_mode()
@@ -230,11 +244,23 @@ class ModelRunner:
         inputs.write("positions", packed.positions, size, 0)
         inputs.write("slots", packed.slots, size, -1)
         inputs.write("last", packed.last, batch * queries or padded_batch(len(packed.last)), 0)
+        if packed.places:
+            inputs.write("places", packed.places, len(packed.places), 0)
+            inputs.write("sources", packed.sources, len(packed.sources), 0)
         inputs.write("offsets", [0, *packed.offsets], batch + 1, total)
         inputs.write("lengths", lengths, batch, 0)
         table = inputs.clear_table(batch)
         self._cache.write_page_table(sequences, table, inputs["table"].shape[1])
         inputs.upload(batch)
+
+    def _take(self, count: int, before: Tensor) -> None:
+        """Puts tokens that only the device knows, so many, into their places of the inputs."""
+        inputs = self._inputs
+        if self._ranks is not None:
+            before = self._ranks.share_tokens(before)
+        tokens = before.index_select(0, inputs["sources"][:count])
+        # Where there is none, its request fails, and any other will do.
+        inputs["tokens"].index_copy_(0, inputs["places"][:count], tokens.clamp_min_(0))
 
     def _compute(self, packed: Packed, queries: int) -> tuple[Tensor, Tensor]:
         """Logits [rows, vocabulary] of the step whose inputs are there, and the greatest's."""

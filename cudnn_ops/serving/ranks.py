@@ -4,8 +4,9 @@ Every rank has the whole engine: a scheduler, a cache with its own heads of ever
 of the model. Schedulers decide alike from the same requests and the same tokens, so these are all
 that the first rank tells: once a step, in a message between hosts, before the step is computed. The
 others choose no token, and do not know by which options tokens are chosen. They learn what the
-first rank chose in one step, and which requests it ended, from the message of the next. So no
-rank's rounding matters but the first one's, nor does any other call a user's function.
+first rank chose in one step, and which requests it ended, from the message of the next. A step that
+is queued before that gets the tokens from device to device. So no rank's rounding matters but the
+first one's, nor does any other call a user's function.
 
 Messages are sent to each rank, not broadcast: gloo's threads let go of a broadcast's tensor some
 time after the call has returned, and need the interpreter for it. A process that ends just then
@@ -185,6 +186,25 @@ class Ranks:
         with self.naming("waiting for what rank 0's draft model proposes"):
             distributed.recv(words, group=self._hosts, group_src=0)
         return [row[: 1 + row[0]][1:] for row in words.tolist()]
+
+    def share_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The tokens that the first rank chose in a step, on the device of every rank.
+
+        On a GPU it is queued, so that no host waits.
+
+        Args:
+            tokens: int64 [rows], on the first rank; on the others as many, of no account.
+        """
+        if tokens.is_cuda:
+            shared = tokens.clone()
+            distributed.broadcast(shared, group=self._group, group_src=0)
+            return shared
+        if self.is_leader:
+            self._send(tokens)
+            return tokens
+        shared = torch.empty_like(tokens)
+        distributed.recv(shared, group=self._hosts, group_src=0)
+        return shared
 
     def _send(self, tensor: torch.Tensor) -> None:
         """Sends it to all other ranks, and waits until they have it."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 import zlib
 from array import array
 from bisect import insort
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from itertools import islice
 from typing import NamedTuple
 
+from cudnn_ops.serving.batch import Batch, Share
 from cudnn_ops.serving.kept import Kept
 from cudnn_ops.serving.kv_cache import PagedKVCache
 from cudnn_ops.serving.page_pool import OutOfPages
@@ -19,50 +20,6 @@ from cudnn_ops.serving.request import Request
 from cudnn_ops.serving.sequence import KVSequence
 from cudnn_ops.serving.speculation import Drafter
 from cudnn_ops.serving.swap import Swapper
-
-
-class Share(NamedTuple):
-    """One request's part of a step: tokens ``start`` to ``stop - 1``, and draft tokens after them.
-
-    Their slots are allocated.
-    """
-
-    request: Request
-    sequence: KVSequence
-    start: int
-    stop: int
-    drafts: tuple[int, ...] = ()
-    """Only where ``start`` is the request's last token."""
-
-    @property
-    def places(self) -> int:
-        """At how many places of the request a next token is chosen."""
-        return 1 + len(self.drafts)
-
-    @property
-    def length(self) -> int:
-        """How many tokens of the request there are with these."""
-        return self.stop + len(self.drafts)
-
-    @property
-    def is_last(self) -> bool:
-        """Whether it ends with the request's last token, so that a new token is generated."""
-        return self.stop == len(self.request.tokens)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The shares of a step, and the slots of their tokens in the same order."""
-
-    shares: list[Share]
-    slots: list[int]
-    has_drafts: bool = False
-    """Whether any of the shares has."""
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether each request has one token, beside drafts."""
-        return max([share.stop - share.start for share in self.shares]) == 1
 
 
 class State(NamedTuple):
@@ -104,6 +61,8 @@ class Scheduler:
         self.running: list[Request] = []  # likewise
         self.prefix_hits = self.preemptions = self.swaps = self.restored_tokens = 0
         self._slots: list[int] = []  # of the step before
+        # While a step is planned whose last one is still being computed: what that will bring.
+        self._pending: Mapping[Request, int] = {}
 
     @property
     def state(self) -> State:
@@ -121,8 +80,17 @@ class Scheduler:
             OutOfPages: there are too few for the oldest request alone, for somebody else holds
                 pages of the cache. It may be called again once they are free.
         """
-        self._make_way()
-        batch = self._continue_running()
+        # There are too many if a step has failed whose ends were counted on.
+        while len(self.running) > self.max_batch or self._must_make_way():
+            self._preempt(self.running[-1])
+        while True:
+            try:
+                batch = self._continue_running()
+                break
+            except OutOfPages:
+                if len(self.running) == 1:
+                    raise
+                self._preempt(self.running[-1])
         self._admit(batch)
         if self._drafter:
             try:
@@ -133,17 +101,61 @@ class Scheduler:
         self._slots = batch.slots
         return batch
 
+    def schedule_ahead(self, before: Batch) -> Batch | None:
+        """Plans the step behind one that is being computed, whose tokens are not known yet.
+
+        Each request that has a token by that step goes on, unless it surely ends with it; one that
+        has ended otherwise by then is computed in vain. Nobody is preempted, for what is preempted
+        must be known. It cannot be done with drafts, which follow from the tokens.
+
+        Returns:
+            None if a step needs the tokens, or if there is nothing to do.
+        """
+        pending = self._pending = before.chosen()
+        try:
+            if self._must_make_way():
+                return None
+            batch = self._continue_running()
+            self._admit(batch)
+        except OutOfPages:  # before anything was changed
+            return None
+        finally:
+            self._pending = {}
+        if not batch.shares:
+            return None
+        self._slots = batch.slots
+        return Batch(batch.shares, batch.slots, pending=pending, is_ahead=True)
+
     def undo(self, batch: Batch) -> None:
         """Releases the slots of a step that was not computed."""
         for share in batch.shares:
-            self.cache.truncate(share.sequence, share.start)
+            if share.is_held:
+                self.cache.truncate(share.sequence, share.start)
+
+    def clear(self, batch: Batch, requests: Collection[Request]) -> None:
+        """Zeroes what a step that is queued writes for requests, whose slots are released already.
+
+        What is computed in vain may not be finite. Whoever gets the page next would read it, times
+        zero, until it is written over.
+        """
+        slots = iter(batch.slots)
+        written = [
+            slot
+            for share in batch.shares
+            for slot in islice(slots, share.stop - share.start)
+            if share.request in requests
+        ]
+        if written:
+            self.cache._zero_slots(written)
 
     def commit(self, batch: Batch) -> None:
         """Commits the pages that a step has filled to the cache, and counts them."""
         size = self.cache.page_size
         for share in batch.shares:
+            if not share.is_held:
+                continue
             stats = share.request.stats
-            stats.peak_pages = max(stats.peak_pages, self._pages(share.sequence.length))
+            stats.peak_pages = max(stats.peak_pages, self._pages(share.length))
             if share.start // size < share.stop // size:
                 self.cache.commit(share.sequence, share.request.tokens[: share.stop])
 
@@ -190,54 +202,53 @@ class Scheduler:
         else:
             self.finish(request)
 
-    def _make_way(self) -> None:
-        """Preempts requests for one of a higher priority that has waited since the last step."""
-        while self.waiting and self.running:
-            candidate, last = self.waiting[0], self.running[-1]
-            if candidate.priority <= last.priority:
-                return
-            if len(self.running) < self.max_batch:
-                sequence = self.cache.allocate(candidate.tokens)
-                has_room = self._has_room(candidate, sequence)
-                self.cache.free(sequence)
-                if has_room:
-                    return
-            self._preempt(last)
+    def _must_make_way(self) -> bool:
+        """Whether the last request is in the way of a waiting one of a higher priority."""
+        if not self.waiting or not self.running:
+            return False
+        candidate = self.waiting[0]
+        if candidate.priority <= self.running[-1].priority:
+            return False
+        if len(self.running) >= self.max_batch:
+            return True
+        sequence = self.cache.allocate(candidate.tokens)
+        has_room = self._has_room(candidate, sequence)
+        self.cache.free(sequence)
+        return not has_room
 
     def _continue_running(self) -> Batch:
-        """Schedules the next tokens of running requests, preempting some if pages run out."""
-        while True:
-            budget = self.chunk
-            wanted: list[tuple[Request, KVSequence, int]] = []
-            for request in self.running:
-                assert request.sequence is not None
-                left = len(request.tokens) - request.sequence.length
-                # A decoding request never waits for another one's prompt.
-                count = left if left == 1 else min(left, budget)
-                if left > 1:
-                    budget -= count
-                if count:
-                    wanted.append((request, request.sequence, count))
-            # Longest first: the thread blocks of attention then end together.
-            wanted.sort(key=lambda share: share[1].length, reverse=True)
-            try:
-                slots = self.cache.extend_all([(sequence, count) for _, sequence, count in wanted])
-            except OutOfPages:
-                if len(self.running) == 1:
-                    raise
-                self._preempt(self.running[-1])
-                continue
-            shares = [
-                Share(request, sequence, sequence.length - count, sequence.length)
-                for request, sequence, count in wanted
-            ]
-            return Batch(shares, slots)
+        """Schedules the next tokens of running requests.
+
+        Raises:
+            OutOfPages: there are too few for all of them; nothing has been changed.
+        """
+        budget = self.chunk
+        wanted: list[tuple[Request, KVSequence, int]] = []
+        for request in self.running:
+            assert request.sequence is not None
+            left = self._length(request) - request.sequence.length
+            # A decoding request never waits for another one's prompt.
+            count = left if left == 1 else min(left, budget)
+            if left > 1:
+                budget -= count
+            if count and not self._surely_ends(request):
+                wanted.append((request, request.sequence, count))
+        # Longest first: the thread blocks of attention then end together.
+        wanted.sort(key=lambda share: share[1].length, reverse=True)
+        slots = self.cache.extend_all([(sequence, count) for _, sequence, count in wanted])
+        shares = [
+            Share(request, sequence, sequence.length - count, sequence.length)
+            for request, sequence, count in wanted
+        ]
+        return Batch(shares, slots)
 
     def _admit(self, batch: Batch) -> None:
         """Admits waiting requests as far as the batch, the pages and the step's budget allow."""
         cache = self.cache
         budget = self._left(batch)
-        while self.waiting and len(self.running) < self.max_batch and budget > 0:
+        # Those that end with the step before leave their places, but not yet their pages.
+        places = self.max_batch + sum(map(self._surely_ends, self.running))
+        while self.waiting and len(self.running) < places and budget > 0:
             request = self.waiting[0]
             sequence = cache.allocate(request.tokens)
             hits = sequence.length
@@ -325,7 +336,7 @@ class Scheduler:
         needed = self._pages(len(candidate.tokens)) - self._pages(sequence.length)
         for request in self.running:
             assert request.sequence is not None
-            needed += self._pages(len(request.tokens)) - self._pages(request.sequence.length) + 1
+            needed += self._pages(self._length(request)) - self._pages(request.sequence.length) + 1
         return needed <= self.cache.available
 
     def _is_being_computed(self, candidate: Request, hits: int) -> bool:
@@ -366,6 +377,14 @@ class Scheduler:
     def _forget(self, request: Request) -> None:
         if self._drafter:
             self._drafter.forget(request)
+
+    def _surely_ends(self, request: Request) -> bool:
+        """Whether the token that the host does not know yet is its last one in any case."""
+        return request in self._pending and request.left == 1
+
+    def _length(self, request: Request) -> int:
+        """Tokens of a request, with the one that the host does not know yet."""
+        return len(request.tokens) + (request in self._pending)
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.cache.page_size)

@@ -76,10 +76,14 @@ class EngineStats:
     timed_out: int = 0
     """Requests that ended by their timeout."""
     steps: int = 0
+    overlapped: int = 0
+    """Steps that were queued while the one before was computed."""
     replays: int = 0
     """Steps that were replayed from a CUDA graph."""
     computed_tokens: int = 0
     """Tokens that went through the model, including those computed again after a preemption."""
+    extra_tokens: int = 0
+    """Those of them whose request had ended by then, as is found one step later with overlap."""
     output_tokens: int = 0
     prefix_hits: int = 0
     """Tokens of admitted requests that prefix caching found in the cache."""
@@ -91,8 +95,13 @@ class EngineStats:
     peak_pages: int = 0
     """The largest number of pages in use in any step."""
     seconds: float = 0.0
-    """Time spent in steps, in seconds."""
+    """Time in which a step was planned or computed, in seconds."""
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
+
+    @property
+    def overlap_share(self) -> float:
+        """The share of ``overlapped`` in ``steps``; 0 before the first step."""
+        return self.overlapped / self.steps if self.steps else 0.0
 
     @property
     def tokens_per_second(self) -> float:

@@ -1,13 +1,15 @@
-"""A step of the engine, once it is computed: its requests get their tokens."""
+"""A step of the engine: what is queued of it, and how its requests get their tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from torch import Tensor
+
+from cudnn_ops.serving.batch import Batch
 from cudnn_ops.serving.choosing import Chosen
 from cudnn_ops.serving.request import Request
-from cudnn_ops.serving.scheduler import Batch
 from cudnn_ops.serving.stats import SpeculationStats
 
 
@@ -37,19 +39,38 @@ class Outcome:
     """What ranks that follow are told, a number for each row; empty if there are none."""
     generated: list[GeneratedToken] = field(default_factory=list)
     ended: list[Request] = field(default_factory=list)
+    extra_tokens: int = 0
+    """That were computed for requests that had ended by then."""
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
 
 
-class Step(NamedTuple):
-    """A step that was computed, and whose tokens have not been accepted."""
+@dataclass(eq=False)
+class Step:
+    """A step whose model is queued, and whose tokens have not been accepted."""
 
     batch: Batch
-    tokens: list[int]
-    """One for each row of the logits: one or, with drafts, several for each share."""
-    chosen: Chosen | None
-    """What there is beside the tokens; None if there was nothing to do."""
+    logits: Tensor
+    """[rows, vocabulary]. Overwritten by the next step, before which tokens must be chosen."""
+    greedy: Tensor
+    """int64 [rows], the tokens of the greatest logits."""
     pages: int
+    """In use, with those of this step."""
     began: float
+    """When it was planned."""
+    chosen: Chosen | None = None
+    """None until the choice of its tokens is queued."""
+    tokens: list[int] = field(default_factory=list)
+    """One for each row of the logits: one or, with drafts, several for each share."""
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether it was queued while the step before was computed."""
+        return self.batch.is_ahead
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether any of its requests has not ended."""
+        return any(share.is_held for share in self.batch.shares)
 
     def accept(self, told: list[int] | None, now: float, tells: bool) -> Outcome:
         """Gives the requests their tokens.
@@ -71,7 +92,9 @@ class Step(NamedTuple):
         for share in self.batch.shares:
             request, drafts, row = share.request, share.drafts, first
             first += 1 + len(drafts)
-            if not share.is_last:
+            if not share.is_held:
+                outcome.extra_tokens += share.stop - share.start
+            if not (share.is_held and share.is_last):
                 continue
             accepted = 0
             for draft in (*drafts, -1):  # no token is -1

@@ -6,7 +6,6 @@ import copy
 import random
 from dataclasses import dataclass
 
-import pytest
 import torch
 from torch.nn import functional as F
 
@@ -128,10 +127,15 @@ def uncached_logits(model: Llama, tokens: torch.Tensor) -> torch.Tensor:
 
 def run_failing_every_other_step(engine: Engine, failing: list[bool]) -> None:
     """Until all requests are over; what the engine calls raises where ``failing`` says so."""
+    failures = 0
     while engine.running or engine.waiting:
         failing[0] = not failing[0]
-        if failing[0]:
-            with pytest.raises(RuntimeError, match="no luck"):
-                engine.step()
-        else:
+        try:
             engine.step()
+        except RuntimeError as error:
+            if not failing[0] or str(error) != "no luck":
+                raise
+            failures += 1
+        else:  # with overlap it may have read what was queued before, and queued nothing
+            assert engine.overlap or not failing[0]
+    assert failures > 5

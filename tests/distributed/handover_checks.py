@@ -31,7 +31,7 @@ def unit() -> int:
 
 
 def engine_of(pages: int, **options: Any) -> Engine:
-    return make_engine(device().type, pages, decode=decode, **options)
+    return make_engine(device().type, pages, decode=decode, overlap=True, **options)
 
 
 def decode(tokens: list[int]) -> str:
@@ -71,6 +71,7 @@ def check_equal() -> None:
     list(alone.run())
     if distributed.get_rank() == 0:
         sender = KVSender(engine_of(40), 1)
+        assert not sender.engine.overlap
         requests = [
             sender.engine.submit(*job, priority=index % 3, timeout=1e6)
             for index, job in enumerate(jobs)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from cudnn_ops.generation import (
     Request,
     SamplingParams,
 )
+from cudnn_ops.serving.batch import Batch
 from examples.llama import Llama, LlamaConfig, Operators
 from examples.parallel import shard_for_serving
 from tests.cases.generation import make_prompts, serve_at_random
@@ -44,6 +46,9 @@ def unit() -> int:
 
 class Served:
     """An engine with a tiny Llama, and what can be seen of its steps."""
+
+    overlap = False
+    """Of all engines that are created, on all ranks."""
 
     def __init__(
         self,
@@ -69,7 +74,8 @@ class Served:
             dtype=dtype,
             device=device(),
         )
-        options = {"max_batch": 6, "chunk": 5 * unit(), "mesh": mesh} | options
+        common = {"max_batch": 6, "chunk": 5 * unit(), "mesh": mesh, "overlap": self.overlap}
+        options = common | options
         if callable(options.get("speculation")):
             options["speculation"] = options["speculation"](mesh)
         self.logits: list[Tensor] = []
@@ -97,19 +103,22 @@ class Served:
 
     def _watch(self, engine: Engine) -> None:
         scheduler = engine._scheduler
-        schedule, release = scheduler.schedule, scheduler._release
+        schedules, release = (scheduler.schedule, scheduler.schedule_ahead), scheduler._release
 
-        def recorded():
-            batch = schedule()
+        def recorded(schedule: Callable[..., Batch | None], *before: Batch) -> Batch | None:
+            batch = schedule(*before)
             usage = engine.cache.usage()
-            self.pages.append((usage.free, usage.evictable, usage.shared, *batch.slots))
+            slots = batch.slots if batch else []
+            self.pages.append((usage.free, usage.evictable, usage.shared, *slots))
             return batch
 
         def released(request: Request) -> None:
             self.released.append(request.output)
             release(request)
 
-        scheduler.schedule = recorded  # type: ignore[method-assign]
+        now, ahead = (partial(recorded, schedule) for schedule in schedules)
+        scheduler.schedule = now  # type: ignore[assignment, method-assign]
+        scheduler.schedule_ahead = ahead  # type: ignore[method-assign]
         scheduler._release = released  # type: ignore[method-assign]
 
 
@@ -131,6 +140,8 @@ def check_equal(mesh: DeviceMesh, script: Script, kv_heads: int = 4, **options: 
     usage = ours.engine.cache.usage()
     assert usage.in_use == usage.sequences == 0
     assert ours.engine.running == ours.engine.waiting == 0
+    assert ours.engine._queued is None
+    assert (ours.engine.stats.overlapped > 0) == ours.engine.overlap
     if ours.engine.is_leader:
         assert outputs == expected
     if device().type == "cpu":
@@ -387,6 +398,8 @@ def check_ranks_that_differ(mesh: DeviceMesh) -> None:
     message = r"speculation is None on rank 0 and PromptLookup\(.*\) on rank 1; all"
     with pytest.raises(ValueError, match=message):
         Served(mesh, speculation=PromptLookup() if rank == 1 else None)
+    with pytest.raises(ValueError, match="overlap is False on rank 0 and True on rank 1; all"):
+        Served(mesh, overlap=rank == 1)
     with pytest.raises(ValueError, match=r"cache\.pages is 40 on rank 0 and 41 on rank 1; all"):
         Served(mesh, pages=41 if rank == 1 else 40)
 
@@ -466,12 +479,29 @@ def check_named(error: RuntimeError, text: str) -> None:
     assert "timeout of torch.distributed.init_process_group or new_group" in str(error)
 
 
+def check_overlapped(mesh: DeviceMesh) -> None:
+    """Steps that are queued before the ranks that follow are told the tokens."""
+    Served.overlap = True
+    for check in (
+        check_greedy,
+        check_sampling,
+        check_options,
+        check_aborts,
+        check_priorities,
+        check_swapping,
+        check_missing_pages,
+    ):
+        check(mesh)
+    Served.overlap = False
+
+
 def check_pairs_and_all() -> None:
     """Two meshes of two ranks beside each other, then one of four."""
     both = mesh_of(2, 2, names=("dp", "tp"))
     with pytest.raises(ValueError, match=r"rank: mesh has 2 dimensions, .* as in mesh\['tp'\]"):
         heads_of_rank(8, 4, both)
     pair = both["tp"]
+    check_overlapped(pair)
     for check in (
         check_greedy,
         check_sampling,
@@ -499,6 +529,7 @@ def check_pairs_and_all() -> None:
 
 def check_on_gpus() -> None:
     mesh = mesh_of()
+    check_overlapped(mesh)
     for check in (
         check_greedy,
         check_sampling,
