@@ -5,6 +5,7 @@ The CUDA kernels are in ``csrc/ops/paged*.cpp`` and ``csrc/kernels/``.
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -133,30 +134,34 @@ def paged_attention(
         >>> cudnn_ops.paged_attention(query, cache, cache, pages, lengths).shape
         torch.Size([2, 1, 8, 64])
     """
-    options: dict[str, Any] = {
-        "cu_seqlens_q": cu_seqlens_q,
-        "max_seqlen_q": max_seqlen_q,
-        "scale": scale,
-        "is_causal": is_causal,
-        "window_size": window_size,
-        "bottom_right": bottom_right,
-        "softcap": softcap,
-        "sinks": sinks,
-        "head_major": is_head_major(kv_layout),
-        "descale_k": descale_k,
-        "descale_v": descale_v,
-        "plan": plan,
-    }
     refuse_one_number("paged_attention", window_size)
-    tensors = (query, key_cache, value_cache, page_table, seq_lens_kv)
+    attend = _paged_attention
+    if out is not None:
+        attend = partial(_ops._paged_attention_out.default, out=out)
     try:
-        if out is None:
-            return _paged_attention(*tensors, **options)
-        _ops._paged_attention_out.default(*tensors, **options, out=out)
+        result = attend(
+            query,
+            key_cache,
+            value_cache,
+            page_table,
+            seq_lens_kv,
+            cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=max_seqlen_q,
+            scale=scale,
+            is_causal=is_causal,
+            window_size=window_size,
+            bottom_right=bottom_right,
+            softcap=softcap,
+            sinks=sinks,
+            head_major=is_head_major(kv_layout),
+            descale_k=descale_k,
+            descale_v=descale_v,
+            plan=plan,
+        )
     except RuntimeError:  # the schema's
         refuse_lists("paged_attention", locals())
         raise
-    return out
+    return result if out is None else out
 
 
 def paged_attention_with_lse(
