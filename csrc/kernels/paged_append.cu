@@ -35,7 +35,7 @@ struct Rounded {
 template <class Unit>
 __device__ void append(const PagedAppendCall& call) {
   constexpr unsigned kTokens = kAppendedTokens;
-  const PagedAppendSide& side = blockIdx.y == 0 ? call.key : call.value;
+  const PagedAppendSide side = blockIdx.y == 0 ? call.key : call.value;
   const typename Unit::From* from[kTokens];
   typename Unit::To* to[kTokens];
 #pragma unroll
