@@ -45,6 +45,7 @@ from cudnn_ops.ops.paged import (
 )
 from cudnn_ops.ops.quantize import QuantizedFp8, dequantize_fp8, quantize_fp8
 from cudnn_ops.ops.rotary import rotary_embedding, rotary_embedding_qk
+from cudnn_ops.ops.rotary_fp8 import RotaryFp8, rotary_embedding_qkv_fp8
 from cudnn_ops.ops.sdpa import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_with_lse,
@@ -128,6 +129,7 @@ __all__ = [
     "PlanRequest",
     "Profile",
     "QuantizedFp8",
+    "RotaryFp8",
     "StoreInfo",
     "TunedPlan",
     "WarmupReport",
@@ -183,6 +185,7 @@ __all__ = [
     "rms_norm",
     "rotary_embedding",
     "rotary_embedding_qk",
+    "rotary_embedding_qkv_fp8",
     "save_requests",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_with_lse",

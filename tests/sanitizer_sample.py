@@ -387,6 +387,30 @@ def appending() -> Iterator[Sample]:
             yield f"paged_append_{unit}", partial(run, dtype, size, head_major)
 
 
+def turned_rounding() -> Iterator[Sample]:
+    def run(dtype: torch.dtype, angle: torch.dtype, size: int, interleaved: bool) -> None:
+        query, key, value = (_tensor(2, h, 5, size, dtype=dtype) for h in (3, 2, 2))
+        cos, sin = (_tensor(1, 5, size, dtype=angle) for _ in range(2))
+        weight, scales = _tensor(size, dtype=dtype), torch.full((4,), 2.0, device="cuda")
+        for given in (None, scales):
+            cudnn_ops.rotary_embedding_qkv_fp8(
+                *(query, key, value, cos, sin, given),
+                query_weight=weight,
+                per_head=True,
+                interleaved=interleaved,
+                dtype=torch.float8_e4m3fn if given is None else torch.float8_e5m2,
+            )
+
+    for name, dtype in TYPES.items():
+        for suffix, angle in {"": dtype, "_float": torch.float32}.items():
+            if suffix and dtype == torch.float32:
+                continue
+            width, types = 16 // dtype.itemsize, f"{name}{suffix}"
+            yield f"rotary_fp8_{types}_{width}", partial(run, dtype, angle, 64, False)
+            yield f"rotary_fp8_pairs_{types}_{width}", partial(run, dtype, angle, 64, True)
+            yield f"rotary_fp8_{types}_1", partial(run, dtype, angle, 6, False)
+
+
 def rounding() -> Iterator[Sample]:
     def draw(dtype: torch.dtype, size: int) -> Tensor:
         return _tensor(3, 5, size, dtype=dtype)
@@ -455,7 +479,7 @@ def decoding() -> Iterator[Sample]:
 
 FAMILIES = (
     *(gated, rotary, norms, group_norms, batch_norms, adaptive_norms, convolutions),
-    *(depthwise_images, mixtures, appending, rounding, decoding),
+    *(depthwise_images, mixtures, appending, rounding, turned_rounding, decoding),
 )
 
 

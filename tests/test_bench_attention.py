@@ -335,9 +335,15 @@ def test_bench_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     bench_fp8.run(rows, rounds=harness.QUICK_ROUNDS)
     times = harness.pivot(rows.rows, "gpu_ms")
     assert list(times[str(SHAPE)]) == ["cudnn_ops", "known scales", "kernel alone", "bf16"]
-    roundings = ("rounded", "rounded, known scale", "widened")
-    assert list(times)[1:] == [f"{SHAPE} {name}" for name in roundings]
+    assert list(times[f"{SHAPE} turned"]) == ["cudnn_ops", "known scales", "bf16"]
+    roundings = (
+        *("rounded", "rounded, known scale", "widened"),
+        *("turned and rounded", "turned and rounded, known scales", "normed, turned and rounded"),
+    )
+    assert list(times)[2:] == [f"{SHAPE} {name}" for name in roundings]
     assert all(list(times[f"{SHAPE} {name}"]) == ["cudnn_ops", "copy"] for name in roundings)
+    of_turned = harness.pivot(rows.rows, "error")[f"{SHAPE} turned"]
+    assert of_turned["bf16"] < 0.01 < of_turned["cudnn_ops"] == of_turned["known scales"] < 0.06
     errors = harness.pivot(rows.rows, "error")[str(SHAPE)]
     assert errors["bf16"] < 0.01 < errors["cudnn_ops"] < 0.06
     assert errors["cudnn_ops"] == errors["known scales"] == errors["kernel alone"]

@@ -150,6 +150,7 @@ register_rule("_gated_backward", _gated_backward)
 register_rule("_rotary", _rotary)
 register_rule("_quantize_fp8", Samples.each)  # the largest magnitude is a sample's own
 register_rule("_dequantize_fp8", Samples.each)
+register_rule("_rotary_fp8", Samples.each)  # likewise
 register_rule("_norm", _norm)
 register_rule("_norm_backward", _norm_backward)
 register_composites("swiglu", "geglu", "rotary_embedding", "rotary_embedding_qk")

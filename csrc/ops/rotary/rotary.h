@@ -52,5 +52,7 @@ struct Rotary {
 using RotaryResults = std::tuple<at::Tensor, at::Tensor>;  // [0] where there is no key
 
 void check_rotary(const Rotary& args);
+// The same for another operator, whose name begins messages.
+void check_rotation(const Rotary& args, const char* op);
 
 }  // namespace cudnn_ops
