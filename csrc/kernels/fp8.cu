@@ -86,7 +86,7 @@ __device__ void uncast(const Fp8Call& call) {
 extern "C" __global__ void __launch_bounds__(256)
     fp8_numbers(const __grid_constant__ Fp8NumbersCall call) {
   if (threadIdx.x == 0) {
-    const float descale_value = *call.descale_value;
+    const float descale_value = call.descale_value == nullptr ? 1 : *call.descale_value;
     const float scale_out = !call.is_scaled             ? 1
                             : call.scale_out == nullptr ? 1 / descale_value
                                                         : *call.scale_out;

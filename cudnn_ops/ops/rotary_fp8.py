@@ -86,8 +86,8 @@ def rotary_embedding_qkv_fp8(
         eps: of the norms; None stands for the machine epsilon of float32.
         zero_centered: of the norms, as in :func:`rms_norm`.
         per_head: whether each head of the value has a scale of its own. :func:`sdpa_fp8` takes
-            these: its output is linear in the value. Scores of all heads have one factor there, so
-            query and key have one scale each.
+            their descales, ``descale[2:]``, for its output is linear in the value. Scores of all
+            heads have one factor there, so query and key have one scale each.
         interleaved: as in :func:`rotary_embedding`, like the following three.
         rotary_dim: as there.
         positions: as there.

@@ -7,6 +7,7 @@ tells the backward what that was.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -224,6 +225,8 @@ def _fp8_rules(call: Call) -> list[Rule]:
         ("query", "key", "value", "seq_lens_q", "seq_lens_kv"),
         ("query",) if is_one else ("query", "key", "value"),
     ]
+    if math.prod(call.descale_v.shape) > 1:
+        del sharded[1]  # one head alone has its amax_o in other units
     return [
         Rule(
             dict.fromkeys(names, Shard(dim)),

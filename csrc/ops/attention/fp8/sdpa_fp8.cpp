@@ -48,6 +48,20 @@ void check_scale(const at::Tensor& scale, const char* name, const at::Tensor& qu
                     scale.scalar_type(), " ", scale.sym_sizes(), " on ", scale.device());
 }
 
+void check_descale_of_value(const SdpaFp8& given) {
+  const auto &descale = given.descale_value, &value = given.args.value;
+  TORCH_CHECK_TYPE(descale.defined(), kOp, "descale_v must be a tensor, got None");
+  const bool is_one = descale.sym_numel() == 1;
+  TORCH_CHECK_VALUE(descale.scalar_type() == at::kFloat && descale.device() == value.device() &&
+                        (is_one || holds(descale.sym_numel().sym_eq(value.sym_size(1)))),
+                    kOp, "descale_v must be one float32 number, or ", value.sym_size(1),
+                    ", one for each head of value, on ", value.device(), "; got ",
+                    descale.scalar_type(), " ", descale.sym_sizes(), " on ", descale.device());
+  TORCH_CHECK_VALUE(is_one || !given.scale_out, kOp,
+                    "scale_o is of an output under one descale_v; with one for each head the "
+                    "output is rounded under those");
+}
+
 void check_sizes(const SdpaFp8& given) {
   const auto &query = given.args.query, &key = given.args.key, &value = given.args.value;
   TORCH_CHECK_VALUE(holds(query.sym_size(3).sym_eq(key.sym_size(3))), kOp, "query has head size ",
@@ -87,7 +101,7 @@ void check_sdpa_fp8(const SdpaFp8& given) {
   check_sizes(given);
   check_scale(given.descale_query, "descale_q", query);
   check_scale(given.descale_key, "descale_k", query);
-  check_scale(given.descale_value, "descale_v", query);
+  check_descale_of_value(given);
   if (given.scale_out) check_scale(*given.scale_out, "scale_o", query);
   TORCH_CHECK_TYPE(is_fp8(given.out_dtype) || given.out_dtype == at::kHalf ||
                        given.out_dtype == at::kBFloat16 ||

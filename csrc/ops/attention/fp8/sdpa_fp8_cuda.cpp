@@ -43,10 +43,12 @@ at::Tensor lengths_of(const OptionalTensor& lengths) {
 }
 
 Fp8Numbers numbers_of(const SdpaFp8& given, const Sdpa& args, at::ScalarType written) {
-  return make_fp8_numbers({given.descale_query, given.descale_key, given.descale_value,
-                           given.scale_out, is_fp8(written), kScaleOfProbabilities,
-                           lengths_of(args.seq_lens_q), lengths_of(args.seq_lens_kv),
-                           args.query.size(0), args.query.size(2), args.key.size(2)});
+  // cuDNN knows one descale of the value alone: its output is over those of heads, see in_dtype().
+  const at::Tensor of_value = given.has_descales() ? at::Tensor() : at::Tensor(given.descale_value);
+  return make_fp8_numbers({given.descale_query, given.descale_key, of_value, given.scale_out,
+                           is_fp8(written), kScaleOfProbabilities, lengths_of(args.seq_lens_q),
+                           lengths_of(args.seq_lens_kv), args.query.size(0), args.query.size(2),
+                           args.key.size(2)});
 }
 
 // What a part of a call gives: [B, H, rows, Dv] in the type that cuDNN writes, [B, H, rows].
@@ -102,13 +104,31 @@ void hide_padding(const at::Tensor& lengths, const at::Tensor& out, const at::Te
   if (lse.defined()) lse.masked_fill_(is_hidden, -kInfinity);
 }
 
+// The descale of the value for each head of the query.
+at::Tensor descales_of_heads(const SdpaFp8& given) {
+  const int64_t heads = given.args.query.size(1), of_value = given.args.value.size(1);
+  return given.descale_value.reshape({of_value, 1})
+      .expand({of_value, heads / of_value})
+      .reshape(heads);
+}
+
 // Of the queries of a part, in the type that was asked for.
-at::Tensor in_dtype(const Written& written, at::ScalarType dtype) {
-  if (written.out.scalar_type() == dtype) return written.out;
-  const at::Tensor out = at::detail::empty_strided_cuda(written.out.sizes(), written.out.strides(),
-                                                        dtype, written.out.device());
-  widen_fp8(written.out, written.numbers.numbers.back(), std::nullopt, out);
-  return out;
+at::Tensor in_dtype(const SdpaFp8& given, const Written& written) {
+  const auto dtype = given.out_dtype;
+  const auto& [out, lse, numbers] = written;
+  if (out.scalar_type() == dtype) {
+    // Under descales of the value an output of 8 bits has the same.
+    if (given.has_descales() && !is_fp8(dtype)) out.mul_(descales_of_heads(given).view({-1, 1, 1}));
+    return out;
+  }
+  const at::Tensor wide =
+      at::detail::empty_strided_cuda(out.sizes(), out.strides(), dtype, out.device());
+  if (given.has_descales()) {
+    widen_fp8(out, descales_of_heads(given), 1, wide);
+  } else {
+    widen_fp8(out, numbers.numbers.back(), std::nullopt, wide);
+  }
+  return wide;
 }
 
 SdpaFp8Results nothing(const SdpaFp8& given, c10::IntArrayRef sizes) {
@@ -132,7 +152,7 @@ SdpaFp8Results sdpa_fp8_cuda(const SdpaFp8& given) {
   if (c10::multiply_integers(sizes) == 0 || part.is_empty()) return nothing(given, sizes);
   const Written written = run(given, part);
   const auto& numbers = written.numbers;
-  const at::Tensor out = in_dtype(written, given.out_dtype), lse = written.lse;
+  const at::Tensor out = in_dtype(given, written), lse = written.lse;
   if (numbers.lengths.defined()) hide_padding(numbers.lengths, out, lse);
   if (out.size(2) == query.size(2)) {
     return {out, or_none(lse, query, at::kFloat), numbers.amax, numbers.amax_out};
