@@ -52,6 +52,7 @@ from cudnn_ops.ops.sdpa import (
 )
 from cudnn_ops.ops.sdpa_fp8 import AttentionFp8, sdpa_fp8, sdpa_fp8_with_stats
 from cudnn_ops.ops.varlen import varlen_attention, varlen_attention_with_lse
+from cudnn_ops.ops.varlen_fp8 import PackedAttentionFp8, varlen_attention_fp8
 from cudnn_ops.plans.bundle import (
     BundleReport,
     PlanBundle,
@@ -124,6 +125,7 @@ __all__ = [
     "OperatorProfile",
     "OptimizeReport",
     "OutOfPages",
+    "PackedAttentionFp8",
     "PagedKVCache",
     "PlanBundle",
     "PlanRequest",
@@ -205,6 +207,7 @@ __all__ = [
     "unload_bundle",
     "using_plan_policy",
     "varlen_attention",
+    "varlen_attention_fp8",
     "varlen_attention_with_lse",
     "warmup",
 ]

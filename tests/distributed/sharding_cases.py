@@ -197,6 +197,26 @@ def _attend_fp8(query: Tensor, key: Tensor, value: Tensor, scale: Tensor, **rest
     )
 
 
+def _attend_packed_fp8(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: Tensor
+) -> Any:
+    data, descales, _ = zip(*(cudnn_ops.quantize_fp8(x, scale) for x in (q, k, v)), strict=True)
+    of_query, of_key, of_value = descales
+    return cudnn_ops.varlen_attention_fp8(
+        *(*data, starts, starts, 3, 3),
+        descale_q=of_query,
+        descale_k=of_key,
+        descale_v=of_value,
+    )
+
+
+PACKED_FP8: Tensors = {
+    **dict.fromkeys(("q", "k", "v"), (6, 4, 16)),
+    "starts": lengths(0, 3, 6),
+    "scale": torch.tensor([90.0]),
+}
+
+
 def _turn_fp8(
     query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, scales: Tensor
 ) -> Any:
@@ -228,6 +248,7 @@ SERVING = [
         {**FP8, "seq_lens_kv": lengths(2, 6, 0, 5)},
         every(S0, *QKV),
     ),
+    Case("packed FP8 by heads", _attend_packed_fp8, PACKED_FP8, every(S1, "q", "k", "v")),
     Case("turned and rounded by batch", _turn_fp8, TURNED_FP8, every(S0, *QKV), silent=True),
     Case("turned and rounded by heads", _turn_fp8, TURNED_FP8, every(S1, *QKV), silent=True),
     Case(

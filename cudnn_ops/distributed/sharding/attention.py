@@ -278,6 +278,15 @@ for _returns, _op in enumerate(
 ):
     _rules = _packed_rules(_returns)
     register_with_keywords(_op, forward(_rules, _packed_groups), _rules, "q")
+
+
+def _packed_fp8_rules(call: Call) -> list[Rule]:
+    return [Rule(_packed_inputs(call), (Shard(1), Partial("max"), Partial("max")))]
+
+
+register_with_keywords(
+    _ops._varlen_fp8.default, forward(_packed_fp8_rules, _packed_groups), _packed_fp8_rules, "q"
+)
 register_with_keywords(
     _ops._varlen_backward.default, _backward(_packed_backward_rules), _packed_backward_rules, "lse"
 )

@@ -37,4 +37,12 @@ using SdpaFp8Results = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor
 
 void check_sdpa_fp8(const SdpaFp8& given);
 
+// What dense and packed attention of 8 bits check alike; `op` begins messages.
+void check_fp8_head_size(const at::Tensor& tensor, const char* name, const char* op);
+void check_fp8_scale(const at::Tensor& scale, const char* name, const at::Tensor& query,
+                     const char* op);
+void check_fp8_out_dtype(at::ScalarType dtype, const at::Tensor& query, const char* op);
+// The scores'.
+void check_fp8_factor(const std::optional<double>& scale, const char* op);
+
 }  // namespace cudnn_ops

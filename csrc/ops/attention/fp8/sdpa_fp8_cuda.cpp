@@ -2,6 +2,7 @@
 // The host reads neither scales nor lengths.
 
 #include "ops/attention/dense/sdpa_problem.h"
+#include "ops/attention/fp8/sdpa_fp8_cuda.h"
 #include "ops/attention/fp8/sdpa_fp8_problem.h"
 #include "ops/attention/layout.h"
 #include "ops/attention/plan_tensors_cuda.h"
@@ -25,10 +26,6 @@ namespace {
 using graph::TensorDesc;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-// The probabilities, of which none is above 1, are rounded to 8 bits too. As much of the range as a
-// power of two allows keeps the small ones out of the numbers that are not normal.
-constexpr float kScaleOfProbabilities = 256;
-
 constexpr CallName kCall{
     "cudnn_ops.sdpa_fp8",
     "`python -m cudnn_ops support fp8` shows what cuDNN supports on a GPU; "
@@ -46,7 +43,7 @@ Fp8Numbers numbers_of(const SdpaFp8& given, const Sdpa& args, at::ScalarType wri
   // cuDNN knows one descale of the value alone: its output is over those of heads, see in_dtype().
   const at::Tensor of_value = given.has_descales() ? at::Tensor() : at::Tensor(given.descale_value);
   return make_fp8_numbers({given.descale_query, given.descale_key, of_value, given.scale_out,
-                           is_fp8(written), kScaleOfProbabilities, lengths_of(args.seq_lens_q),
+                           is_fp8(written), kFp8ScaleOfProbabilities, lengths_of(args.seq_lens_q),
                            lengths_of(args.seq_lens_kv), args.query.size(0), args.query.size(2),
                            args.key.size(2)});
 }
@@ -91,16 +88,12 @@ Written run(const SdpaFp8& given, const SdpaFp8Part& part) {
   return written;
 }
 
-at::Tensor bytes_of(const at::Tensor& tensor) {
-  return is_fp8(tensor.scalar_type()) ? tensor.view(at::kByte) : tensor;
-}
-
 // Zeros, and minus infinity, where a sequence has no query or no key: cuDNN was told that it has no
 // query, and says nothing of those.
 void hide_padding(const at::Tensor& lengths, const at::Tensor& out, const at::Tensor& lse) {
   const at::Tensor position = at::arange(out.size(2), lengths.options());
   const at::Tensor is_hidden = position.ge(lengths.unsqueeze(-1)).unsqueeze(1);  // [B, 1, Sq]
-  bytes_of(out).masked_fill_(is_hidden.unsqueeze(-1), 0);
+  bytes_of_fp8(out).masked_fill_(is_hidden.unsqueeze(-1), 0);
   if (lse.defined()) lse.masked_fill_(is_hidden, -kInfinity);
 }
 
@@ -134,7 +127,7 @@ at::Tensor in_dtype(const SdpaFp8& given, const Written& written) {
 SdpaFp8Results nothing(const SdpaFp8& given, c10::IntArrayRef sizes) {
   const auto& query = given.args.query;
   const at::Tensor out = empty_dense(sizes, query, given.out_dtype);
-  bytes_of(out).zero_();
+  bytes_of_fp8(out).zero_();
   at::Tensor lse;
   if (given.with_lse) lse = empty_numbers(sizes.slice(0, 3), query).fill_(-kInfinity);
   return {out, or_none(lse, query, at::kFloat), empty_numbers({1}, query).zero_(),
@@ -159,7 +152,7 @@ SdpaFp8Results sdpa_fp8_cuda(const SdpaFp8& given) {
   }
   const auto [all, all_lse, amax, amax_out] = nothing(given, sizes);
   const auto rows = [&](const at::Tensor& tensor) { return tensor.narrow(2, part.row, part.rows); };
-  bytes_of(rows(all)).copy_(bytes_of(out.narrow(2, 0, part.rows)));
+  bytes_of_fp8(rows(all)).copy_(bytes_of_fp8(out.narrow(2, 0, part.rows)));
   if (given.with_lse) rows(all_lse).copy_(lse.narrow(2, 0, part.rows));
   return {all, all_lse, numbers.amax, numbers.amax_out};
 }
