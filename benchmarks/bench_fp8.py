@@ -21,6 +21,8 @@ from benchmarks.bench_sdpa import SHAPES, Shape, checked, tensors
 from benchmarks.harness import OURS, Rows, gpu_ms, main
 
 FP8 = torch.float8_e4m3fn
+#: Tokens, the model's size and the MLP's: those of Llama 3 8B.
+LAYERS = ((8192, 4096, 14336),)
 # Of the output, as a share of its norm. Rounding the inputs alone was measured to give 0.043.
 TOLERANCE = 0.1
 
@@ -40,6 +42,8 @@ def run(rows: Rows, rounds: int) -> None:
         for shape in SHAPES[:2]:
             measure_rounding(shape, rows, rounds)
             measure_turned_rounding(shape, rows, rounds)
+        for sizes in LAYERS:
+            measure_layer(sizes, rows, rounds)
 
 
 def rounded(inputs: tuple[Tensor, ...], scales: tuple[Tensor | None, ...]) -> Operands:
@@ -184,8 +188,52 @@ def measure_turned_rounding(shape: Shape, rows: Rows, rounds: int) -> None:
     )
 
 
+def measure_layer(sizes: tuple[int, int, int], rows: Rows, rounds: int) -> None:
+    """A norm and an MLP of 8 bits beside the same of 16; and what rounds in it beside copies."""
+    tokens, size, hidden = sizes
+    device = tensors(SHAPES[0], "cuda")[0].device
+    new = partial(torch.randn, device=device, dtype=torch.bfloat16)
+    x, residual, norm = new(tokens, size), new(tokens, size), new(size)
+    gate, up, down = new(hidden, size) * 0.02, new(hidden, size) * 0.02, new(size, hidden) * 0.02
+    joined = torch.cat([gate, up])
+    weights = [cudnn_ops.quantize_rows_fp8(weight) for weight in (joined, down)]
+
+    def in_fp8() -> Tensor:
+        found, _ = cudnn_ops.add_rms_norm_fp8(x, residual, norm, 1e-5)
+        both = cudnn_ops.linear_fp8(found, weights[0])
+        return cudnn_ops.linear_fp8(cudnn_ops.swiglu_fp8(*both.chunk(2, -1)), weights[1])
+
+    def in_bf16() -> Tensor:
+        found, _ = cudnn_ops.add_rms_norm(x, residual, (size,), norm, 1e-5)
+        both = torch.nn.functional.linear(found, joined)
+        return torch.nn.functional.linear(cudnn_ops.swiglu(*both.chunk(2, -1)), down)
+
+    case = f"{tokens},{size},{hidden} norm and MLP"
+    wide = torch.nn.functional.rms_norm((x + residual)[:16].double(), (size,), norm.double(), 1e-5)
+    gated = torch.nn.functional.silu(wide @ gate.double().T) * (wide @ up.double().T)
+    exact = gated @ down.double().T
+    for name, function in {OURS: in_fp8, "bf16": in_bf16}.items():
+        error = float((function()[:16] - exact).norm() / exact.norm())
+        if not error <= TOLERANCE:  # written so that NaN fails
+            raise RuntimeError(f"{name} at {case}: the output is {error:.2g} of its norm off")
+        rows.add(case, name, "error", error)
+    for name, ms in gpu_ms({OURS: in_fp8, "bf16": in_bf16}, rounds=rounds).items():
+        rows.add(case, name, "gpu_ms", ms)
+    both = new(tokens, 2 * hidden)
+    time_beside_copies(
+        f"{tokens},{size},{hidden}",
+        {
+            "normed rows": (lambda: cudnn_ops.rms_norm_fp8(x, norm), 3 * x.numel()),
+            "gated rows": (lambda: cudnn_ops.swiglu_fp8(*both.chunk(2, -1)), 5 * tokens * hidden),
+        },
+        device,
+        rows,
+        rounds,
+    )
+
+
 def time_beside_copies(
-    shape: Shape,
+    shape: object,
     cases: dict[str, tuple[Callable[[], object], int]],
     device: torch.device,
     rows: Rows,

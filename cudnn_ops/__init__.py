@@ -46,6 +46,14 @@ from cudnn_ops.ops.paged import (
 from cudnn_ops.ops.quantize import QuantizedFp8, dequantize_fp8, quantize_fp8
 from cudnn_ops.ops.rotary import rotary_embedding, rotary_embedding_qk
 from cudnn_ops.ops.rotary_fp8 import RotaryFp8, rotary_embedding_qkv_fp8
+from cudnn_ops.ops.rows_fp8 import (
+    RowsFp8,
+    add_rms_norm_fp8,
+    linear_fp8,
+    quantize_rows_fp8,
+    rms_norm_fp8,
+    swiglu_fp8,
+)
 from cudnn_ops.ops.sdpa import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_with_lse,
@@ -132,6 +140,7 @@ __all__ = [
     "Profile",
     "QuantizedFp8",
     "RotaryFp8",
+    "RowsFp8",
     "StoreInfo",
     "TunedPlan",
     "WarmupReport",
@@ -140,6 +149,7 @@ __all__ = [
     "add_group_norm",
     "add_layer_norm",
     "add_rms_norm",
+    "add_rms_norm_fp8",
     "alibi_slopes",
     "batch_norm",
     "build_bundle",
@@ -165,6 +175,7 @@ __all__ = [
     "known_bad",
     "layer_norm",
     "linear",
+    "linear_fp8",
     "load_balancing_loss",
     "load_bundle",
     "load_requests",
@@ -183,8 +194,10 @@ __all__ = [
     "profile",
     "profile_names",
     "quantize_fp8",
+    "quantize_rows_fp8",
     "record_shapes",
     "rms_norm",
+    "rms_norm_fp8",
     "rotary_embedding",
     "rotary_embedding_qk",
     "rotary_embedding_qkv_fp8",
@@ -201,6 +214,7 @@ __all__ = [
     "store_info",
     "support",
     "swiglu",
+    "swiglu_fp8",
     "tune_linear",
     "tune_norms",
     "tune_sdpa",

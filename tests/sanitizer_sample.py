@@ -387,6 +387,24 @@ def appending() -> Iterator[Sample]:
             yield f"paged_append_{unit}", partial(run, dtype, size, head_major)
 
 
+def rounding_rows() -> Iterator[Sample]:
+    def run(dtype: torch.dtype, size: int) -> None:
+        x, other = (_tensor(3, size, dtype=dtype) for _ in range(2))
+        scale = torch.full((1,), 2.0, device="cuda")
+        for given in (None, scale):
+            cudnn_ops.quantize_rows_fp8(x, given)
+            cudnn_ops.add_rms_norm_fp8(x, other, _tensor(size, dtype=dtype), scale=given)
+            for activation in ("silu", "gelu", "gelu_tanh"):
+                cudnn_ops.swiglu_fp8(x, other, given, activation=activation)
+
+    for dtype in TYPES.values():
+        longest = 2048 * 16 // dtype.itemsize
+        yield "rows_fp8_16_4", partial(run, dtype, 64)
+        yield "rows_fp8_16_any", partial(run, dtype, longest + 16)
+        yield "rows_fp8_n_4", partial(run, dtype, 33)
+        yield "rows_fp8_n_any", partial(run, dtype, 2049)
+
+
 def turned_rounding() -> Iterator[Sample]:
     def run(dtype: torch.dtype, angle: torch.dtype, size: int, interleaved: bool) -> None:
         query, key, value = (_tensor(2, h, 5, size, dtype=dtype) for h in (3, 2, 2))
@@ -479,7 +497,7 @@ def decoding() -> Iterator[Sample]:
 
 FAMILIES = (
     *(gated, rotary, norms, group_norms, batch_norms, adaptive_norms, convolutions),
-    *(depthwise_images, mixtures, appending, rounding, turned_rounding, decoding),
+    *(depthwise_images, mixtures, appending, rounding, turned_rounding, rounding_rows, decoding),
 )
 
 

@@ -331,6 +331,7 @@ def test_training_step_leaves_the_gradients_of_one_call() -> None:
 def test_bench_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SHAPES", "tensors", "gpu_ms"):
         monkeypatch.setattr(bench_fp8, name, getattr(bench_sdpa, name))
+    monkeypatch.setattr(bench_fp8, "LAYERS", ((32, 64, 96),))
     rows = Rows(ENV)
     bench_fp8.run(rows, rounds=harness.QUICK_ROUNDS)
     times = harness.pivot(rows.rows, "gpu_ms")
@@ -340,7 +341,9 @@ def test_bench_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
         *("rounded", "rounded, known scale", "widened"),
         *("turned and rounded", "turned and rounded, known scales", "normed, turned and rounded"),
     )
-    assert list(times)[2:] == [f"{SHAPE} {name}" for name in roundings]
+    layers = [f"32,64,96 {name}" for name in ("norm and MLP", "normed rows", "gated rows")]
+    assert list(times)[2:] == [*(f"{SHAPE} {name}" for name in roundings), *layers]
+    assert list(times[layers[0]]) == ["cudnn_ops", "bf16"]
     assert all(list(times[f"{SHAPE} {name}"]) == ["cudnn_ops", "copy"] for name in roundings)
     of_turned = harness.pivot(rows.rows, "error")[f"{SHAPE} turned"]
     assert of_turned["bf16"] < 0.01 < of_turned["cudnn_ops"] == of_turned["known scales"] < 0.06

@@ -20,10 +20,10 @@ struct Fp8NumbersCall {
   const float *descale_query, *descale_key;
   const float* descale_value;  // null: 1
   const float* scale_out;      // null: 1 / descale_value
-  float* numbers;          // those three, descale_s, scale_s, scale_o, 1 / scale_o
-  float *amax, *amax_out;  // set to 0
-  float scale;             // of the probabilities
-  bool is_scaled;          // whether the output is: else scale_o is 1
+  float* numbers;              // those three, descale_s, scale_s, scale_o, 1 / scale_o
+  float *amax, *amax_out;      // set to 0
+  float scale;                 // of the probabilities
+  bool is_scaled;              // whether the output is: else scale_o is 1
   // The lengths of the sequences, or null: all have `queries` and `keys`.
   const int *lengths, *lengths_kv;
   int *told, *told_kv;  // null: there are none

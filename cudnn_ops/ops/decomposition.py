@@ -34,6 +34,7 @@ from cudnn_ops.ops.moe import (
 from cudnn_ops.ops.quantize import dequantize_in_torch, quantize_in_torch
 from cudnn_ops.ops.rotary import rotary_in_torch
 from cudnn_ops.ops.rotary_fp8 import rotary_fp8_in_torch
+from cudnn_ops.ops.rows_fp8 import rows_fp8_in_torch
 from cudnn_ops.ops.sdpa import memory_order
 from cudnn_ops.ops.sdpa_fp8 import sdpa_fp8_in_torch
 
@@ -88,6 +89,7 @@ def decompositions() -> _Decompositions:
         _ops._gated.default: gated_in_torch,
         _ops._rotary.default: rotary_in_torch,
         _ops._rotary_fp8.default: rotary_fp8_in_torch,
+        _ops._rows_fp8.default: rows_fp8_in_torch,
         _ops._sdpa_fp8.default: _sdpa_fp8,
         _ops._varlen_fp8.default: _varlen_fp8,
         _ops._quantize_fp8.default: quantize_in_torch,

@@ -55,7 +55,10 @@ inline unsigned atomicMax(unsigned* address, unsigned value) {
   return old;
 }
 
-// Conversions that number.cuh has instructions for.
+// What number.cuh and activation.cuh have instructions for.
+inline void rcp_approx_ftz_f32(float& near, float x) {
+  near = 1 / x;
+}
 inline void cvt_f32_f16(float& value, unsigned short bits) {
   value = static_cast<float>(bits_as<_Float16>(bits));
 }

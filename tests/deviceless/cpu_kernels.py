@@ -21,7 +21,7 @@ from torch import Tensor
 
 _HERE = Path(__file__).parent
 _KERNELS = _HERE.parents[1] / "csrc" / "kernels"
-_CONVERSION = re.compile(r'asm\("(cvt\.[\w.]+) [^"]*"\s*:\s*"=\w"\((\w+)\)\s*:\s*(.*?)\);')
+_CONVERSION = re.compile(r'asm\("([\w.]+) %[^"]*"\s*:\s*"=\w"\((\w+)\)\s*:\s*(.*?)\);')
 _ARGUMENT = re.compile(r"const __grid_constant__ (\w+) (\w+)")
 
 
@@ -69,6 +69,8 @@ class Kernels:
 
     Attributes:
         launched: the names of what was launched.
+        first: the index of the source whose kernels are looked at before the others', where several
+            have kernels of one name.
     """
 
     def __init__(self, runtime: Path, *names: tuple[str, ...]) -> None:
@@ -79,6 +81,7 @@ class Kernels:
             for index, (name, *macros) in enumerate(names)
         ]
         self.launched: list[str] = []
+        self.first = 0
         self._callbacks = (
             _OnLaunch(self._on_launch),
             _OnOccupancy(lambda *_: 2),
@@ -91,7 +94,7 @@ class Kernels:
     def _on_launch(self, device: int, kernel: Any, numbers: Any, argument: int) -> int:
         name = kernel.contents.name.decode()
         self.launched.append(name)
-        for library in self._libraries:
+        for library in (self._libraries[self.first], *self._libraries):
             if hasattr(library, name):
                 library.run_grid(getattr(library, name), numbers, ctypes.c_void_p(argument))
                 return 0

@@ -448,6 +448,20 @@ def run_rotary_fp8(recorder: Recorder, device: torch.device) -> None:
                     )
 
 
+def run_rows_fp8(recorder: Recorder, device: torch.device) -> None:
+    """Plain, normed and gated rows of all widths, under scales of their own and under one."""
+    for dtype, (rows, width), start in itertools.product(DTYPES, SIZES, (0, 1)):
+        if rows not in (1, 33, 70_001) or rows * width >= 1 << 33:
+            continue
+        x = memory(device, dtype, rows, width, start=start)
+        scale = memory(device, torch.float32, 1)
+        for kind, given in ((0, None), (1, scale), (2, None)):
+            other = None if kind == 0 else x
+            with recorder.calling("rows fp8", dtype, rows, width, start, kind):
+                arguments = (x, other, None, given, kind, 1e-5, False, torch.float8_e4m3fn)
+                _ops._rows_fp8.default(*arguments)
+
+
 def run_fp8(recorder: Recorder, device: torch.device) -> None:
     """Rounding and back, under one scale and one for each head."""
     shapes = itertools.product((1, 1000, 1_000_003), (1, 3, 65_535), (7, 16, 128), (0, 1))
@@ -481,6 +495,7 @@ RUNS = (
     run_linear,
     run_append,
     run_moe,
+    run_rows_fp8,
     run_fp8,
 )
 

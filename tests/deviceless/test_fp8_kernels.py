@@ -19,7 +19,8 @@ def test_what_they_compute(runtime, tmp_path):
     answer = json.loads(done.stdout)
     assert not answer["wrong"], answer["wrong"]
     assert answer["overruns"] == 0
-    names = [f"rotary_fp8_{kind}{types}_" for kind in ("", "pairs_") for types in _TYPES]
+    names = [f"rows_fp8_{width}_{way}" for width in ("16", "n") for way in ("4", "any")]
+    names += [f"rotary_fp8_{kind}{types}_" for kind in ("", "pairs_") for types in _TYPES]
     for name in names:
         assert any(launched.startswith(name) for launched in answer["launched"]), name
 

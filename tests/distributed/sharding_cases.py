@@ -197,9 +197,7 @@ def _attend_fp8(query: Tensor, key: Tensor, value: Tensor, scale: Tensor, **rest
     )
 
 
-def _attend_packed_fp8(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: Tensor
-) -> Any:
+def _attend_packed_fp8(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: Tensor) -> Any:
     data, descales, _ = zip(*(cudnn_ops.quantize_fp8(x, scale) for x in (q, k, v)), strict=True)
     of_query, of_key, of_value = descales
     return cudnn_ops.varlen_attention_fp8(
@@ -238,6 +236,15 @@ def _round(x: Tensor, scale: Tensor | None = None, dim: int | None = None) -> An
     return cudnn_ops.dequantize_fp8(data, descale, dim=dim, dtype=torch.float32), descale, amax
 
 
+def _gated_fp8(gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Any:
+    data, descale, amax = cudnn_ops.swiglu_fp8(gate, up, scale)
+    if scale is None:  # what gloo can send
+        return descale, amax
+    return cudnn_ops.dequantize_fp8(data, descale, dtype=torch.float32), descale, amax
+
+
+GATED_FP8: Tensors = {**dict.fromkeys(("gate", "up"), (B, 3, 16))}
+
 #: Without gradients.
 SERVING = [
     Case("FP8 by batch", _attend_fp8, FP8, every(S0, *QKV)),
@@ -247,6 +254,13 @@ SERVING = [
         _attend_fp8,
         {**FP8, "seq_lens_kv": lengths(2, 6, 0, 5)},
         every(S0, *QKV),
+    ),
+    Case("gated rows by batch", _gated_fp8, GATED_FP8, every(S0, "gate", "up"), silent=True),
+    Case(
+        "gated rows of one scale",
+        _gated_fp8,
+        {**GATED_FP8, "scale": torch.tensor([90.0])},
+        every(S0, "gate", "up"),
     ),
     Case("packed FP8 by heads", _attend_packed_fp8, PACKED_FP8, every(S1, "q", "k", "v")),
     Case("turned and rounded by batch", _turn_fp8, TURNED_FP8, every(S0, *QKV), silent=True),

@@ -63,6 +63,20 @@ def _rotary_fp8(schema: OpSchema) -> OpStrategy:
     return cheapest(schema, rules)
 
 
+def _rows_fp8(schema: OpSchema) -> OpStrategy:
+    """By rows; one scale of all of them has one descale and one largest magnitude."""
+    call = call_of(schema)
+    has_sum = call.kind == 1 and call.other is not None
+    rules = []
+    for dim in range(len(call.input.shape) - 1):
+        rows = Shard(dim)
+        descale, amax = (rows, rows) if call.scale is None else (Replicate(), Partial("max"))
+        results = (rows, descale, amax, rows if has_sum else Replicate())
+        rules.append(Rule(dict.fromkeys(("input", "other"), rows), results))
+    return cheapest(schema, rules)
+
+
+register(_ops._rows_fp8.default, _rows_fp8)
 register(_ops._rotary_fp8.default, _rotary_fp8)
 register(_ops._quantize_fp8.default, _quantize)
 register(_ops._dequantize_fp8.default, _dequantize)
