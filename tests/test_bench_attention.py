@@ -15,6 +15,7 @@ from benchmarks import (
     bench_bundle,
     bench_cold_start,
     bench_fp8,
+    bench_fp8_prefill,
     bench_host_overhead,
     bench_paged_decode,
     bench_sdpa,
@@ -353,3 +354,34 @@ def test_bench_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     out = torch.full((2, 4, 48, 16), torch.nan)
     with pytest.raises(RuntimeError, match="broken: the output is nan of its norm off"):
         bench_fp8.verify("broken", SHAPE, out, torch.ones(2, 48, 16))
+
+
+def test_bench_fp8_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: dict[str, Any] = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+    }
+    config = bench_fp8_prefill.LlamaConfig(
+        **sizes, hidden_size=64, intermediate_size=96, vocab_size=97, initializer_range=0.2
+    )
+    monkeypatch.setattr(bench_fp8_prefill, "CONFIG", config)
+    monkeypatch.setattr(bench_fp8_prefill, "TOKENS", 40)
+    monkeypatch.setattr(
+        bench_fp8_prefill,
+        "gpu_ms",
+        lambda functions, rounds: {
+            name: float(bool(function().isfinite().all())) for name, function in functions.items()
+        },
+    )
+    on_cpu = bench_fp8_prefill.variants("cpu")
+    shared = {each.data_ptr() for each in on_cpu["bf16"].parameters()}
+    assert {each.data_ptr() for each in on_cpu["cudnn_ops"].parameters()} == shared
+    monkeypatch.setattr(bench_fp8_prefill, "variants", lambda: on_cpu)
+    rows = Rows(ENV)
+    bench_fp8_prefill.run(rows, rounds=harness.QUICK_ROUNDS)
+    assert harness.pivot(rows.rows, "gpu_ms") == {"prefill of 40": {"cudnn_ops": 1.0, "bf16": 1.0}}
+    assert 0.01 < harness.pivot(rows.rows, "error")["prefill of 40"]["cudnn_ops"] < 0.2
+    logits = torch.full((1, 97), torch.nan)
+    with pytest.raises(RuntimeError, match="the logits are nan of their norm off"):
+        bench_fp8_prefill.verify(logits, torch.ones(1, 97))
