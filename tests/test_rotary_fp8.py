@@ -147,6 +147,20 @@ def test_compiled(device):
             torch.testing.assert_close(one, other)
 
 
+def test_vmap():
+    inputs, _ = like_the_others("cpu")
+    query, key, value, *angles = inputs
+    samples = torch.stack([query, query * 3])
+
+    def turn(query):
+        return tuple(cudnn_ops.rotary_embedding_qkv_fp8(query, key, value, *angles))
+
+    found = torch.vmap(turn)(samples)
+    for index, sample in enumerate(samples):
+        for one, other in zip(found, turn(sample), strict=True):
+            torch.testing.assert_close(one[index].float(), other.float())
+
+
 X = torch.ones(2, 3, 4, 16)
 MISTAKES = {
     "an integer": ({"query": X.int()}, TypeError, "query must be float16"),

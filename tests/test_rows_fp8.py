@@ -94,6 +94,37 @@ def test_compiled(device):
             torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("batched", [(0, 0, None), (1, None, None), (0, 1, 0), (None, None, 0)])
+@pytest.mark.parametrize("is_known", [False, True])
+def test_vmap(is_known, batched):
+    """As a call for each sample, which has its own largest magnitude."""
+    torch.manual_seed(2)
+    scale = torch.tensor([9.0]) if is_known else None
+    x, residual = (torch.randn(4, 4, 48) for _ in range(2))
+    weight = torch.randn(4, 48) if batched[2] == 0 else torch.randn(48)
+    inputs = [
+        tensor if dim is not None or name == "weight" else tensor[0]
+        for name, tensor, dim in zip(
+            ["x", "residual", "weight"], (x, residual, weight), batched, strict=True
+        )
+    ]
+
+    def norm(x, residual, weight):
+        rows, total = cudnn_ops.add_rms_norm_fp8(x, residual, weight, scale=scale)
+        gated = cudnn_ops.swiglu_fp8(x, residual, scale)
+        plain = cudnn_ops.quantize_rows_fp8(x, scale)
+        return *rows, total, *gated, *plain
+
+    found = torch.vmap(norm, in_dims=batched)(*inputs)
+    for index in range(4):
+        sample = [
+            tensor if dim is None else tensor.select(dim, index)
+            for tensor, dim in zip(inputs, batched, strict=True)
+        ]
+        for one, other in zip(found, norm(*sample), strict=True):
+            torch.testing.assert_close(one[index].float(), other.float())
+
+
 X = torch.ones(3, 16)
 MISTAKES = {
     "an integer": (cudnn_ops.quantize_rows_fp8, (X.int(),), {}, TypeError, "input must be float16"),

@@ -187,6 +187,19 @@ def test_compiled(device):
             torch.testing.assert_close(one, other)
 
 
+def test_vmap():
+    _, (q, k, v), keywords = draw(CASES[1], "cpu")
+    descales = torch.stack([keywords.pop("descale_q"), torch.ones(1)])
+
+    def attend(descale):
+        return tuple(cudnn_ops.varlen_attention_fp8(q, k, v, **keywords, descale_q=descale))
+
+    found = torch.vmap(attend)(descales)
+    for index, descale in enumerate(descales):
+        for one, other in zip(found, attend(descale), strict=True):
+            torch.testing.assert_close(one[index], other)
+
+
 def test_decomposed():
     for case in CASES:
         if 0 not in case.of_keys:
