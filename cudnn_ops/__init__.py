@@ -47,12 +47,22 @@ from cudnn_ops.ops.paged import (
 from cudnn_ops.ops.paged_plan import paged_plan
 from cudnn_ops.ops.quantize import QuantizedFp8, dequantize_fp8, quantize_fp8
 from cudnn_ops.ops.rotary import rotary_embedding, rotary_embedding_qk
+from cudnn_ops.ops.rotary_fp8 import RotaryFp8, rotary_embedding_qkv_fp8
+from cudnn_ops.ops.rows_fp8 import (
+    RowsFp8,
+    add_rms_norm_fp8,
+    linear_fp8,
+    quantize_rows_fp8,
+    rms_norm_fp8,
+    swiglu_fp8,
+)
 from cudnn_ops.ops.sdpa import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_with_lse,
 )
 from cudnn_ops.ops.sdpa_fp8 import AttentionFp8, sdpa_fp8, sdpa_fp8_with_stats
 from cudnn_ops.ops.varlen import varlen_attention, varlen_attention_with_lse
+from cudnn_ops.ops.varlen_fp8 import PackedAttentionFp8, varlen_attention_fp8
 from cudnn_ops.plans.bundle import (
     BundleReport,
     PlanBundle,
@@ -126,11 +136,14 @@ __all__ = [
     "OperatorProfile",
     "OptimizeReport",
     "OutOfPages",
+    "PackedAttentionFp8",
     "PagedKVCache",
     "PlanBundle",
     "PlanRequest",
     "Profile",
     "QuantizedFp8",
+    "RotaryFp8",
+    "RowsFp8",
     "StoreInfo",
     "TunedPlan",
     "WarmupReport",
@@ -139,6 +152,7 @@ __all__ = [
     "add_group_norm",
     "add_layer_norm",
     "add_rms_norm",
+    "add_rms_norm_fp8",
     "alibi_slopes",
     "batch_norm",
     "build_bundle",
@@ -164,6 +178,7 @@ __all__ = [
     "known_bad",
     "layer_norm",
     "linear",
+    "linear_fp8",
     "load_balancing_loss",
     "load_bundle",
     "load_requests",
@@ -183,10 +198,13 @@ __all__ = [
     "profile",
     "profile_names",
     "quantize_fp8",
+    "quantize_rows_fp8",
     "record_shapes",
     "rms_norm",
+    "rms_norm_fp8",
     "rotary_embedding",
     "rotary_embedding_qk",
+    "rotary_embedding_qkv_fp8",
     "save_requests",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_with_lse",
@@ -200,12 +218,14 @@ __all__ = [
     "store_info",
     "support",
     "swiglu",
+    "swiglu_fp8",
     "tune_linear",
     "tune_norms",
     "tune_sdpa",
     "unload_bundle",
     "using_plan_policy",
     "varlen_attention",
+    "varlen_attention_fp8",
     "varlen_attention_with_lse",
     "warmup",
 ]

@@ -398,6 +398,48 @@ def appending() -> Iterator[Sample]:
             yield f"paged_append_{unit}", partial(run, dtype, size, head_major)
 
 
+def rounding_rows() -> Iterator[Sample]:
+    def run(dtype: torch.dtype, size: int) -> None:
+        x, other = (_tensor(3, size, dtype=dtype) for _ in range(2))
+        scale = torch.full((1,), 2.0, device="cuda")
+        for given in (None, scale):
+            cudnn_ops.quantize_rows_fp8(x, given)
+            cudnn_ops.add_rms_norm_fp8(x, other, _tensor(size, dtype=dtype), scale=given)
+            for activation in ("silu", "gelu", "gelu_tanh"):
+                cudnn_ops.swiglu_fp8(x, other, given, activation=activation)
+
+    for dtype in TYPES.values():
+        longest = 2048 * 16 // dtype.itemsize
+        yield "rows_fp8_16_4", partial(run, dtype, 64)
+        yield "rows_fp8_16_any", partial(run, dtype, longest + 16)
+        yield "rows_fp8_n_4", partial(run, dtype, 33)
+        yield "rows_fp8_n_any", partial(run, dtype, 2049)
+
+
+def turned_rounding() -> Iterator[Sample]:
+    def run(dtype: torch.dtype, angle: torch.dtype, size: int, interleaved: bool) -> None:
+        query, key, value = (_tensor(2, h, 5, size, dtype=dtype) for h in (3, 2, 2))
+        cos, sin = (_tensor(1, 5, size, dtype=angle) for _ in range(2))
+        weight, scales = _tensor(size, dtype=dtype), torch.full((4,), 2.0, device="cuda")
+        for given in (None, scales):
+            cudnn_ops.rotary_embedding_qkv_fp8(
+                *(query, key, value, cos, sin, given),
+                query_weight=weight,
+                per_head=True,
+                interleaved=interleaved,
+                dtype=torch.float8_e4m3fn if given is None else torch.float8_e5m2,
+            )
+
+    for name, dtype in TYPES.items():
+        for suffix, angle in {"": dtype, "_float": torch.float32}.items():
+            if suffix and dtype == torch.float32:
+                continue
+            width, types = 16 // dtype.itemsize, f"{name}{suffix}"
+            yield f"rotary_fp8_{types}_{width}", partial(run, dtype, angle, 64, False)
+            yield f"rotary_fp8_pairs_{types}_{width}", partial(run, dtype, angle, 64, True)
+            yield f"rotary_fp8_{types}_1", partial(run, dtype, angle, 6, False)
+
+
 def rounding() -> Iterator[Sample]:
     def draw(dtype: torch.dtype, size: int) -> Tensor:
         return _tensor(3, 5, size, dtype=dtype)
@@ -489,7 +531,7 @@ def decoding() -> Iterator[Sample]:
 
 FAMILIES = (
     *(gated, rotary, norms, group_norms, batch_norms, adaptive_norms, convolutions),
-    *(depthwise_images, mixtures, appending, rounding, decoding),
+    *(depthwise_images, mixtures, appending, rounding, turned_rounding, rounding_rows, decoding),
 )
 
 

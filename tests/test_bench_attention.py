@@ -15,6 +15,7 @@ from benchmarks import (
     bench_bundle,
     bench_cold_start,
     bench_fp8,
+    bench_fp8_prefill,
     bench_host_overhead,
     bench_paged_decode,
     bench_sdpa,
@@ -338,17 +339,57 @@ def test_bench_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_fp8, "DECODED", (decoded,))
     problem = bench_paged_decode.problem
     monkeypatch.setattr(bench_paged_decode, "problem", lambda shape: problem(shape, "cpu"))
+    monkeypatch.setattr(bench_fp8, "LAYERS", ((32, 64, 96),))
     rows = Rows(ENV)
     bench_fp8.run(rows, rounds=harness.QUICK_ROUNDS)
     times = harness.pivot(rows.rows, "gpu_ms")
     assert list(times[str(SHAPE)]) == ["cudnn_ops", "known scales", "kernel alone", "bf16"]
-    roundings = ("rounded", "rounded, known scale", "widened")
+    assert list(times[f"{SHAPE} turned"]) == ["cudnn_ops", "known scales", "bf16"]
+    roundings = (
+        *("rounded", "rounded, known scale", "widened"),
+        *("turned and rounded", "turned and rounded, known scales", "normed, turned and rounded"),
+    )
+    layers = [f"32,64,96 {name}" for name in ("norm and MLP", "normed rows", "gated rows")]
     assert list(times[f"{decoded} decoding"]) == ["cudnn_ops", "bf16"]
-    assert list(times)[2:] == [f"{SHAPE} {name}" for name in roundings]
+    assert list(times)[3:] == [*(f"{SHAPE} {name}" for name in roundings), *layers]
+    assert list(times[layers[0]]) == ["cudnn_ops", "bf16"]
     assert all(list(times[f"{SHAPE} {name}"]) == ["cudnn_ops", "copy"] for name in roundings)
+    of_turned = harness.pivot(rows.rows, "error")[f"{SHAPE} turned"]
+    assert of_turned["bf16"] < 0.01 < of_turned["cudnn_ops"] == of_turned["known scales"] < 0.06
     errors = harness.pivot(rows.rows, "error")[str(SHAPE)]
     assert errors["bf16"] < 0.01 < errors["cudnn_ops"] < 0.06
     assert errors["cudnn_ops"] == errors["known scales"] == errors["kernel alone"]
     out = torch.full((2, 4, 48, 16), torch.nan)
     with pytest.raises(RuntimeError, match="broken: the output is nan of its norm off"):
         bench_fp8.verify("broken", SHAPE, out, torch.ones(2, 48, 16))
+
+
+def test_bench_fp8_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: dict[str, Any] = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+    }
+    config = bench_fp8_prefill.LlamaConfig(
+        **sizes, hidden_size=64, intermediate_size=96, vocab_size=97, initializer_range=0.2
+    )
+    monkeypatch.setattr(bench_fp8_prefill, "CONFIG", config)
+    monkeypatch.setattr(bench_fp8_prefill, "TOKENS", 40)
+    monkeypatch.setattr(
+        bench_fp8_prefill,
+        "gpu_ms",
+        lambda functions, rounds: {
+            name: float(bool(function().isfinite().all())) for name, function in functions.items()
+        },
+    )
+    on_cpu = bench_fp8_prefill.variants("cpu")
+    shared = {each.data_ptr() for each in on_cpu["bf16"].parameters()}
+    assert {each.data_ptr() for each in on_cpu["cudnn_ops"].parameters()} == shared
+    monkeypatch.setattr(bench_fp8_prefill, "variants", lambda: on_cpu)
+    rows = Rows(ENV)
+    bench_fp8_prefill.run(rows, rounds=harness.QUICK_ROUNDS)
+    assert harness.pivot(rows.rows, "gpu_ms") == {"prefill of 40": {"cudnn_ops": 1.0, "bf16": 1.0}}
+    assert 0.01 < harness.pivot(rows.rows, "error")["prefill of 40"]["cudnn_ops"] < 0.2
+    logits = torch.full((1, 97), torch.nan)
+    with pytest.raises(RuntimeError, match="the logits are nan of their norm off"):
+        bench_fp8_prefill.verify(logits, torch.ones(1, 97))

@@ -90,6 +90,35 @@ def test_outputs(scale_o, out_dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("out_dtype", [torch.float16, torch.bfloat16, *cases.FORMATS], ids=str)
+def test_a_descale_for_each_head_of_the_value(out_dtype, device):
+    """Under one, the least head would vanish."""
+    case = cases.Case(heads=6, heads_kv=3, options={"is_causal": True, "seq_lens_kv": [70, 0]})
+    tensors = cases.draw(case, device)
+    tensors[2] *= torch.tensor([1e-4, 1.0, 30.0], device=device).view(-1, 1, 1)
+    data, descales = cases.inputs(tensors, E4M3)
+    value = cudnn_ops.quantize_fp8(tensors[2], dim=1)
+    data, descales = (*data[:2], value.data), {**descales, "descale_v": value.descale}
+    options = cases.options_of(case, device)
+    found = cudnn_ops.sdpa_fp8_with_stats(*data, **descales, **options, out_dtype=out_dtype)
+    of_heads = value.descale.repeat_interleave(2).double().view(-1, 1, 1)
+    wide = [x.double() * d.double() for x, d in zip(data[:2], descales.values(), strict=False)]
+    exact = cases.reference(case, [*wide, value.data.double()])
+    out = found.out.double() if out_dtype.itemsize == 1 else found.out.double() / of_heads
+    written = written_on(device, out_dtype)
+    for head in range(6):
+        best = cases.rounded_to(exact.out[:, head], written) if written.itemsize == 1 else None
+        best = exact.out[:, head].to(written).double() if best is None else best
+        size = cases.root_mean_square(exact.out[:, head])
+        allowed = 1.15 * cases.root_mean_square(best - exact.out[:, head]) + 1e-3 * size
+        allowed += 0.02 * size if device == "cuda" else 0  # its probabilities are rounded
+        assert cases.root_mean_square(out[:, head] - exact.out[:, head]) <= allowed
+    assert not found.out.float()[1].any()
+    tolerance = {"rel": 0.1} if device == "cuda" else {"rel": 1e-5}
+    assert found.amax_o.item() == pytest.approx(exact.amax_o.item(), **tolerance)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_an_output_that_is_too_large_becomes_the_largest(device):
     case = cases.Case()
     scale_o = torch.tensor([1e6], device=device)
@@ -212,6 +241,16 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "heads": ({"query": torch.ones(1, 3, 8, 32).to(E4M3)}, ValueError, "must be a multiple"),
     "no scale": ({"descale_k": None}, TypeError, "descale_k"),
     "two scales": ({"descale_q": torch.ones(2)}, ValueError, "descale_q must be one float32"),
+    "three descales": (
+        {"descale_v": torch.ones(3)},
+        ValueError,
+        "or 2, one for each head of value",
+    ),
+    "scale of an output of many": (
+        {"descale_v": torch.ones(2), "scale_o": torch.ones(1)},
+        ValueError,
+        "scale_o is of an output under one descale_v",
+    ),
     "scale of 16 bits": ({"scale_o": torch.ones(1).half()}, ValueError, "scale_o must be one"),
     "a negative scale": ({"scale": -1.0}, ValueError, "scale must be a normal, positive"),
     "output": ({"out_dtype": torch.int8}, TypeError, "out_dtype must be bfloat16"),

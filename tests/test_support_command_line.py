@@ -12,6 +12,7 @@ OPTIONS = {
     "sdpa": "--causal --layout bhsd -q 2,4,100,64",
     "sdpa_fp8": "--causal --dtype e5m2 --out-dtype fp16 --padding --lse -q 2,4,100,64",
     "varlen_attention": "-q 500,8,64 --sequences 3 --max-length 200 --causal --sinks --top-left",
+    "varlen_attention_fp8": "-q 500,8,64 --dtype e4m3 --sequences 3 --causal --out-dtype fp16",
     "paged_attention": "--window 64 0 --kv-layout HND --page-table 8,32 -q 8,1,32,128",
     "rms_norm": "--input 64,512 --zero-centered --weight-dtype fp32",
     "layer_norm": "--input 64,512 --bias --dtype fp32",

@@ -4,14 +4,6 @@
 #include "fp8.cuh"
 #include "fp8_call.h"
 
-// The same as torch's amax / largest, with 1 where nothing is there to scale by.
-__device__ float scale_of(unsigned amax, float most) {
-  constexpr float kLargest = 8.507059173023462e37f;  // 2^126: its inverse is a normal number
-  const float magnitude = __uint_as_float(amax);
-  if (amax == 0 || amax >= 0x7f800000) return 1;
-  return fminf(most / magnitude, kLargest);
-}
-
 // Where piece i of a group lies: in the output, and in the input.
 struct Fp8Place {
   long long out, in;
@@ -28,17 +20,6 @@ struct Fp8Place {
     }
   }
 };
-
-// NaN is larger than all numbers, as bits without their sign are.
-template <int kWidth>
-__device__ unsigned largest(unsigned most, const float (&values)[kWidth]) {
-#pragma unroll
-  for (int k = 0; k < kWidth; ++k) {
-    const unsigned magnitude = __float_as_uint(values[k]) & 0x7fffffff;
-    most = magnitude > most ? magnitude : most;
-  }
-  return most;
-}
 
 // Of the block, into its group's. Every thread must come here.
 __device__ void put_largest(const Fp8Call& call, unsigned group, unsigned most) {
@@ -105,7 +86,7 @@ __device__ void uncast(const Fp8Call& call) {
 extern "C" __global__ void __launch_bounds__(256)
     fp8_numbers(const __grid_constant__ Fp8NumbersCall call) {
   if (threadIdx.x == 0) {
-    const float descale_value = *call.descale_value;
+    const float descale_value = call.descale_value == nullptr ? 1 : *call.descale_value;
     const float scale_out = !call.is_scaled             ? 1
                             : call.scale_out == nullptr ? 1 / descale_value
                                                         : *call.scale_out;

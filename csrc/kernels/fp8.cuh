@@ -117,3 +117,22 @@ struct alignas(kWidth) Fp8Piece {
     }
   }
 };
+
+// The same as torch's amax / largest, with 1 where nothing is there to scale by.
+__device__ float scale_of(unsigned amax, float most) {
+  constexpr float kLargest = 8.507059173023462e37f;  // 2^126: its inverse is a normal number
+  const float magnitude = __uint_as_float(amax);
+  if (amax == 0 || amax >= 0x7f800000) return 1;
+  return fminf(most / magnitude, kLargest);
+}
+
+// NaN is larger than all numbers, as bits without their sign are.
+template <int kWidth>
+__device__ unsigned largest(unsigned most, const float (&values)[kWidth]) {
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) {
+    const unsigned magnitude = __float_as_uint(values[k]) & 0x7fffffff;
+    most = magnitude > most ? magnitude : most;
+  }
+  return most;
+}

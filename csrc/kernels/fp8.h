@@ -31,7 +31,8 @@ struct Fp8Numbers {
 };
 
 struct Fp8NumbersGiven {
-  at::Tensor descale_query, descale_key, descale_value;
+  at::Tensor descale_query, descale_key;
+  at::Tensor descale_value;  // undefined: 1
   std::optional<at::Tensor> scale_out;
   bool is_scaled;  // whether the output is rounded to 8 bits
   float scale;     // of the probabilities

@@ -17,12 +17,13 @@ struct Fp8Call {
 
 // The numbers that a plan of FP8 attention reads, each at a multiple of 16 bytes.
 struct Fp8NumbersCall {
-  const float *descale_query, *descale_key, *descale_value;
-  const float* scale_out;  // null: 1 / descale_value
-  float* numbers;          // those three, descale_s, scale_s, scale_o, 1 / scale_o
-  float *amax, *amax_out;  // set to 0
-  float scale;             // of the probabilities
-  bool is_scaled;          // whether the output is: else scale_o is 1
+  const float *descale_query, *descale_key;
+  const float* descale_value;  // null: 1
+  const float* scale_out;      // null: 1 / descale_value
+  float* numbers;              // those three, descale_s, scale_s, scale_o, 1 / scale_o
+  float *amax, *amax_out;      // set to 0
+  float scale;                 // of the probabilities
+  bool is_scaled;              // whether the output is: else scale_o is 1
   // The lengths of the sequences, or null: all have `queries` and `keys`.
   const int *lengths, *lengths_kv;
   int *told, *told_kv;  // null: there are none

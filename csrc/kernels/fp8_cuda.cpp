@@ -188,7 +188,7 @@ void widen_fp8(const at::Tensor& input, const at::Tensor& descale, std::optional
 Fp8Numbers make_fp8_numbers(const Fp8NumbersGiven& given) {
   static const DeviceKernel kernel(kFp8Images, "fp8_numbers");
   constexpr int64_t kStep = kBytes / static_cast<int64_t>(sizeof(float));
-  const at::Tensor& like = given.descale_value;
+  const at::Tensor& like = given.descale_query;
   const at::Tensor memory = empty_numbers(kMaxNumbers * kStep, at::kFloat, like);
   Fp8Numbers made;
   made.amax = empty_numbers(1, at::kFloat, like);
@@ -197,7 +197,9 @@ Fp8Numbers make_fp8_numbers(const Fp8NumbersGiven& given) {
   Fp8NumbersCall call{};
   call.descale_query = given.descale_query.const_data_ptr<float>();
   call.descale_key = given.descale_key.const_data_ptr<float>();
-  call.descale_value = given.descale_value.const_data_ptr<float>();
+  if (given.descale_value.defined()) {
+    call.descale_value = given.descale_value.const_data_ptr<float>();
+  }
   if (given.scale_out) call.scale_out = given.scale_out->const_data_ptr<float>();
   call.numbers = memory.mutable_data_ptr<float>();
   call.amax = made.amax.mutable_data_ptr<float>();

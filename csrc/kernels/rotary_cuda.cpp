@@ -1,7 +1,7 @@
 #include "kernels/rotary.h"
 
 #include "kernels/device_kernel.h"
-#include "kernels/rotary_call.h"
+#include "kernels/rotary_any.h"
 #include "rotary_images.h"
 
 #include <algorithm>
@@ -22,34 +22,9 @@ using Kernels = DeviceKernel[5];
     }                                                                                             \
   }
 
-const DeviceKernel& kernel_of(const Kernels& kernels, const at::Tensor& input,
-                              const at::Tensor& cos) {
-  const bool has_wider_factors = input.scalar_type() != cos.scalar_type();
-  return kernels[2 * type_index(input.scalar_type()) + (has_wider_factors ? 1 : 0)];
-}
-
-bool is_aligned(const at::Tensor& tensor) {
-  bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kBytes == 0;
-  for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) {
-    aligned =
-        aligned && tensor.stride(dim) * static_cast<int64_t>(tensor.element_size()) % kBytes == 0;
-  }
-  return aligned;
-}
-
 // The stride of a dimension, of which one may stand for all.
 int64_t step(const at::Tensor& tensor, int64_t dim) {
   return tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
-}
-
-at::Tensor with_dense_last(const at::Tensor& tensor) {
-  return !tensor.defined() || tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
-}
-
-RotaryHeads heads_of(const at::Tensor& input, const at::Tensor& out) {
-  if (!input.defined()) return {};
-  return {input.const_data_ptr(), out.mutable_data_ptr(), input.stride(0),
-          input.stride(1),        input.stride(2),        static_cast<unsigned>(input.size(1))};
 }
 
 RotaryFactors factors_of(const at::Tensor& factors) {
@@ -66,13 +41,32 @@ bool are_whole(at::IntArrayRef sections, int64_t pairs_of_piece) {
 
 }  // namespace
 
+bool are_rows_aligned(const at::Tensor& tensor) {
+  bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kBytes == 0;
+  for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) {
+    aligned =
+        aligned && tensor.stride(dim) * static_cast<int64_t>(tensor.element_size()) % kBytes == 0;
+  }
+  return aligned;
+}
+
+at::Tensor with_dense_last(const at::Tensor& tensor) {
+  return !tensor.defined() || tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
+}
+
+RotaryHeads heads_of(const at::Tensor& input, const at::Tensor& out) {
+  if (!input.defined()) return {};
+  return {input.const_data_ptr(), out.mutable_data_ptr(), input.stride(0),
+          input.stride(1),        input.stride(2),        static_cast<unsigned>(input.size(1))};
+}
+
 void rotate(const at::Tensor& input, const at::Tensor& cos, const at::Tensor& sin, bool is_backward,
             const at::Tensor& out) {
   const int64_t heads = input.size(1), tokens = input.size(2), size = input.size(3);
   const at::Tensor x = with_dense_last(input), c = with_dense_last(cos), s = with_dense_last(sin);
   const auto element = static_cast<int64_t>(x.element_size());
-  const bool is_wide =
-      size / 2 * element % kBytes == 0 && is_aligned(x) && is_aligned(c) && is_aligned(s);
+  const bool is_wide = size / 2 * element % kBytes == 0 && are_rows_aligned(x) &&
+                       are_rows_aligned(c) && are_rows_aligned(s);
   const int64_t width = is_wide ? kBytes / element : 1;
   RotaryCall call{x.const_data_ptr(),
                   c.const_data_ptr(),
@@ -93,22 +87,24 @@ void rotate(const at::Tensor& input, const at::Tensor& cos, const at::Tensor& si
   void* argument = &call;
   static const Kernels narrow = ROTARY_KERNELS("rotary_", "1", "1");
   static const Kernels wide = ROTARY_KERNELS("rotary_", "8", "4");
-  kernel_of(is_wide ? wide : narrow, x, c)
-      .launch((call.pieces + kThreads - 1) / kThreads, 1, kThreads, &argument);
+  const Kernels& kernels = is_wide ? wide : narrow;
+  kernels[rotary_kernel_index(x, c)].launch((call.pieces + kThreads - 1) / kThreads, 1, kThreads,
+                                            &argument);
 }
 
-void rotate_any(const at::Tensor& query, const at::Tensor& key, const RotaryTurn& turn,
-                const at::Tensor& query_out, const at::Tensor& key_out) {
-  const at::Tensor q = with_dense_last(query), k = with_dense_last(key);
-  const at::Tensor c = with_dense_last(turn.cos), s = with_dense_last(turn.sin);
+RotaryAny::RotaryAny(const at::Tensor& query, const at::Tensor& key, const RotaryTurn& turn,
+                     const at::Tensor& query_out, const at::Tensor& key_out, bool may_be_wide)
+    : q(with_dense_last(query)),
+      k(with_dense_last(key)),
+      c(with_dense_last(turn.cos)),
+      s(with_dense_last(turn.sin)) {
   const int64_t tokens = q.size(2), size = q.size(3);
   const auto element = static_cast<int64_t>(q.element_size());
-  int64_t width = kBytes / element;
-  const bool is_wide = turn.size / 2 % width == 0 && size % width == 0 && is_aligned(q) &&
-                       (!k.defined() || is_aligned(k)) && is_aligned(c) && is_aligned(s) &&
-                       are_whole(turn.sections, turn.is_interleaved ? width / 2 : width);
+  width = kBytes / element;
+  is_wide = may_be_wide && turn.size / 2 % width == 0 && size % width == 0 && are_rows_aligned(q) &&
+            (!k.defined() || are_rows_aligned(k)) && are_rows_aligned(c) && are_rows_aligned(s) &&
+            are_whole(turn.sections, turn.is_interleaved ? width / 2 : width);
   if (!is_wide) width = 1;
-  RotaryAnyCall call{};
   call.query = heads_of(q, query_out);
   call.key = heads_of(k, key_out);
   call.cos = factors_of(c);
@@ -137,16 +133,24 @@ void rotate_any(const at::Tensor& query, const at::Tensor& key, const RotaryTurn
   call.is_interleaved = turn.is_interleaved;
   call.has_factor_of_pair = c.size(-1) < turn.size;
   call.is_backward = turn.is_backward;
-  if (call.items == 0) return;
+}
+
+int rotary_kernel_index(const at::Tensor& input, const at::Tensor& cos) {
+  const bool has_wider_factors = input.scalar_type() != cos.scalar_type();
+  return 2 * type_index(input.scalar_type()) + (has_wider_factors ? 1 : 0);
+}
+
+void rotate_any(const at::Tensor& query, const at::Tensor& key, const RotaryTurn& turn,
+                const at::Tensor& query_out, const at::Tensor& key_out) {
+  RotaryAny any(query, key, turn, query_out, key_out, /*may_be_wide=*/true);
+  if (any.call.items == 0) return;
   static const Kernels narrow = ROTARY_KERNELS("rotary_any_", "1", "1");
   static const Kernels wide = ROTARY_KERNELS("rotary_any_", "8", "4");
   static const Kernels wide_pairs = ROTARY_KERNELS("rotary_pairs_", "8", "4");
-  void* argument = &call;
-  kernel_of(!is_wide              ? narrow
-            : turn.is_interleaved ? wide_pairs
-                                  : wide,
-            q, c)
-      .launch(divide_up(call.items, kThreads), 1, kThreads, &argument);
+  const Kernels& kernels = !any.is_wide ? narrow : turn.is_interleaved ? wide_pairs : wide;
+  void* argument = &any.call;
+  kernels[rotary_kernel_index(any.q, any.c)].launch(divide_up(any.call.items, kThreads), 1,
+                                                    kThreads, &argument);
 }
 
 }  // namespace cudnn_ops

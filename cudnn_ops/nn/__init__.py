@@ -27,6 +27,7 @@ from cudnn_ops.nn.batch_norm import (
 from cudnn_ops.nn.chains import UnfusedActivation
 from cudnn_ops.nn.conv import ConvAct1d, ConvAct2d, ConvAct3d
 from cudnn_ops.nn.conv_transpose import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
+from cudnn_ops.nn.fp8 import Fp8Linear, Fp8RMSNorm, Fp8SwiGLU, convert_to_fp8_
 from cudnn_ops.nn.fuse import FusedConv, fuse_conv_bn_act_
 from cudnn_ops.nn.fuse_norm import FusedNorm, fuse_bn_act_
 from cudnn_ops.nn.gated import PackedSwiGLU, SwiGLU
@@ -53,6 +54,9 @@ __all__ = [
     "ConvTranspose3d",
     "CrossAttentionBlock",
     "Experts",
+    "Fp8Linear",
+    "Fp8RMSNorm",
+    "Fp8SwiGLU",
     "FusedConv",
     "FusedNorm",
     "FusedQKV",
@@ -75,6 +79,7 @@ __all__ = [
     "UnfusedActivation",
     "UnitRMSNorm",
     "VisionTransformer",
+    "convert_to_fp8_",
     "fuse_bn_act_",
     "fuse_conv_bn_act_",
     "replace_modules_",

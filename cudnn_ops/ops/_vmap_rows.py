@@ -46,6 +46,17 @@ def _rotary(samples: Samples) -> Results:
     return out, key_out.unflatten(0, (samples.size, batch))
 
 
+def _rows_fp8(samples: Samples) -> Results:
+    call = samples.call
+    if call.scale is not None or samples.has("weight"):
+        return samples.each()  # the largest magnitude, or the norm, is a sample's own
+    out, descale, amax, total = samples.run(
+        input=samples.full("input"), other=samples.full("other")
+    )
+    has_sum = call.kind == 1 and call.other is not None
+    return out, descale, amax, total if has_sum else samples.none(total)
+
+
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
@@ -150,6 +161,8 @@ register_rule("_gated_backward", _gated_backward)
 register_rule("_rotary", _rotary)
 register_rule("_quantize_fp8", Samples.each)  # the largest magnitude is a sample's own
 register_rule("_dequantize_fp8", Samples.each)
+register_rule("_rotary_fp8", Samples.each)  # likewise
+register_rule("_rows_fp8", _rows_fp8)
 register_rule("_norm", _norm)
 register_rule("_norm_backward", _norm_backward)
 register_composites("swiglu", "geglu", "rotary_embedding", "rotary_embedding_qk")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from cudnn_ops.ops import (
     paged_plan,
     sdpa_cpu,
     varlen,
+    varlen_fp8,
 )
 from cudnn_ops.ops.activation import ACTIVATIONS, activate, needs_before
 from cudnn_ops.ops.arguments import bind
@@ -32,6 +34,8 @@ from cudnn_ops.ops.moe import (
 )
 from cudnn_ops.ops.quantize import dequantize_in_torch, quantize_in_torch
 from cudnn_ops.ops.rotary import rotary_in_torch
+from cudnn_ops.ops.rotary_fp8 import rotary_fp8_in_torch
+from cudnn_ops.ops.rows_fp8 import rows_fp8_in_torch
 from cudnn_ops.ops.sdpa import memory_order
 from cudnn_ops.ops.sdpa_fp8 import sdpa_fp8_in_torch
 
@@ -86,7 +90,10 @@ def decompositions() -> _Decompositions:
         _ops._adaptive_norm.default: _adaptive_norm,
         _ops._gated.default: gated_in_torch,
         _ops._rotary.default: rotary_in_torch,
+        _ops._rotary_fp8.default: rotary_fp8_in_torch,
+        _ops._rows_fp8.default: rows_fp8_in_torch,
         _ops._sdpa_fp8.default: _sdpa_fp8,
+        _ops._varlen_fp8.default: _varlen_fp8,
         _ops._quantize_fp8.default: quantize_in_torch,
         _ops._dequantize_fp8.default: dequantize_in_torch,
         _ops._conv.default: _conv,
@@ -177,6 +184,22 @@ def _sdpa_fp8(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor
 def _varlen(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     given = bind(_ops.varlen_attention_with_lse.default, args, kwargs)
     _refuse_dropout(given.dropout_p)
+    call, positions = _all_pairs(given)
+    out, lse = sdpa_cpu.attend(call, *positions)
+    return out[0].transpose(0, 1).to(given.q.dtype).contiguous(), lse[0]
+
+
+def _varlen_fp8(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    given = bind(_ops._varlen_fp8.default, args, kwargs)
+    wide = bind(_ops.varlen_attention_with_lse.default, (), varlen_fp8.widened(given))
+    call, positions = _all_pairs(wide)
+    out, _ = sdpa_cpu.attend(call, *positions)
+    amax = sdpa_cpu.largest_probability(call, positions).reshape(1)
+    return varlen_fp8.rounded(given, out[0].transpose(0, 1).contiguous(), amax)
+
+
+def _all_pairs(given: SimpleNamespace) -> tuple[SimpleNamespace, tuple[Tensor, Tensor]]:
+    """A packed call as one of ``sdpa`` over all tokens, and the positions of their pairs."""
     batched = [tensor.transpose(0, 1).unsqueeze(0) for tensor in (given.q, given.k, given.v)]
     call = bind(_ops.sdpa.default, batched, varlen.dense_options(given))
     queries = varlen.places(given.cu_seqlens_q, given.q.shape[0], given.seqused_q)
@@ -186,8 +209,7 @@ def _varlen(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     )
     distance = place_kv - place - (length_kv - length if call.bottom_right else 0)
     same = (sequence == sequence_kv) & (place < length) & (place_kv < length_kv)
-    out, lse = sdpa_cpu.attend(call, distance, same & sdpa_cpu.is_seen(call, distance))
-    return out[0].transpose(0, 1).to(given.q.dtype).contiguous(), lse[0]
+    return call, (distance, same & sdpa_cpu.is_seen(call, distance))
 
 
 def _paged(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

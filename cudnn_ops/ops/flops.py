@@ -101,6 +101,12 @@ def _varlen_flop(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     return 2 * _packed_pairs(call) * (call.q.shape[2] + call.v.shape[2])
 
 
+@register_flop_formula(_ops._varlen_fp8, get_raw=True)
+def _varlen_fp8_flop(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    call = bind(_ops._varlen_fp8.default, args, kwargs)
+    return 2 * _packed_pairs(call) * (call.q.shape[2] + call.v.shape[2])
+
+
 @register_flop_formula(_ops._varlen_backward, get_raw=True)
 def _varlen_backward_flop(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     call = bind(_ops._varlen_backward.default, args, kwargs)

@@ -130,6 +130,14 @@ def round_to_fp8(scaled: Tensor, dtype: torch.dtype) -> Tensor:
     return scaled.clamp(-most, most).to(dtype)
 
 
+def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scale under which the largest magnitude becomes the largest number; 1 where none can."""
+    is_known = (amax > 0) & amax.isfinite()
+    # Not a number over a tensor, which torch computes as that times the inverse.
+    scale = (torch.full_like(amax, torch.finfo(dtype).max) / amax).clamp(max=_LARGEST_SCALE)
+    return scale.where(is_known, torch.ones_like(scale))
+
+
 def _along(numbers: Tensor, input: Tensor, dim: int | None) -> Tensor:
     """So that they broadcast to the input."""
     sizes = [1] * input.dim()
@@ -158,12 +166,7 @@ def quantize_in_torch(
         amax = x.new_zeros(groups)
     else:
         amax = (x.abs().amax(dims) if dims else x.abs()).reshape(groups)
-    if scale is None:
-        is_known = (amax > 0) & amax.isfinite()
-        # Not a number over a tensor, which torch computes as that times the inverse.
-        scale = (torch.full_like(amax, torch.finfo(dtype).max) / amax).clamp(max=_LARGEST_SCALE)
-        scale = scale.where(is_known, torch.ones_like(scale))
-    scale = scale.reshape(groups)
+    scale = (scale_of(amax, dtype) if scale is None else scale).reshape(groups)
     data = round_to_fp8(x * _along(scale, input, dim), dtype)
     return torch.empty_like(input, dtype=dtype).copy_(data), scale.reciprocal(), amax
 

@@ -140,9 +140,11 @@ def in_torch(call: SimpleNamespace) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def largest_probability(call: SimpleNamespace) -> Tensor:
-    """Of all that a key has for a query, without dropout."""
-    scores, _ = _scores(call, *_positions(call))
+def largest_probability(
+    call: SimpleNamespace, positions: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """Of all that a key has for a query, without dropout; ``positions`` as :func:`attend` has."""
+    scores, _ = _scores(call, *(_positions(call) if positions is None else positions))
     weights, _, total, _ = _exponentials(scores, call.sinks)
     return (weights / total).amax()
 

@@ -32,7 +32,8 @@ class AttentionFp8(NamedTuple):
     amax_s: Tensor
     """float32 [1]: the largest probability, as cuDNN reports it."""
     amax_o: Tensor
-    """float32 [1]: the largest magnitude of the output, before it is scaled and rounded."""
+    """float32 [1]: the largest magnitude of the output, before it is scaled and rounded; over its
+    head's ``descale_v`` where each head has one."""
 
 
 def sdpa_fp8(
@@ -75,10 +76,12 @@ def sdpa_fp8(
         value: [batch, heads_kv, length_kv, value head size].
         descale_q: float32, one number on the device: what the query is multiplied with.
         descale_k: likewise for the key.
-        descale_v: likewise for the value.
+        descale_v: likewise for the value, or [heads_kv], one for each of its heads: cuDNN then
+            gives the output over these, and the kernel that widens it applies them (on Blackwell
+            another one).
         scale_o: likewise: what the output is multiplied with before it is rounded to 8 bits. None
             stands for ``1 / descale_v``, under which no output is too large, for it is a mean of
-            values. Without effect where the output is not rounded.
+            values. Without effect where the output is not rounded. Only with one ``descale_v``.
         is_causal: as in :func:`scaled_dot_product_attention`.
         scale: factor of the scores, above 0; None stands for ``1 / sqrt(head size)``. Another value
             needs no other plan.
@@ -90,7 +93,8 @@ def sdpa_fp8(
         seq_lens_kv: int32 [batch], the number of keys in each sequence. The output is 0 where there
             are none.
         out_dtype: bfloat16, float16, ``float8_e4m3fn`` or ``float8_e5m2``; on a CPU also float32.
-            An output of 8 bits is ``scale_o`` times the output: its descale is ``1 / scale_o``.
+            An output of 8 bits is ``scale_o`` times the output: its descale is ``1 / scale_o``, or
+            ``descale_v`` of its head.
 
     Returns:
         [batch, heads, length, value head size], dense, with the query's order of dimensions in
@@ -213,7 +217,11 @@ _WITHOUT = {
 def sdpa_fp8_in_torch(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The results of ``_sdpa_fp8`` by torch's operators; the lengths are not 0."""
     call = bind(_sdpa_fp8_op, args, kwargs)
-    out_dtype, descale_v = call.out_dtype, call.descale_v.reshape(())
+    out_dtype, descale_v = call.out_dtype, call.descale_v.reshape(-1, 1, 1)
+    has_descales = descale_v.shape[0] > 1
+    if has_descales:  # as cuDNN does: of values that have none
+        group = call.query.shape[1] // descale_v.shape[0]
+        after, descale_v = descale_v.repeat_interleave(group, 0), torch.ones_like(descale_v[:1])
     for name, descale in (("query", call.descale_q), ("key", call.descale_k)):
         setattr(call, name, getattr(call, name).float() * descale.reshape(()))
     call.value = call.value.float() * descale_v
@@ -223,6 +231,8 @@ def sdpa_fp8_in_torch(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor
     if out_dtype.itemsize == 1:
         scale_o = descale_v.reciprocal() if call.scale_o is None else call.scale_o.reshape(())
         out = round_to_fp8(out * scale_o, out_dtype)
+    elif has_descales:
+        out = out * after
     return out.to(out_dtype), lse, amax, amax_out
 
 

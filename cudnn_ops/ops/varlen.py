@@ -204,7 +204,7 @@ def places(offsets: Tensor, tokens: int, used: Tensor | None) -> tuple[Tensor, T
     return sequence, index - offsets[sequence], lengths[sequence]
 
 
-def _sequences(call: SimpleNamespace) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
+def sequences_of(call: SimpleNamespace) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
     """Each sequence's tokens among the queries and keys, and its own call's options."""
     starts_q, starts_k = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
 
@@ -220,7 +220,7 @@ def _sequences(call: SimpleNamespace) -> Iterator[tuple[slice, slice, dict[str, 
         yield queries, tokens(index, starts_k, call.seqused_k), options
 
 
-def _batched(packed: Tensor, tokens: slice) -> Tensor:
+def batched(packed: Tensor, tokens: slice) -> Tensor:
     """[tokens, H, D] of one sequence as [1, H, S, D]."""
     return packed[tokens].transpose(0, 1).unsqueeze(0)
 
@@ -233,10 +233,10 @@ def _with_lse_cpu(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any):
     if call.dropout_p > 0 and call.rng_state is None:
         call.rng_state = _ops._attention_rng_state.default(q, call.max_seqlen_q, call.max_seqlen_k)
     out, lse = sdpa_cpu.without_keys(*_empty(q, v), call.sinks)
-    for queries, keys, options in _sequences(call):
+    for queries, keys, options in sequences_of(call):
         if queries.start == queries.stop:
             continue
-        one = (_batched(q, queries), _batched(k, keys), _batched(v, keys))
+        one = (batched(q, queries), batched(k, keys), batched(v, keys))
         out_one, lse_one = sdpa_cpu.forward(*one, enable_gqa=True, **options)
         out[queries] = out_one[0].transpose(0, 1)
         lse[:, queries] = lse_one[0]
@@ -247,15 +247,15 @@ def _backward_cpu(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     call = bind(_ops._varlen_backward.default, args, kwargs)
     grads = _empty_gradients(call.q, call.k, call.v, call.sinks)
     grad_q, grad_k, grad_v, grad_sinks = (grad.zero_() for grad in grads)
-    for queries, keys, options in _sequences(call):
+    for queries, keys, options in sequences_of(call):
         if queries.start == queries.stop or keys.start == keys.stop:
             continue
         of_one = sdpa_cpu.backward(
-            _batched(call.grad_out, queries),
-            _batched(call.q, queries),
-            _batched(call.k, keys),
-            _batched(call.v, keys),
-            _batched(call.out, queries),
+            batched(call.grad_out, queries),
+            batched(call.q, queries),
+            batched(call.k, keys),
+            batched(call.v, keys),
+            batched(call.out, queries),
             call.lse[:, queries].unsqueeze(0),
             **options,
         )

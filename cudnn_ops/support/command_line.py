@@ -160,6 +160,18 @@ _VARLEN = Arguments(
         _DETERMINISTIC,
     ),
 )
+_VARLEN_FP8 = Arguments(
+    shapes=_VARLEN.shapes,
+    options=(
+        *_VARLEN.options[:3],
+        _flag("causal", "causal"),
+        _WINDOW,
+        _TOP_LEFT,
+        _flag("used", "seqused_q seqused_k", "how much of each sequence is used"),
+        Option(("--out-dtype",), "out_dtype", {"choices": ["fp16", "bf16", *_FP8]}),
+    ),
+    dtypes=tuple(_FP8),
+)
 _PAGES = "pages,page_size,heads_kv,head_size"
 _PAGED = Arguments(
     shapes=(
@@ -269,6 +281,7 @@ _ARGUMENTS = {
     "sdpa": _SDPA,
     "sdpa_fp8": _SDPA_FP8,
     "varlen_attention": _VARLEN,
+    "varlen_attention_fp8": _VARLEN_FP8,
     "paged_attention": _PAGED,
     "rms_norm": _norm_arguments(is_layer=False),
     "layer_norm": _norm_arguments(is_layer=True),

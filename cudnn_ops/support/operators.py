@@ -28,6 +28,7 @@ from cudnn_ops.ops.paged import KVLayout, is_head_major, paged_attention
 from cudnn_ops.ops.sdpa import scaled_dot_product_attention
 from cudnn_ops.ops.sdpa_fp8 import sdpa_fp8
 from cudnn_ops.ops.varlen import varlen_attention
+from cudnn_ops.ops.varlen_fp8 import varlen_attention_fp8
 from cudnn_ops.support.attempts import Attempt, Kind, Parts
 from cudnn_ops.support.linear import linear_parts, mlp_parts
 from cudnn_ops.support.specs import (
@@ -179,6 +180,23 @@ def _attention_fp8(
     return _one(words, refusal)
 
 
+def _sequences_of(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: TensorSpec | int | None,
+    cu_seqlens_k: TensorSpec | int | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+) -> tuple[Tensor, Tensor, int, int]:
+    """Offsets of queries and keys, and the longest of each; those of the queries serve the keys."""
+    offsets = offsets_tensor(cu_seqlens_q, "cu_seqlens_q")
+    is_same = cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q
+    offsets_kv = offsets if is_same else offsets_tensor(cu_seqlens_k, "cu_seqlens_k")
+    most = q.shape[0] if max_seqlen_q is None else max_seqlen_q
+    most_kv = (most if is_same else k.shape[0]) if max_seqlen_k is None else max_seqlen_k
+    return offsets, offsets_kv, most, most_kv
+
+
 def _packed(
     kind: Kind,
     q: Tensor,
@@ -191,19 +209,38 @@ def _packed(
     max_seqlen_k: int | None = None,
     **options: Any,
 ) -> Parts:
-    offsets = offsets_tensor(cu_seqlens_q, "cu_seqlens_q")
-    is_same = cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q
-    offsets_kv = offsets if is_same else offsets_tensor(cu_seqlens_k, "cu_seqlens_k")
+    sequences = _sequences_of(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     _make_optional(options, ("alibi_slopes", "sinks"), q.shape[1], torch.float32)
-    _make_optional(options, ("seqused_q", "seqused_k"), offsets.shape[0] - 1, torch.int32)
-    most = q.shape[0] if max_seqlen_q is None else max_seqlen_q
-    most_kv = (most if is_same else k.shape[0]) if max_seqlen_k is None else max_seqlen_k
+    _make_optional(options, ("seqused_q", "seqused_k"), sequences[0].shape[0] - 1, torch.int32)
     words = _ops._varlen_plan_key(
-        *(q, k, v, offsets, offsets_kv, most, most_kv),
+        *(q, k, v, *sequences),
         **options,
         with_lse=kind.training,
         backward=kind.backward,
         sm_major=kind.sm // 10,
+    )
+    return _one(words)
+
+
+def _packed_fp8(
+    kind: Kind,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: TensorSpec | int | None = None,
+    cu_seqlens_k: TensorSpec | int | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
+) -> Parts:
+    given = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    sequences = _sequences_of(q, k, *given)
+    _make_optional(options, ("seqused_q", "seqused_k"), sequences[0].shape[0] - 1, torch.int32)
+    one = torch.empty(1, device="meta")
+    words = _ops._varlen_fp8_plan_key(
+        *(q, k, v, *sequences, one, one, one, out_dtype), **options, sm_major=kind.sm // 10
     )
     return _one(words)
 
@@ -436,6 +473,16 @@ def _families() -> Iterator[Operator]:
         ("q", "k", "v"),
         _packed,
         without_effect=("softmax_scale", "rng_state"),
+        has_exact=False,
+        has_polymorphic=True,
+    )
+    yield Operator(
+        "varlen_attention_fp8",
+        varlen_attention_fp8,
+        ("q", "k", "v"),
+        _packed_fp8,
+        without_effect=("descale_q", "descale_k", "descale_v", "scale_o", "softmax_scale"),
+        has_backward=False,
         has_exact=False,
         has_polymorphic=True,
     )

@@ -1,5 +1,5 @@
-// A CUDA runtime of GPUs that are not there: memory is addresses that nobody reads, and what is
-// launched goes to a callback. Loaded before torch (LD_PRELOAD), it takes the place of libcudart
+// A CUDA runtime of GPUs that are not there: memory is addresses that nobody reads, or with
+// MEMORY_IS_REAL the host's, and what is launched goes to a callback. Loaded before torch (LD_PRELOAD), it takes the place of libcudart
 // and of the driver, as far as operators that launch kernels of ours need them. See launches.py.
 #include <cuda_runtime_api.h>
 #include <stdlib.h>
@@ -13,7 +13,8 @@ struct Kernel {
   char name[kNameSize];
 };
 
-typedef int (*OnLaunch)(int device, const struct Kernel* kernel, const unsigned* numbers);
+typedef int (*OnLaunch)(int device, const struct Kernel* kernel, const unsigned* numbers,
+                        const void* argument);
 typedef int (*OnOccupancy)(int device, const struct Kernel* kernel, int threads, int shared);
 typedef void (*OnAllow)(int device, const struct Kernel* kernel, int shared);
 
@@ -68,7 +69,6 @@ SUCCEEDS(cudaGetLastError, void)
 SUCCEEDS(cudaPeekAtLastError, void)
 SUCCEEDS(cudaDeviceSynchronize, void)
 SUCCEEDS(cudaFree, void* memory)
-SUCCEEDS(cudaMemsetAsync, void* memory, int value, size_t bytes, cudaStream_t stream)
 SUCCEEDS(cudaMemcpyAsync, void* to, const void* from, size_t bytes, enum cudaMemcpyKind kind,
          cudaStream_t stream)
 SUCCEEDS(cudaLaunchKernel, const void* function, dim3 grid, dim3 block, void** arguments,
@@ -96,6 +96,45 @@ cudaError_t cudaMemGetInfo(size_t* left, size_t* all) {
   return cudaSuccess;
 }
 
+#ifdef MEMORY_IS_REAL
+// Between bytes that nobody may write; never freed, so that they can be looked at in the end.
+enum { kGuard = 4096, kUntouched = 0xa5, kMostAllocations = 1 << 20 };
+static struct {
+  unsigned char* memory;
+  size_t bytes;
+} allocations[kMostAllocations];
+static int allocation_count;
+
+cudaError_t cudaMalloc(void** memory, size_t bytes) {
+  const size_t all = (bytes + 511) / 512 * 512 + 2 * kGuard;
+  unsigned char* start = aligned_alloc(512, all);
+  memset(start, kUntouched, all);
+  *memory = start + kGuard;
+  memset(*memory, 0xff, bytes);  // NaN of every type
+  allocations[allocation_count].memory = start + kGuard;
+  allocations[allocation_count++].bytes = bytes;
+  return cudaSuccess;
+}
+
+// How many allocations have something written around them.
+int fake_overruns(void) {
+  int count = 0;
+  for (int i = 0; i < allocation_count; ++i) {
+    int is_touched = 0;
+    for (size_t k = 1; k <= kGuard; ++k) {
+      is_touched |= allocations[i].memory[-(long)k] != kUntouched ||
+                    allocations[i].memory[allocations[i].bytes + k - 1] != kUntouched;
+    }
+    count += is_touched;
+  }
+  return count;
+}
+
+cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream) {
+  memset(memory, value, bytes);
+  return cudaSuccess;
+}
+#else
 // Never the same twice, and not within reach of any real memory.
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
   static size_t next = (size_t)1 << 48;
@@ -103,6 +142,9 @@ cudaError_t cudaMalloc(void** memory, size_t bytes) {
   next += (bytes | 511) + 1;
   return cudaSuccess;
 }
+
+SUCCEEDS(cudaMemsetAsync, void* memory, int value, size_t bytes, cudaStream_t stream)
+#endif
 
 cudaError_t cudaLibraryLoadData(cudaLibrary_t* library, const void* image,
                                 enum cudaJitOption* options, void** values, unsigned count,
@@ -137,7 +179,7 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* ke
                                 void** arguments) {
   const unsigned numbers[] = {config->gridDim.x, config->gridDim.y, config->blockDim.x,
                               (unsigned)config->dynamicSmemBytes};
-  on_launch(current_device, kernel, numbers);
+  on_launch(current_device, kernel, numbers, arguments[0]);
   return cudaSuccess;
 }
 

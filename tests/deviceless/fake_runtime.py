@@ -10,14 +10,26 @@ from pathlib import Path
 _HERE = Path(__file__).parent
 
 
-def run_with_fake_runtime(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """This Python with those arguments, and behind them the library, which is built there."""
+def run_with_fake_runtime(
+    folder: Path, *arguments: str, has_memory: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """This Python with those arguments, and behind them the library, which is built there.
+
+    Args:
+        folder: where it is built.
+        arguments: Python's.
+        has_memory: whether memory of the GPU is the host's, each allocation by itself.
+    """
     library = folder / "fake_runtime.so"
     command = ["cc", "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", *_include_folders()]
-    subprocess.run([*command, "-o", library, _HERE / "fake_runtime.c"], check=True)
+    macros = ["-DMEMORY_IS_REAL"] if has_memory else []
+    subprocess.run([*command, *macros, "-o", library, _HERE / "fake_runtime.c"], check=True)
+    variables = {"LD_PRELOAD": str(library), "CUDNN_OPS_CACHE_DIR": ""}
+    if has_memory:
+        variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     return subprocess.run(
         [sys.executable, *arguments, str(library)],
-        env=os.environ | {"LD_PRELOAD": str(library), "CUDNN_OPS_CACHE_DIR": ""},
+        env=os.environ | variables,
         cwd=_HERE.parents[1],
         capture_output=True,
         text=True,

@@ -49,7 +49,8 @@ class _Kernel(ctypes.Structure):
 
 
 _Pointer = ctypes.POINTER(_Kernel)
-_OnLaunch = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, _Pointer, ctypes.POINTER(ctypes.c_uint))
+_Numbers = ctypes.POINTER(ctypes.c_uint)
+_OnLaunch = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, _Pointer, _Numbers, ctypes.c_void_p)
 _OnOccupancy = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, _Pointer, ctypes.c_int, ctypes.c_int)
 _OnAllow = ctypes.CFUNCTYPE(None, ctypes.c_int, _Pointer, ctypes.c_int)
 
@@ -114,7 +115,7 @@ class Recorder:
             )
         )
 
-    def _on_launch(self, device: int, kernel: Any, numbers: Any) -> int:
+    def _on_launch(self, device: int, kernel: Any, numbers: Any, argument: int) -> int:
         blocks, rows, threads, shared = numbers[:4]
         name, facts = self._facts_of(device, kernel)
         gpu = self.gpus[device]
@@ -456,6 +457,43 @@ def run_moe(recorder: Recorder, device: torch.device) -> None:
                     _ops._moe_combine_backward.default(x, rows, positions, weights, mask)
 
 
+def run_rotary_fp8(recorder: Recorder, device: torch.device) -> None:
+    """With norms and scales or without, of whole heads and of parts."""
+    sizes = itertools.product((1, 1000, 1_000_003), (1, 32), (2, 6, 64, 128, 192, 256), (0, 1))
+    for (tokens, heads, size, start), dtype in itertools.product(sizes, DTYPES):
+        query, key, value = (
+            memory(device, dtype, 2, count, tokens, size, start=start) for count in (heads, 8, 8)
+        )
+        weight = memory(device, dtype, size)
+        for angles, is_interleaved in itertools.product({dtype, torch.float32}, (0, 1)):
+            cos = memory(device, angles, 1, tokens, size)
+            tensors = (query, key, value, cos, cos, None, [is_interleaved, 0])
+            words = ("rotary fp8", dtype, tokens, heads, size, start, angles, is_interleaved)
+            for scales, fp8 in (
+                (None, torch.float8_e4m3fn),
+                (memory(device, torch.float32, 10), torch.float8_e5m2),
+            ):
+                norms = (None, None) if scales is None else (weight, weight)
+                with recorder.calling(*words, scales is None):
+                    _ops._rotary_fp8.default(
+                        *tensors, scales, *norms, 1e-6, False, scales is not None, fp8
+                    )
+
+
+def run_rows_fp8(recorder: Recorder, device: torch.device) -> None:
+    """Plain, normed and gated rows of all widths, under scales of their own and under one."""
+    for dtype, (rows, width), start in itertools.product(DTYPES, SIZES, (0, 1)):
+        if rows not in (1, 33, 70_001) or rows * width >= 1 << 33:
+            continue
+        x = memory(device, dtype, rows, width, start=start)
+        scale = memory(device, torch.float32, 1)
+        for kind, given in ((0, None), (1, scale), (2, None)):
+            other = None if kind == 0 else x
+            with recorder.calling("rows fp8", dtype, rows, width, start, kind):
+                arguments = (x, other, None, given, kind, 1e-5, False, torch.float8_e4m3fn)
+                _ops._rows_fp8.default(*arguments)
+
+
 def run_fp8(recorder: Recorder, device: torch.device) -> None:
     """Rounding and back, under one scale and one for each head."""
     shapes = itertools.product((1, 1000, 1_000_003), (1, 3, 65_535), (7, 16, 128), (0, 1))
@@ -481,6 +519,7 @@ RUNS = (
     run_adaptive_norms,
     run_gated,
     run_rotary,
+    run_rotary_fp8,
     run_epilogues,
     run_rows,
     run_images,
@@ -489,6 +528,7 @@ RUNS = (
     run_append,
     run_paged,
     run_moe,
+    run_rows_fp8,
     run_fp8,
 )
 

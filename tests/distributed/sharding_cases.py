@@ -221,10 +221,53 @@ def _attend_fp8(query: Tensor, key: Tensor, value: Tensor, scale: Tensor, **rest
     )
 
 
+def _attend_packed_fp8(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: Tensor) -> Any:
+    data, descales, _ = zip(*(cudnn_ops.quantize_fp8(x, scale) for x in (q, k, v)), strict=True)
+    of_query, of_key, of_value = descales
+    return cudnn_ops.varlen_attention_fp8(
+        *(*data, starts, starts, 3, 3),
+        descale_q=of_query,
+        descale_k=of_key,
+        descale_v=of_value,
+    )
+
+
+PACKED_FP8: Tensors = {
+    **dict.fromkeys(("q", "k", "v"), (6, 4, 16)),
+    "starts": lengths(0, 3, 6),
+    "scale": torch.tensor([90.0]),
+}
+
+
+def _turn_fp8(
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, scales: Tensor
+) -> Any:
+    *data, descale, amax = cudnn_ops.rotary_embedding_qkv_fp8(query, key, value, cos, sin, scales)
+    one = descale[:1]
+    wide = (cudnn_ops.dequantize_fp8(x, one, dtype=torch.float32) for x in data)
+    return *wide, descale, amax
+
+
+TURNED_FP8: Tensors = {
+    **dict.fromkeys(QKV, FP8_SIZES),
+    **dict.fromkeys(("cos", "sin"), (1, S, 16)),
+    "scales": torch.tensor([90.0, 80.0, 70.0]),
+}
+
+
 def _round(x: Tensor, scale: Tensor | None = None, dim: int | None = None) -> Any:
     data, descale, amax = cudnn_ops.quantize_fp8(x, scale, dim=dim)
     return cudnn_ops.dequantize_fp8(data, descale, dim=dim, dtype=torch.float32), descale, amax
 
+
+def _gated_fp8(gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Any:
+    data, descale, amax = cudnn_ops.swiglu_fp8(gate, up, scale)
+    if scale is None:  # what gloo can send
+        return descale, amax
+    return cudnn_ops.dequantize_fp8(data, descale, dtype=torch.float32), descale, amax
+
+
+GATED_FP8: Tensors = {**dict.fromkeys(("gate", "up"), (B, 3, 16))}
 
 #: Without gradients.
 SERVING = [
@@ -236,6 +279,24 @@ SERVING = [
         {**FP8, "seq_lens_kv": lengths(2, 6, 0, 5)},
         every(S0, *QKV),
     ),
+    Case("gated rows by batch", _gated_fp8, GATED_FP8, every(S0, "gate", "up"), silent=True),
+    Case(
+        "gated rows of one scale",
+        _gated_fp8,
+        {**GATED_FP8, "scale": torch.tensor([90.0])},
+        every(S0, "gate", "up"),
+    ),
+    Case("packed FP8 by heads", _attend_packed_fp8, PACKED_FP8, every(S1, "q", "k", "v")),
+    Case("turned and rounded by batch", _turn_fp8, TURNED_FP8, every(S0, *QKV), silent=True),
+    Case("turned and rounded by heads", _turn_fp8, TURNED_FP8, every(S1, *QKV), silent=True),
+    Case(
+        "turned and rounded by tokens",
+        _turn_fp8,
+        TURNED_FP8,
+        {**every(S2, *QKV), **every(S1, "cos", "sin")},
+        silent=True,
+    ),
+    Case("turned and rounded by size", _turn_fp8, TURNED_FP8, every(S3, *QKV)),
     Case("rounded by tokens", _round, {"x": FP8_SIZES}, {"x": S2}),
     Case("rounded by heads", partial(_round, dim=1), {"x": FP8_SIZES}, {"x": S1}, silent=True),
     Case("rounded by scales", partial(_round, dim=1), HEADS, {"x": S1, "scale": S0}, silent=True),

@@ -109,6 +109,10 @@ SdpaPointers::SdpaPointers(const SdpaForwardParams& params, SdpaForwardTensors& 
 
 SdpaPointers::SdpaPointers(const SdpaFp8Params& params, SdpaFp8Tensors& tensors) {
   add_forward(params, tensors);
+  if (params.mask.sequences != Sequences::kRagged) add_numbers(tensors);
+}
+
+void SdpaPointers::add_numbers(const SdpaFp8Tensors& tensors) {
   for (const at::Tensor& number : tensors.numbers) all.push_back(read(number));
   for (const at::Tensor& number : tensors.amax) write(number);
 }

@@ -77,9 +77,12 @@ struct SdpaPointers {
 
   SdpaPointers(const SdpaForwardParams& params, SdpaForwardTensors& tensors);
   SdpaPointers(const SdpaBackwardParams& params, SdpaBackwardTensors& tensors);
+  // Of a ragged plan without what add_numbers() adds, which comes behind the table.
   SdpaPointers(const SdpaFp8Params& params, SdpaFp8Tensors& tensors);
   // Without the page table, which comes last, after the offsets and lengths of a ragged one.
   SdpaPointers(const PagedParams& params, SdpaForwardTensors& tensors);
+
+  void add_numbers(const SdpaFp8Tensors& tensors);
 
  private:
   template <class Params, class Tensors>

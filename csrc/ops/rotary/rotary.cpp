@@ -222,7 +222,10 @@ RotaryResults rotary_qk(const at::Tensor& query, const at::Tensor& key, const at
 }
 
 void check_rotary(const Rotary& args) {
-  const char* op = name_of(args);
+  check_rotation(args, name_of(args));
+}
+
+void check_rotation(const Rotary& args, const char* op) {
   check_inputs(args, op);
   check_layout(args.angles.layout, args.input, op);
   check_factors(args, op);

@@ -62,5 +62,7 @@ RotaryResults rotary_qk(const at::Tensor& query, const at::Tensor& key, const at
                         const OptionalTensor& positions, at::OptionalIntArrayRef sections);
 
 void check_rotary(const Rotary& args);
+// The same for another operator, whose name begins messages.
+void check_rotation(const Rotary& args, const char* op);
 
 }  // namespace cudnn_ops

@@ -7,6 +7,7 @@ tells the backward what that was.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -224,6 +225,8 @@ def _fp8_rules(call: Call) -> list[Rule]:
         ("query", "key", "value", "seq_lens_q", "seq_lens_kv"),
         ("query",) if is_one else ("query", "key", "value"),
     ]
+    if math.prod(call.descale_v.shape) > 1:
+        del sharded[1]  # one head alone has its amax_o in other units
     return [
         Rule(
             dict.fromkeys(names, Shard(dim)),
@@ -275,6 +278,15 @@ for _returns, _op in enumerate(
 ):
     _rules = _packed_rules(_returns)
     register_with_keywords(_op, forward(_rules, _packed_groups), _rules, "q")
+
+
+def _packed_fp8_rules(call: Call) -> list[Rule]:
+    return [Rule(_packed_inputs(call), (Shard(1), Partial("max"), Partial("max")))]
+
+
+register_with_keywords(
+    _ops._varlen_fp8.default, forward(_packed_fp8_rules, _packed_groups), _packed_fp8_rules, "q"
+)
 register_with_keywords(
     _ops._varlen_backward.default, _backward(_packed_backward_rules), _packed_backward_rules, "lse"
 )

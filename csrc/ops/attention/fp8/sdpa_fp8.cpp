@@ -33,19 +33,21 @@ void check_operand(const at::Tensor& tensor, const char* name, const at::Tensor&
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && tensor.dim() == 4, kOp, name,
                     " must be a dense tensor [batch, heads, length, head size]; got ",
                     tensor.layout(), " of shape ", tensor.sym_sizes());
-  const auto size = tensor.sym_size(3);
-  TORCH_CHECK_VALUE(holds((size % 16).sym_eq(0)) && holds(size.sym_ge(16)), kOp,
-                    "the head size of ", name, " is ", size,
-                    "; cuDNN supports multiples of 16 from 16 on: pad the last dimension with "
-                    "zeros, and pass the scale");
+  check_fp8_head_size(tensor, name, kOp);
 }
 
-void check_scale(const at::Tensor& scale, const char* name, const at::Tensor& query) {
-  TORCH_CHECK_TYPE(scale.defined(), kOp, name, " must be a tensor, got None");
-  TORCH_CHECK_VALUE(scale.scalar_type() == at::kFloat && holds(scale.sym_numel().sym_eq(1)) &&
-                        scale.device() == query.device(),
-                    kOp, name, " must be one float32 number on ", query.device(), "; got ",
-                    scale.scalar_type(), " ", scale.sym_sizes(), " on ", scale.device());
+void check_descale_of_value(const SdpaFp8& given) {
+  const auto &descale = given.descale_value, &value = given.args.value;
+  TORCH_CHECK_TYPE(descale.defined(), kOp, "descale_v must be a tensor, got None");
+  const bool is_one = descale.sym_numel() == 1;
+  TORCH_CHECK_VALUE(descale.scalar_type() == at::kFloat && descale.device() == value.device() &&
+                        (is_one || holds(descale.sym_numel().sym_eq(value.sym_size(1)))),
+                    kOp, "descale_v must be one float32 number, or ", value.sym_size(1),
+                    ", one for each head of value, on ", value.device(), "; got ",
+                    descale.scalar_type(), " ", descale.sym_sizes(), " on ", descale.device());
+  TORCH_CHECK_VALUE(is_one || !given.scale_out, kOp,
+                    "scale_o is of an output under one descale_v; with one for each head the "
+                    "output is rounded under those");
 }
 
 void check_sizes(const SdpaFp8& given) {
@@ -76,6 +78,38 @@ SdpaFp8Results sdpa_fp8_autograd(c10::DispatchKeySet keys, const SdpaFp8& given)
 
 }  // namespace
 
+void check_fp8_head_size(const at::Tensor& tensor, const char* name, const char* op) {
+  const auto size = tensor.sym_size(-1);
+  TORCH_CHECK_VALUE(holds((size % 16).sym_eq(0)) && holds(size.sym_ge(16)), op, "the head size of ",
+                    name, " is ", size,
+                    "; cuDNN supports multiples of 16 from 16 on: pad the last dimension with "
+                    "zeros, and pass the scale");
+}
+
+void check_fp8_scale(const at::Tensor& scale, const char* name, const at::Tensor& query,
+                     const char* op) {
+  TORCH_CHECK_TYPE(scale.defined(), op, name, " must be a tensor, got None");
+  TORCH_CHECK_VALUE(scale.scalar_type() == at::kFloat && holds(scale.sym_numel().sym_eq(1)) &&
+                        scale.device() == query.device(),
+                    op, name, " must be one float32 number on ", query.device(), "; got ",
+                    scale.scalar_type(), " ", scale.sym_sizes(), " on ", scale.device());
+}
+
+void check_fp8_out_dtype(at::ScalarType dtype, const at::Tensor& query, const char* op) {
+  TORCH_CHECK_TYPE(is_fp8(dtype) || dtype == at::kHalf || dtype == at::kBFloat16 ||
+                       (dtype == at::kFloat && !query.is_cuda()),
+                   op,
+                   "out_dtype must be bfloat16, float16, float8_e4m3fn or float8_e5m2 (float32 too "
+                   "on a CPU); got ",
+                   dtype);
+}
+
+void check_fp8_factor(const std::optional<double>& scale, const char* op) {
+  // cuDNN subtracts the largest score before it scales them.
+  TORCH_CHECK_VALUE(!scale || *scale >= std::numeric_limits<float>::min(), op,
+                    "scale must be a normal, positive float32, got ", scale.value_or(0.0));
+}
+
 void check_sdpa_fp8(const SdpaFp8& given) {
   refuse_context_parallel(kOp);
   const Sdpa& args = given.args;
@@ -85,21 +119,13 @@ void check_sdpa_fp8(const SdpaFp8& given) {
   check_operand(args.key, "key", query);
   check_operand(args.value, "value", query);
   check_sizes(given);
-  check_scale(given.descale_query, "descale_q", query);
-  check_scale(given.descale_key, "descale_k", query);
-  check_scale(given.descale_value, "descale_v", query);
-  if (given.scale_out) check_scale(*given.scale_out, "scale_o", query);
-  TORCH_CHECK_TYPE(is_fp8(given.out_dtype) || given.out_dtype == at::kHalf ||
-                       given.out_dtype == at::kBFloat16 ||
-                       (given.out_dtype == at::kFloat && !query.is_cuda()),
-                   kOp,
-                   "out_dtype must be bfloat16, float16, float8_e4m3fn or float8_e5m2 (float32 too "
-                   "on a CPU); got ",
-                   given.out_dtype);
+  check_fp8_scale(given.descale_query, "descale_q", query, kOp);
+  check_fp8_scale(given.descale_key, "descale_k", query, kOp);
+  check_descale_of_value(given);
+  if (given.scale_out) check_fp8_scale(*given.scale_out, "scale_o", query, kOp);
+  check_fp8_out_dtype(given.out_dtype, query, kOp);
   check_options(args, query, kOp);
-  // cuDNN subtracts the largest score before it scales them.
-  TORCH_CHECK_VALUE(!args.scale || *args.scale >= std::numeric_limits<float>::min(), kOp,
-                    "scale must be a normal, positive float32, got ", args.scale.value_or(0.0));
+  check_fp8_factor(args.scale, kOp);
   check_seq_lens(args.seq_lens_q, query, query.sym_size(2), "seq_lens_q", kOp);
   check_seq_lens(args.seq_lens_kv, query, args.key.sym_size(2), "seq_lens_kv", kOp);
 }

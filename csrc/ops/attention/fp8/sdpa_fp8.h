@@ -10,10 +10,16 @@ namespace cudnn_ops {
 // The arguments of a call: some of those that dense attention has, and the scales.
 struct SdpaFp8 {
   Sdpa args;
-  at::Tensor descale_query, descale_key, descale_value;  // one float32 on the device
+  at::Tensor descale_query, descale_key;  // one float32 on the device
+  at::Tensor descale_value;               // likewise, or one for each head
   at::ScalarType out_dtype = at::kBFloat16;
   OptionalTensor scale_out;  // likewise
   bool with_lse = false;
+
+  // Whether each head of the value has a descale.
+  bool has_descales() const {
+    return args.value.sym_size(1) != 1 && descale_value.sym_numel() != 1;
+  }
 
   template <class Self>
   static auto fields(Self& self) {
@@ -30,5 +36,13 @@ struct SdpaFp8 {
 using SdpaFp8Results = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 void check_sdpa_fp8(const SdpaFp8& given);
+
+// What dense and packed attention of 8 bits check alike; `op` begins messages.
+void check_fp8_head_size(const at::Tensor& tensor, const char* name, const char* op);
+void check_fp8_scale(const at::Tensor& scale, const char* name, const at::Tensor& query,
+                     const char* op);
+void check_fp8_out_dtype(at::ScalarType dtype, const at::Tensor& query, const char* op);
+// The scores'.
+void check_fp8_factor(const std::optional<double>& scale, const char* op);
 
 }  // namespace cudnn_ops

@@ -2,6 +2,7 @@
 // The host reads neither scales nor lengths.
 
 #include "ops/attention/dense/sdpa_problem.h"
+#include "ops/attention/fp8/sdpa_fp8_cuda.h"
 #include "ops/attention/fp8/sdpa_fp8_problem.h"
 #include "ops/attention/layout.h"
 #include "ops/attention/plan_tensors_cuda.h"
@@ -25,10 +26,6 @@ namespace {
 using graph::TensorDesc;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-// The probabilities, of which none is above 1, are rounded to 8 bits too. As much of the range as a
-// power of two allows keeps the small ones out of the numbers that are not normal.
-constexpr float kScaleOfProbabilities = 256;
-
 constexpr CallName kCall{
     "cudnn_ops.sdpa_fp8",
     "`python -m cudnn_ops support fp8` shows what cuDNN supports on a GPU; "
@@ -43,10 +40,12 @@ at::Tensor lengths_of(const OptionalTensor& lengths) {
 }
 
 Fp8Numbers numbers_of(const SdpaFp8& given, const Sdpa& args, at::ScalarType written) {
-  return make_fp8_numbers({given.descale_query, given.descale_key, given.descale_value,
-                           given.scale_out, is_fp8(written), kScaleOfProbabilities,
-                           lengths_of(args.seq_lens_q), lengths_of(args.seq_lens_kv),
-                           args.query.size(0), args.query.size(2), args.key.size(2)});
+  // cuDNN knows one descale of the value alone: its output is over those of heads, see in_dtype().
+  const at::Tensor of_value = given.has_descales() ? at::Tensor() : at::Tensor(given.descale_value);
+  return make_fp8_numbers({given.descale_query, given.descale_key, of_value, given.scale_out,
+                           is_fp8(written), kFp8ScaleOfProbabilities, lengths_of(args.seq_lens_q),
+                           lengths_of(args.seq_lens_kv), args.query.size(0), args.query.size(2),
+                           args.key.size(2)});
 }
 
 // What a part of a call gives: [B, H, rows, Dv] in the type that cuDNN writes, [B, H, rows].
@@ -89,32 +88,46 @@ Written run(const SdpaFp8& given, const SdpaFp8Part& part) {
   return written;
 }
 
-at::Tensor bytes_of(const at::Tensor& tensor) {
-  return is_fp8(tensor.scalar_type()) ? tensor.view(at::kByte) : tensor;
-}
-
 // Zeros, and minus infinity, where a sequence has no query or no key: cuDNN was told that it has no
 // query, and says nothing of those.
 void hide_padding(const at::Tensor& lengths, const at::Tensor& out, const at::Tensor& lse) {
   const at::Tensor position = at::arange(out.size(2), lengths.options());
   const at::Tensor is_hidden = position.ge(lengths.unsqueeze(-1)).unsqueeze(1);  // [B, 1, Sq]
-  bytes_of(out).masked_fill_(is_hidden.unsqueeze(-1), 0);
+  bytes_of_fp8(out).masked_fill_(is_hidden.unsqueeze(-1), 0);
   if (lse.defined()) lse.masked_fill_(is_hidden, -kInfinity);
 }
 
+// The descale of the value for each head of the query.
+at::Tensor descales_of_heads(const SdpaFp8& given) {
+  const int64_t heads = given.args.query.size(1), of_value = given.args.value.size(1);
+  return given.descale_value.reshape({of_value, 1})
+      .expand({of_value, heads / of_value})
+      .reshape(heads);
+}
+
 // Of the queries of a part, in the type that was asked for.
-at::Tensor in_dtype(const Written& written, at::ScalarType dtype) {
-  if (written.out.scalar_type() == dtype) return written.out;
-  const at::Tensor out = at::detail::empty_strided_cuda(written.out.sizes(), written.out.strides(),
-                                                        dtype, written.out.device());
-  widen_fp8(written.out, written.numbers.numbers.back(), std::nullopt, out);
-  return out;
+at::Tensor in_dtype(const SdpaFp8& given, const Written& written) {
+  const auto dtype = given.out_dtype;
+  const auto& [out, lse, numbers] = written;
+  if (out.scalar_type() == dtype) {
+    // Under descales of the value an output of 8 bits has the same.
+    if (given.has_descales() && !is_fp8(dtype)) out.mul_(descales_of_heads(given).view({-1, 1, 1}));
+    return out;
+  }
+  const at::Tensor wide =
+      at::detail::empty_strided_cuda(out.sizes(), out.strides(), dtype, out.device());
+  if (given.has_descales()) {
+    widen_fp8(out, descales_of_heads(given), 1, wide);
+  } else {
+    widen_fp8(out, numbers.numbers.back(), std::nullopt, wide);
+  }
+  return wide;
 }
 
 SdpaFp8Results nothing(const SdpaFp8& given, c10::IntArrayRef sizes) {
   const auto& query = given.args.query;
   const at::Tensor out = empty_dense(sizes, query, given.out_dtype);
-  bytes_of(out).zero_();
+  bytes_of_fp8(out).zero_();
   at::Tensor lse;
   if (given.with_lse) lse = empty_numbers(sizes.slice(0, 3), query).fill_(-kInfinity);
   return {out, or_none(lse, query, at::kFloat), empty_numbers({1}, query).zero_(),
@@ -132,14 +145,14 @@ SdpaFp8Results sdpa_fp8_cuda(const SdpaFp8& given) {
   if (c10::multiply_integers(sizes) == 0 || part.is_empty()) return nothing(given, sizes);
   const Written written = run(given, part);
   const auto& numbers = written.numbers;
-  const at::Tensor out = in_dtype(written, given.out_dtype), lse = written.lse;
+  const at::Tensor out = in_dtype(given, written), lse = written.lse;
   if (numbers.lengths.defined()) hide_padding(numbers.lengths, out, lse);
   if (out.size(2) == query.size(2)) {
     return {out, or_none(lse, query, at::kFloat), numbers.amax, numbers.amax_out};
   }
   const auto [all, all_lse, amax, amax_out] = nothing(given, sizes);
   const auto rows = [&](const at::Tensor& tensor) { return tensor.narrow(2, part.row, part.rows); };
-  bytes_of(rows(all)).copy_(bytes_of(out.narrow(2, 0, part.rows)));
+  bytes_of_fp8(rows(all)).copy_(bytes_of_fp8(out.narrow(2, 0, part.rows)));
   if (given.with_lse) rows(all_lse).copy_(lse.narrow(2, 0, part.rows));
   return {all, all_lse, numbers.amax, numbers.amax_out};
 }

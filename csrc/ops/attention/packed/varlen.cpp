@@ -15,67 +15,72 @@ namespace {
 
 constexpr const char* kOp = "cudnn_ops.varlen_attention: ";
 
-void check_packed(const at::Tensor& tensor, const at::Tensor& query, const char* name) {
+void check_packed(const at::Tensor& tensor, const at::Tensor& query, const char* name,
+                  const char* op, CheckOperand check) {
   TORCH_CHECK_VALUE(
       tensor.layout() == at::kStrided && tensor.dim() == 3 && holds(tensor.sym_stride(2).sym_eq(1)),
-      kOp, name, " must be [tokens, heads, head size] with a last stride of 1; got ",
+      op, name, " must be [tokens, heads, head size] with a last stride of 1; got ",
       tensor.sym_sizes(), " with strides ", tensor.sym_strides());
-  TORCH_CHECK_TYPE(tensor.scalar_type() == query.scalar_type(), kOp, "q has dtype ",
+  TORCH_CHECK_TYPE(tensor.scalar_type() == query.scalar_type(), op, "q has dtype ",
                    query.scalar_type(), " and ", name, " ", tensor.scalar_type(),
                    "; cast them to one dtype");
-  TORCH_CHECK_VALUE(tensor.device() == query.device(), kOp, "q is on ", query.device(), " and ",
+  TORCH_CHECK_VALUE(tensor.device() == query.device(), op, "q is on ", query.device(), " and ",
                     name, " on ", tensor.device(), "; move them to one device");
-  check_supported(tensor, name, kOp);
+  check(tensor, name, op);
 }
 
 void check_used(const OptionalTensor& used, const at::Tensor& offsets, const c10::SymInt& longest,
-                const char* name, const char* longest_name) {
+                const char* name, const char* longest_name, const char* op) {
   if (!used) return;
-  TORCH_CHECK_VALUE(holds(longest.sym_ge(0)), kOp, longest_name, " must not be negative, got ",
+  TORCH_CHECK_VALUE(holds(longest.sym_ge(0)), op, longest_name, " must not be negative, got ",
                     longest);
   TORCH_CHECK_VALUE(used->dim() == 1 &&
                         holds((used->sym_size(0) + 1).sym_eq(offsets.sym_size(0))) &&
                         used->device() == offsets.device() &&
                         (used->scalar_type() == at::kInt || used->scalar_type() == at::kLong),
-                    kOp, name, " must be an int32 tensor [sequences] on ", offsets.device(),
+                    op, name, " must be an int32 tensor [sequences] on ", offsets.device(),
                     "; got ", used->scalar_type(), " ", used->sym_sizes(), " on ", used->device());
   if (!checks_values(*used) || used->numel() == 0) return;
   TORCH_CHECK_VALUE(used->ge(0).all().item<bool>() && used->le(offsets.diff()).all().item<bool>(),
-                    kOp, name, " must lie between 0 and the length of each sequence");
+                    op, name, " must lie between 0 and the length of each sequence");
   const auto most = used->max().item<int64_t>();
-  TORCH_CHECK_VALUE(longest >= most, kOp, longest_name, " is ", longest, ", and ", name, " has ",
+  TORCH_CHECK_VALUE(longest >= most, op, longest_name, " is ", longest, ", and ", name, " has ",
                     most);
 }
 
 }  // namespace
 
 void check_varlen(const Varlen& args) {
-  refuse_context_parallel(kOp);
+  check_packed_call(args, kOp, check_supported);
+}
+
+void check_packed_call(const Varlen& args, const char* op, CheckOperand check) {
+  refuse_context_parallel(op);
   const auto &query = args.query, &key = args.key, &value = args.value;
-  check_options(args, query, kOp);
-  check_packed(query, query, "q");
-  check_packed(key, query, "k");
-  check_packed(value, query, "v");
-  TORCH_CHECK_VALUE(holds(query.sym_size(2).sym_eq(key.sym_size(2))), kOp, "q has head size ",
+  check_options(args, query, op);
+  check_packed(query, query, "q", op, check);
+  check_packed(key, query, "k", op, check);
+  check_packed(value, query, "v", op, check);
+  TORCH_CHECK_VALUE(holds(query.sym_size(2).sym_eq(key.sym_size(2))), op, "q has head size ",
                     query.sym_size(2), " and k ", key.sym_size(2), "; they must be equal");
   TORCH_CHECK_VALUE(holds(key.sym_size(0).sym_eq(value.sym_size(0))) &&
                         holds(key.sym_size(1).sym_eq(value.sym_size(1))),
-                    kOp, "k is ", key.sym_sizes(), " and v ", value.sym_sizes(),
+                    op, "k is ", key.sym_sizes(), " and v ", value.sym_sizes(),
                     "; tokens and heads must be equal");
-  TORCH_CHECK_VALUE(is_multiple(query.sym_size(1), key.sym_size(1)), kOp, "q has ",
+  TORCH_CHECK_VALUE(is_multiple(query.sym_size(1), key.sym_size(1)), op, "q has ",
                     query.sym_size(1), " heads and k ", key.sym_size(1),
                     "; the first must be a multiple of the second");
-  check_per_head(args, query, kOp);
+  check_per_head(args, query, op);
   // The longest is that of the tokens that are used.
   check_offsets(args.cu_seqlens_q, query, args.seqused_q ? query.sym_size(0) : args.max_seqlen_q,
-                "cu_seqlens_q", "max_seqlen_q", kOp);
+                "cu_seqlens_q", "max_seqlen_q", op);
   check_offsets(args.cu_seqlens_k, key, args.seqused_k ? key.sym_size(0) : args.max_seqlen_k,
-                "cu_seqlens_k", "max_seqlen_k", kOp);
-  TORCH_CHECK_VALUE(holds(args.cu_seqlens_q.sym_size(0).sym_eq(args.cu_seqlens_k.sym_size(0))), kOp,
+                "cu_seqlens_k", "max_seqlen_k", op);
+  TORCH_CHECK_VALUE(holds(args.cu_seqlens_q.sym_size(0).sym_eq(args.cu_seqlens_k.sym_size(0))), op,
                     "cu_seqlens_q is of ", args.cu_seqlens_q.sym_size(0) - 1,
                     " sequences and cu_seqlens_k of ", args.cu_seqlens_k.sym_size(0) - 1);
-  check_used(args.seqused_q, args.cu_seqlens_q, args.max_seqlen_q, "seqused_q", "max_seqlen_q");
-  check_used(args.seqused_k, args.cu_seqlens_k, args.max_seqlen_k, "seqused_k", "max_seqlen_k");
+  check_used(args.seqused_q, args.cu_seqlens_q, args.max_seqlen_q, "seqused_q", "max_seqlen_q", op);
+  check_used(args.seqused_k, args.cu_seqlens_k, args.max_seqlen_k, "seqused_k", "max_seqlen_k", op);
 }
 
 bool is_regular(const Varlen& args) {

@@ -37,6 +37,10 @@ const Operator<OutAndLse, Varlen>& varlen_with_lse_op();
 const Operator<VarlenGradients, VarlenBackward>& varlen_backward_op();
 
 void check_varlen(const Varlen& args);
+// The same for another operator on packed sequences, whose name `op` begins messages; `check` is
+// called with query, key and value: their dtypes and head sizes.
+using CheckOperand = void (*)(const at::Tensor& tensor, const char* name, const char* op);
+void check_packed_call(const Varlen& args, const char* op, CheckOperand check);
 
 // Whether the rows are regular (layout.h), and the operators on tensors whose rows are not.
 bool is_regular(const Varlen& args);

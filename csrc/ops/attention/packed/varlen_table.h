@@ -21,15 +21,23 @@ class SequenceTable {
   // Adds a packed tensor, or one with `step` elements from a token to the next. Returns its row.
   size_t add_offsets(const at::Tensor& packed);
   size_t add_offsets(int64_t step);
+  // Those that would begin behind this token, which are empty, begin with it. Before make().
+  void end_at(int64_t token) {
+    last_token_ = token;
+  }
   // Fills the table; then the addresses are there.
   void make();
   void* offsets(size_t row) const;
   void* lengths() const;
+  const at::Tensor& length_tensor() const {
+    return lengths_;
+  }
 
  private:
   const at::Tensor& given_;
   const OptionalTensor& used_;
   int64_t declared_;
+  int64_t last_token_ = -1;  // no end
   c10::SmallVector<int64_t, 8> steps_;
   at::Tensor offsets_, lengths_;
 };
@@ -39,6 +47,9 @@ class VarlenTable {
  public:
   VarlenTable(const Varlen& args, int64_t declared);
 
+  // Says of a sequence without keys that it has one, of this many there are, and no queries:
+  // cuDNN's FP8 kernel for Hopper does not end where queries have no key. Before make().
+  void require_keys(int64_t keys);
   template <class TensorOrStep>
   void add_offsets(const TensorOrStep& packed, bool of_keys) {
     const bool is_key = of_keys && keys_;
@@ -56,6 +67,8 @@ class VarlenTable {
 
   SequenceTable queries_;
   std::optional<SequenceTable> keys_;  // none where they are the same tokens
+  at::Tensor lengths_kv_;
+  bool requires_keys_ = false;
   c10::SmallVector<Row, 16> rows_;
 };
 

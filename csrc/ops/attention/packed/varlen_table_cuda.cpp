@@ -40,7 +40,8 @@ void SequenceTable::make() {
   offsets_ = empty({rows, width}, at::kLong, given_);
   const int64_t starts = given_.size(0), count = starts - 1;
   at::Tensor own_offsets = offsets_.narrow(1, 0, starts);
-  at::mul_out(own_offsets, factors, given_.unsqueeze(0));
+  const at::Tensor first = last_token_ < 0 ? given_ : given_.clamp_max(last_token_);
+  at::mul_out(own_offsets, factors, first.unsqueeze(0));
   if (starts < width) {
     offsets_.narrow(1, starts, width - starts).copy_(offsets_.narrow(1, count, 1));
   }
@@ -67,14 +68,24 @@ VarlenTable::VarlenTable(const Varlen& args, int64_t declared)
   if (!are_same_tokens(args)) keys_.emplace(args.cu_seqlens_k, args.seqused_k, declared);
 }
 
+void VarlenTable::require_keys(int64_t keys) {
+  requires_keys_ = true;
+  (keys_ ? *keys_ : queries_).end_at(keys - 1);
+}
+
 void VarlenTable::make(c10::SmallVectorImpl<void*>& pointers) {
   queries_.make();
   if (keys_) keys_->make();
   for (const auto& row : rows_) {
     pointers.push_back((row.is_key ? *keys_ : queries_).offsets(row.number));
   }
+  lengths_kv_ = (keys_ ? *keys_ : queries_).length_tensor();
+  if (requires_keys_) {
+    if (keys_) queries_.length_tensor().mul_(lengths_kv_.gt(0));
+    lengths_kv_ = lengths_kv_.clamp_min(1);
+  }
   pointers.push_back(queries_.lengths());
-  pointers.push_back((keys_ ? *keys_ : queries_).lengths());
+  pointers.push_back(lengths_kv_.mutable_data_ptr());
 }
 
 }  // namespace cudnn_ops

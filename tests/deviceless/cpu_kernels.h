@@ -1,0 +1,186 @@
+// CUDA C++ for a CPU, as far as kernels of ours need it: the threads of a block run in turns, each
+// up to where it waits for others. cpu_kernels.py compiles kernels with it.
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __shared__ static
+#define __launch_bounds__(...)
+
+using std::max;
+using std::min;
+
+struct float2 {
+  float x, y;
+};
+struct Index {
+  unsigned x, y, z;
+};
+inline Index threadIdx, blockIdx, blockDim, gridDim;
+
+template <class To, class From>
+To bits_as(From value) {
+  static_assert(sizeof(To) == sizeof(From));
+  To result;
+  std::memcpy(&result, &value, sizeof(result));
+  return result;
+}
+inline unsigned __float_as_uint(float value) {
+  return bits_as<unsigned>(value);
+}
+inline float __uint_as_float(unsigned bits) {
+  return bits_as<float>(bits);
+}
+inline float rsqrtf(float value) {
+  return static_cast<float>(1 / std::sqrt(static_cast<double>(value)));
+}
+inline float __expf(float value) {
+  return std::exp(value);
+}
+inline float __frcp_rn(float value) {
+  return 1 / value;
+}
+inline unsigned atomicMax(unsigned* address, unsigned value) {
+  const unsigned old = *address;
+  *address = std::max(old, value);
+  return old;
+}
+
+// What number.cuh and activation.cuh have instructions for.
+inline void rcp_approx_ftz_f32(float& near, float x) {
+  near = 1 / x;
+}
+inline void cvt_f32_f16(float& value, unsigned short bits) {
+  value = static_cast<float>(bits_as<_Float16>(bits));
+}
+inline void cvt_rn_f16_f32(unsigned short& bits, float value) {
+  bits = bits_as<unsigned short>(static_cast<_Float16>(value));
+}
+inline void cvt_rn_bf16_f32(unsigned short& bits, float value) {
+  const unsigned whole = __float_as_uint(value);
+  bits = std::isnan(value) ? 0x7fff : (whole + 0x7fff + (whole >> 16 & 1)) >> 16;
+}
+inline void cvt_rn_f16x2_f32(unsigned& bits, float high, float low) {
+  unsigned short halves[2];
+  cvt_rn_f16_f32(halves[0], low);
+  cvt_rn_f16_f32(halves[1], high);
+  std::memcpy(&bits, halves, sizeof(bits));
+}
+inline void cvt_rn_bf16x2_f32(unsigned& bits, float high, float low) {
+  unsigned short halves[2];
+  cvt_rn_bf16_f32(halves[0], low);
+  cvt_rn_bf16_f32(halves[1], high);
+  std::memcpy(&bits, halves, sizeof(bits));
+}
+
+// Where so many threads wait for each other.
+struct Meeting {
+  unsigned arrived = 0, round = 0;
+};
+
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack = std::vector<char>(256 << 10);
+  bool is_done = false;
+};
+
+struct Block {
+  static constexpr unsigned kMostThreads = 1024;
+  ucontext_t scheduler;
+  std::vector<Fiber> fibers = std::vector<Fiber>(kMostThreads);
+  Meeting whole, warps[kMostThreads / 32];
+  unsigned values[kMostThreads];
+  void (*kernel)(const void*);
+  const void* argument;
+  bool has_moved;
+
+  void run_on() {
+    const unsigned me = threadIdx.x;
+    swapcontext(&fibers[me].context, &scheduler);
+    threadIdx.x = me;
+  }
+  void meet(Meeting& meeting, unsigned all) {
+    const unsigned round = meeting.round;
+    has_moved = true;
+    if (++meeting.arrived == all) {
+      meeting.arrived = 0;
+      ++meeting.round;
+      return;
+    }
+    while (meeting.round == round) run_on();
+  }
+  void meet_warp() {
+    meet(warps[threadIdx.x / 32], 32);
+  }
+};
+inline Block the_block;
+
+inline void __syncthreads() {
+  the_block.meet(the_block.whole, blockDim.x);
+}
+
+template <class T>
+T __shfl_xor_sync(unsigned, T value, unsigned distance) {
+  the_block.values[threadIdx.x] = bits_as<unsigned>(value);
+  the_block.meet_warp();
+  const T other = bits_as<T>(the_block.values[threadIdx.x ^ distance]);
+  the_block.meet_warp();
+  return other;
+}
+
+inline void start_thread() {
+  the_block.kernel(the_block.argument);
+  the_block.fibers[threadIdx.x].is_done = the_block.has_moved = true;
+  swapcontext(&the_block.fibers[threadIdx.x].context, &the_block.scheduler);
+}
+
+inline void run_block(unsigned threads) {
+  Block& block = the_block;
+  block.whole = {};
+  for (auto& warp : block.warps) warp = {};
+  for (unsigned i = 0; i < threads; ++i) {
+    Fiber& fiber = block.fibers[i];
+    fiber.is_done = false;
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.data();
+    fiber.context.uc_stack.ss_size = fiber.stack.size();
+    makecontext(&fiber.context, start_thread, 0);
+  }
+  do {
+    block.has_moved = false;
+    // Backwards, as GPUs might.
+    for (unsigned i = threads; i-- > 0;) {
+      if (block.fibers[i].is_done) continue;
+      threadIdx = {i, 0, 0};
+      swapcontext(&block.scheduler, &block.fibers[i].context);
+    }
+  } while (block.has_moved);
+  for (unsigned i = 0; i < threads; ++i) {
+    if (block.fibers[i].is_done) continue;
+    std::fprintf(stderr, "thread %u waits for ever\n", i);
+    std::abort();
+  }
+}
+
+extern "C" __attribute__((used)) inline void run_grid(void (*kernel)(const void*), const unsigned* numbers,
+                                const void* argument) {
+  gridDim = {numbers[0], numbers[1], 1};
+  blockDim = {numbers[2], 1, 1};
+  the_block.kernel = kernel;
+  the_block.argument = argument;
+  for (unsigned y = 0; y < gridDim.y; ++y) {
+    for (unsigned x = 0; x < gridDim.x; ++x) {
+      blockIdx = {x, y, 0};
+      run_block(blockDim.x);
+    }
+  }
+}

@@ -1,0 +1,28 @@
+"""The kernels that write 8 bits, thread by thread on a CPU, as operators launch them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.deviceless.fake_runtime import run_with_fake_runtime
+
+
+# A torch without CUDA has no kernels of ours.
+@pytest.mark.parametrize("runtime", ["cuda"] if torch.version.cuda else [])
+def test_what_they_compute(runtime, tmp_path):
+    arguments = ("-m", "tests.deviceless.fp8_kernels")
+    done = run_with_fake_runtime(tmp_path, *arguments, has_memory=True)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert not answer["wrong"], answer["wrong"]
+    assert answer["overruns"] == 0
+    names = [f"rows_fp8_{width}_{way}" for width in ("16", "n") for way in ("4", "any")]
+    names += [f"rotary_fp8_{kind}{types}_" for kind in ("", "pairs_") for types in _TYPES]
+    for name in names:
+        assert any(launched.startswith(name) for launched in answer["launched"]), name
+
+
+_TYPES = ("half", "half_float", "bfloat16", "bfloat16_float", "float")
