@@ -105,8 +105,16 @@ def test_every_operator_can_be_asked_about():
         *("group_norm", "add_group_norm", "instance_norm"),
         *("adaptive_layer_norm", "gate_add_adaptive_layer_norm"),
         *("adaptive_rms_norm", "gate_add_adaptive_rms_norm"),
+        *("rms_norm_fp8", "add_rms_norm_fp8"),
     }
-    assert {"sdpa", "varlen_attention", "paged_attention", "linear", "mlp"} <= named
+    assert {
+        "sdpa",
+        "varlen_attention",
+        "varlen_attention_fp8",
+        "paged_attention",
+        "linear",
+        "mlp",
+    } <= named
 
 
 @pytest.mark.parametrize(("device", "is_packed"), [("h200", True), ("b300", True), ("l4", False)])
