@@ -89,6 +89,15 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**fp8(70, 64), "window_size": (8, 0), "seq_lens_kv": True},
         {**fp8(70, 64), "is_causal": True, "seq_lens_kv": True},
     ),
+    "fp8-packed-on-hopper": (
+        {
+            "op": "varlen_attention_fp8",
+            "q": ((300, 4, 64), torch.float8_e4m3fn),
+            "cu_seqlens_q": 3,
+            "max_seqlen_q": 200,
+        },
+        fp8(70, 64),
+    ),
     "fp8-values-over-128-on-hopper": (fp8(70, 192, 144), fp8(70, 192, 128)),
     "fp8-keys-over-192-on-hopper": (fp8(70, 208, 128), fp8(70, 192, 128)),
     "fp8-few-queries-of-192-on-blackwell": (fp8(15, 192, 128), fp8(16, 192, 128)),

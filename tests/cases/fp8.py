@@ -171,9 +171,9 @@ def reference(case: Case, tensors: list[Tensor]) -> Reference:
 def rounding_of_scores(case: Case, tensors: list[Tensor]) -> float:
     """What the score of products of 8 bits may be off by on a GPU.
 
-    Hopper's tensor cores add up as many as an instruction takes with 14 significant bits, and cut off
-    the rest (DeepSeek-AI, "DeepSeek-V3 Technical Report", section 3.5.2): a unit in the last place of
-    the largest sum of magnitudes.
+    Hopper's tensor cores add up what an instruction takes with 14 significant bits, and cut off
+    the rest (DeepSeek-AI, "DeepSeek-V3 Technical Report", section 3.5.2): a unit in the last place
+    of the largest sum of magnitudes.
     """
     query, key = (x.double().abs() for x in tensors[:2])
     if query.numel() == 0 or key.numel() == 0:
