@@ -379,6 +379,13 @@ TABLES = {
         "cold_start",
         samples=0,
     ),
+    "bundle": Table(
+        cold_start,
+        "Milliseconds, forward + backward with the GPU's work; medians of processes. `eager` is "
+        "PyTorch's default attention.",
+        "bundle",
+        samples=0,
+    ),
     "distributed": Table(
         distributed,
         "Forward + backward over B, Hq, Hkv, S, D, bf16, the sequence in zigzag order; serving: "

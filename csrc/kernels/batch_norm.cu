@@ -1,6 +1,6 @@
 // A norm by known statistics, act((x - mean) / deviation * weight + bias + residual), in one pass
-// over memory, the signs of its results, a bit each, and what its derivative adds up. Compiled when the package is built
-// (cmake/compile_kernels.py); batch_norm_cuda.cpp launches them.
+// over memory, the signs of its results, a bit each, and what its derivative adds up. Compiled when
+// the package is built (cmake/compile_kernels.py); batch_norm_cuda.cpp launches them.
 
 #include "batch_norm_call.h"
 #include "column_sums.cuh"

@@ -25,9 +25,9 @@ struct BatchNormOfImages {
 void batch_norm_apply(const BatchNormOfImages& args, const at::Tensor& out);
 
 // Writes the sums over samples and positions of `grad`, and of `grad * (input - mean)`, to `sums`,
-// float32 [2, C], in a fixed order. Both are [N, C, ...], contiguous and of one dtype, and `mean` is
-// float32 [C]. Torch's kernel for this rounds sums in between to the images' dtype (pytorch 195701),
-// and has one block for a channel.
+// float32 [2, C], in a fixed order. Both are [N, C, ...], contiguous and of one dtype, and `mean`
+// is float32 [C]. Torch's kernel for this rounds sums in between to the images' dtype (pytorch
+// 195701), and has one block for a channel.
 void batch_norm_sums(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& mean,
                      const at::Tensor& sums);
 

@@ -104,12 +104,12 @@ void batch_norm_apply(const BatchNormOfImages& args, const at::Tensor& out) {
 
 void batch_norm_sums(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& mean,
                      const at::Tensor& sums) {
-  static const DeviceKernel kernels[3][2] = {{{kBatchNormImages, "batch_norm_sums_half_8"},
-                                              {kBatchNormImages, "batch_norm_sums_half_1"}},
-                                             {{kBatchNormImages, "batch_norm_sums_bfloat16_8"},
-                                              {kBatchNormImages, "batch_norm_sums_bfloat16_1"}},
-                                             {{kBatchNormImages, "batch_norm_sums_float_4"},
-                                              {kBatchNormImages, "batch_norm_sums_float_1"}}};
+  static const DeviceKernel kernels[3][2] = {
+      {{kBatchNormImages, "batch_norm_sums_half_8"}, {kBatchNormImages, "batch_norm_sums_half_1"}},
+      {{kBatchNormImages, "batch_norm_sums_bfloat16_8"},
+       {kBatchNormImages, "batch_norm_sums_bfloat16_1"}},
+      {{kBatchNormImages, "batch_norm_sums_float_4"},
+       {kBatchNormImages, "batch_norm_sums_float_1"}}};
   static const DeviceKernel add_up(kBatchNormImages, "batch_norm_add_up");
   constexpr int64_t kStrip = 32, kTurns = 4;  // columns of a block; pieces of a thread, at least
   BatchNormSumsCall call{};
@@ -132,8 +132,8 @@ void batch_norm_sums(const at::Tensor& grad, const at::Tensor& input, const at::
   call.stretches = static_cast<unsigned>(stretches);
   at::Tensor partial;
   if (stretches > 1) {
-    partial = at::detail::empty_cuda({stretches, 2, channels}, at::kFloat, input.device(),
-                                     std::nullopt);
+    partial =
+        at::detail::empty_cuda({stretches, 2, channels}, at::kFloat, input.device(), std::nullopt);
     call.partial = partial.mutable_data_ptr<float>();
   }
   void* argument = &call;

@@ -224,8 +224,8 @@ std::string_view reason_for_bare_transposed(const ConvParams& params) {
     return "in float32 without TF32, transposed convolutions run in cuDNN's kernel without an "
            "epilogue, the one that torch runs";
   }
-  // 9.19 refuses it and 9.28 does not. Known here, so that whoever asks for plans ahead of the calls
-  // gets the one that runs.
+  // 9.19 refuses it and 9.28 does not. Known here, so that whoever asks for plans ahead of the
+  // calls gets the one that runs.
   constexpr size_t kFirstWithVolumes = 92800;
   if (params.steps.dims == 3 && graph::cudnn().version < kFirstWithVolumes) {
     return "before version 9.28 cuDNN has no transposed convolution of volumes with an epilogue";
