@@ -19,6 +19,12 @@
 using std::max;
 using std::min;
 
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
 struct float2 {
   float x, y;
 };
@@ -74,6 +80,23 @@ inline void cvt_rn_f16x2_f32(unsigned& bits, float high, float low) {
   cvt_rn_f16_f32(halves[0], low);
   cvt_rn_f16_f32(halves[1], high);
   std::memcpy(&bits, halves, sizeof(bits));
+}
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selectors) {
+  const unsigned char* bytes[2] = {reinterpret_cast<unsigned char*>(&x),
+                                   reinterpret_cast<unsigned char*>(&y)};
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const unsigned from = selectors >> (4 * i) & 7;
+    result |= static_cast<unsigned>(bytes[from / 4][from % 4]) << (8 * i);
+  }
+  return result;
+}
+inline void mul_rn_f16x2(unsigned& product, unsigned x, unsigned y) {
+  _Float16 one[2], other[2];
+  std::memcpy(one, &x, sizeof(x));
+  std::memcpy(other, &y, sizeof(y));
+  for (int i = 0; i < 2; ++i) one[i] *= other[i];
+  std::memcpy(&product, one, sizeof(x));
 }
 inline void cvt_rn_bf16x2_f32(unsigned& bits, float high, float low) {
   unsigned short halves[2];
@@ -171,8 +194,9 @@ inline void run_block(unsigned threads) {
   }
 }
 
-extern "C" __attribute__((used)) inline void run_grid(void (*kernel)(const void*), const unsigned* numbers,
-                                const void* argument) {
+extern "C" __attribute__((used)) inline void run_grid(void (*kernel)(const void*),
+                                                      const unsigned* numbers,
+                                                      const void* argument) {
   gridDim = {numbers[0], numbers[1], 1};
   blockDim = {numbers[2], 1, 1};
   the_block.kernel = kernel;
