@@ -89,7 +89,7 @@ Shared shared_of(int64_t size, int64_t element, int tiles, const DeviceLimits& l
   return {static_cast<int>(stages), queries + rows + stages * stage};
 }
 
-// What a stride over heads of one is means nothing.
+// 0 for one number, whose stride means nothing.
 int step_of(const std::optional<at::Tensor>& descale) {
   return descale && descale->numel() > 1 ? static_cast<int>(descale->stride(0)) : 0;
 }

@@ -74,8 +74,9 @@ def paged_attention(
     Caches of ``float8_e4m3fn`` halve what is read. cuDNN does not decode them: a kernel of this
     package does, which divides the work evenly among the GPU's multiprocessors whatever the lengths
     and their order are (:func:`paged_plan` does so once for all layers). Keys and values are
-    widened to float16 exactly. It reads the keys once for every 32 rows, which are queries times
-    the query heads of a key head. Head sizes 64 and 128, the same of keys and values.
+    widened to float16 exactly. The kernel reads the keys once for every 32 rows, which are queries
+    times the query heads of a key head. It supports head sizes 64 and 128, equal for keys and
+    values.
 
     Args:
         query: [batch, length, heads, head size]; or packed, [tokens, heads, head size], with

@@ -44,7 +44,7 @@ class Chosen:
         logprobs: Tensor | None = None,
     ) -> None:
         self.tokens = tokens
-        """On the device, of account until a later step is queued."""
+        """On the device, valid until a later step is queued."""
         self.logprobs: dict[int, TokenLogprobs] = {}
         """Of rows that asked for them, by row; there once ``read`` was called."""
         self.errors = errors or {}

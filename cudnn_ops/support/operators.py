@@ -288,8 +288,8 @@ def _paged_without_plan(query: Tensor, key_cache: Tensor, value_cache: Tensor) -
             without_plan="a kernel of cudnn_ops runs: cuDNN does not decode caches of 8 bits"
         )
     return Attempt(
-        refusal="cuDNN does not decode caches of float8_e4m3fn, and the kernel for them has head "
-        "sizes 64 and 128, the same of keys and values, and queries of float16 or bfloat16"
+        refusal="cuDNN does not decode caches of float8_e4m3fn, and the kernel for them supports "
+        "head sizes 64 and 128, equal for keys and values, and queries of float16 or bfloat16"
     )
 
 

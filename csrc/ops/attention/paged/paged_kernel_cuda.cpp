@@ -42,8 +42,8 @@ void decode_by_kernel(const Paged& args, const at::Tensor& out, const at::Tensor
       has_paged_decode(query.scalar_type(), args.key_cache.scalar_type(), query.size(-1),
                        value_cache.size(-1)),
       kOp,
-      "cuDNN does not decode caches of float8_e4m3fn, and the kernel for them has head sizes "
-      "64 and 128, the same of keys and values; got ",
+      "cuDNN does not decode caches of float8_e4m3fn, and the kernel for them supports head sizes "
+      "64 and 128, equal for keys and values; got ",
       query.size(-1), " and ", value_cache.size(-1), ": keep such caches in bfloat16");
   // Tokens behind the last offset belong to no sequence.
   if (args.is_packed()) fill_with_nothing(out, lse, args.sinks);
