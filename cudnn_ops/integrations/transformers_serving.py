@@ -141,10 +141,10 @@ class ServedModel:
             page_size: tokens in a page.
             dtype: None stands for the model's; ``torch.float8_e4m3fn`` halves it, without scales.
         """
+        layers, heads, size = self._sizes()
         weight = next(self.model.parameters())
-        sizes = (pages, page_size, *self._sizes()[1:])
-        dtype = dtype or weight.dtype
-        return PagedKVCache(self._sizes()[0], *sizes, dtype=dtype, device=weight.device)
+        sizes = (layers, pages, page_size, heads, size)
+        return PagedKVCache(*sizes, dtype=dtype or weight.dtype, device=weight.device)
 
     def __call__(self, tokens: Tensor, positions: Tensor, last: Tensor, attend: Attend) -> Tensor:
         """The logits of some of the tokens, as :class:`cudnn_ops.generation.Model` says."""
