@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -162,6 +164,31 @@ def test_vmap():
 
 
 X = torch.ones(2, 3, 4, 16)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_norm_alone(device):
+    """A norm of the query leaves the key as it is, and the other way round."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (
+        torch.randn(2, heads, 7, 32, generator=generator).to(device, torch.bfloat16)
+        for heads in (4, 2, 2)
+    )
+    angles = torch.rand(1, 7, 32, generator=generator).to(device)
+    weight = torch.rand(32, generator=generator).to(device) + 0.5
+
+    def rounded(**weights: Any) -> cudnn_ops.RotaryFp8:
+        return cudnn_ops.rotary_embedding_qkv_fp8(q, k, v, angles.cos(), angles.sin(), **weights)
+
+    neither, both = rounded(), rounded(query_weight=weight, key_weight=weight)
+    of_query, of_key = rounded(query_weight=weight), rounded(key_weight=weight)
+    assert not neither.query.float().equal(both.query.float())
+    for found, query, key in ((of_query, both, neither), (of_key, neither, both)):
+        assert found.query.float().equal(query.query.float())
+        assert found.key.float().equal(key.key.float())
+        assert found.value.float().equal(both.value.float())
+
+
 MISTAKES = {
     "an integer": ({"query": X.int()}, TypeError, "query must be float16"),
     "two dtypes": ({"key": X.half()}, TypeError, "key must be of the query's dtype"),

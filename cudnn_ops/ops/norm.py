@@ -249,6 +249,15 @@ def _factor(weight: Tensor | None, zero_centered: bool, dtype: torch.dtype) -> T
     return weight.to(dtype) + 1 if zero_centered else weight.to(dtype)
 
 
+def rms_in_torch(
+    wide: Tensor, dims: tuple[int, ...], weight: Tensor | None, eps: float, zero_centered: bool
+) -> tuple[Tensor, Tensor]:
+    """RMS norm over some dimensions, in the input's dtype, and 1 / the root mean square."""
+    rstd = (wide.square().mean(dims, keepdim=True) + eps).rsqrt()
+    factor = _factor(weight, zero_centered, wide.dtype)
+    return wide * rstd if factor is None else wide * rstd * factor, rstd
+
+
 def norm_in_torch(
     call: SimpleNamespace, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -257,14 +266,15 @@ def norm_in_torch(
     total = input.new_empty(0)
     if call.residual is not None:
         input = total = (input + call.residual).contiguous()
-    wide, factor = input.to(dtype), _factor(call.weight, call.zero_centered, dtype)
+    wide = input.to(dtype)
     if call.is_layer:
+        factor = _factor(call.weight, call.zero_centered, dtype)
         bias = None if call.bias is None else call.bias.to(dtype)
         out, mean, rstd = torch.native_layer_norm(wide, shape, factor, bias, call.eps)
     else:
         dims = tuple(range(-len(shape), 0))
-        mean, rstd = wide, (wide.square().mean(dims, keepdim=True) + call.eps).rsqrt()
-        out = wide * rstd if factor is None else wide * rstd * factor
+        mean = wide
+        out, rstd = rms_in_torch(wide, dims, call.weight, call.eps, call.zero_centered)
     stats = (mean, call.with_stats and call.is_layer), (rstd, call.with_stats)
     kept = _stats_dtype(input.dtype)
     return (

@@ -14,6 +14,7 @@ from torch import Tensor
 from cudnn_ops.ops.activation import wide
 from cudnn_ops.ops.arguments import bind, refuse_wrong_types
 from cudnn_ops.ops.kernels import register
+from cudnn_ops.ops.norm import rms_in_torch
 from cudnn_ops.ops.quantize import quantize_in_torch
 from cudnn_ops.ops.rotary import rotary_in_torch
 
@@ -160,12 +161,14 @@ def _rotary_fp8_fake(*args: Any) -> _Results:
 def rotary_fp8_in_torch(*args: Any) -> _Results:
     """The results of ``_rotary_fp8`` by torch's operators."""
     call = bind(_rotary_fp8_op, args, {})
-    normed = [
-        _norm(wide(heads), weight, call.eps, call.zero_centered)
-        for heads, weight in ((call.query, call.query_weight), (call.key, call.key_weight))
-    ]
+
+    def normed(heads: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is None:
+            return wide(heads)
+        return rms_in_torch(wide(heads), (-1,), weight, call.eps, call.zero_centered)[0]
+
+    query, key = normed(call.query, call.query_weight), normed(call.key, call.key_weight)
     cos, sin = wide(call.cos), wide(call.sin)
-    query, key = normed
     turned = rotary_in_torch(query, key, cos, sin, call.positions, call.layout, False)
     tensors = (*turned, wide(call.value).transpose(1, 2).contiguous().transpose(1, 2))
     parts = []
@@ -178,14 +181,6 @@ def rotary_fp8_in_torch(*args: Any) -> _Results:
     query, key, value = (part[0] for part in parts)
     descale, amax = (torch.cat([part[i] for part in parts]) for i in (1, 2))
     return query, key, value, descale, amax
-
-
-def _norm(heads: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
-    """RMS norm of each head."""
-    if weight is None:
-        return heads
-    factor = weight.to(heads.dtype) + (1 if zero_centered else 0)
-    return heads * (heads.square().mean(-1, keepdim=True) + eps).rsqrt() * factor
 
 
 def _rotary_fp8_cpu(*args: Any) -> _Results:

@@ -13,6 +13,7 @@ from torch import Tensor
 from cudnn_ops.ops.activation import Activation, activate, wide
 from cudnn_ops.ops.arguments import bind, refuse_wrong_types
 from cudnn_ops.ops.kernels import register
+from cudnn_ops.ops.norm import rms_in_torch
 from cudnn_ops.ops.quantize import quantize_in_torch, round_to_fp8, scale_of
 
 _ops = torch.ops.cudnn_ops
@@ -329,10 +330,7 @@ def rows_fp8_in_torch(*args: Any) -> _Results:
     if call.kind == _NORM:
         if call.other is not None:
             x = total = (x + call.other).contiguous()
-        x = wide(x)
-        x = x * (x.square().mean(-1, keepdim=True) + call.eps).rsqrt()
-        if call.weight is not None:
-            x = x * (call.weight.to(x.dtype) + (1 if call.zero_centered else 0))
+        x, _ = rms_in_torch(wide(x), (-1,), call.weight, call.eps, call.zero_centered)
     elif call.kind != _PLAIN:
         # In float64: GELU of numbers far below 0 has no digits left in torch's float32.
         x = activate(x.double(), _ACTIVATIONS[call.kind]) * call.other.double()

@@ -228,12 +228,19 @@ def sdpa_fp8_in_torch(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor
     vars(call).update(_WITHOUT)
     out, lse = sdpa_cpu.in_torch(call)
     amax, amax_out = sdpa_cpu.largest_probability(call).reshape(1), out.abs().amax().reshape(1)
-    if out_dtype.itemsize == 1:
-        scale_o = descale_v.reciprocal() if call.scale_o is None else call.scale_o.reshape(())
-        out = round_to_fp8(out * scale_o, out_dtype)
-    elif has_descales:
+    if has_descales and out_dtype.itemsize > 1:
         out = out * after
-    return out.to(out_dtype), lse, amax, amax_out
+    return in_out_dtype(out, out_dtype, descale_v, call.scale_o), lse, amax, amax_out
+
+
+def in_out_dtype(
+    out: Tensor, out_dtype: torch.dtype, descale_v: Tensor, scale_o: Tensor | None
+) -> Tensor:
+    """An output as it is returned: where it is of 8 bits, scaled and rounded."""
+    if out_dtype.itemsize > 1:
+        return out.to(out_dtype)
+    scale = descale_v.reciprocal() if scale_o is None else scale_o
+    return round_to_fp8(out * scale.reshape(()), out_dtype)
 
 
 def _cpu(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from cudnn_ops.ops import sdpa_cpu
 from cudnn_ops.ops.arguments import bind, refuse_lists, refuse_one_number
 from cudnn_ops.ops.kernels import register
-from cudnn_ops.ops.quantize import round_to_fp8
+from cudnn_ops.ops.sdpa_fp8 import in_out_dtype
 from cudnn_ops.ops.varlen import batched, sequences_of
 
 _ops = torch.ops.cudnn_ops
@@ -56,8 +56,9 @@ def varlen_attention_fp8(
     """Attention by cuDNN over packed sequences of 8 bits; forward only.
 
     The formula and the scales are those of :func:`sdpa_fp8`, applied to each sequence separately;
-    sequences, offsets and plans are those of :func:`varlen_attention`. Needs compute capability 9.0
-    or newer; the CPU kernel computes in float32 and rounds the output alone.
+    sequences, offsets and plans are those of :func:`varlen_attention`. A GPU must be a Blackwell:
+    :func:`sdpa_fp8` on padded sequences supports Hopper too. The CPU kernel computes in float32 and
+    rounds the output alone.
 
     Args:
         q: [tokens, heads, head size], ``float8_e4m3fn`` or ``float8_e5m2``. Head sizes are
@@ -153,10 +154,7 @@ def widened(call: Any) -> dict[str, Any]:
 def rounded(call: Any, out: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The results of a call, of its output in float32 and the largest probability."""
     amax_out = out.abs().amax().reshape(1) if out.numel() > 0 else torch.zeros_like(amax)
-    if call.out_dtype.itemsize == 1:
-        scale_o = call.descale_v.reciprocal() if call.scale_o is None else call.scale_o
-        out = round_to_fp8(out * scale_o.reshape(()), call.out_dtype)
-    return out.to(call.out_dtype), amax, amax_out
+    return in_out_dtype(out, call.out_dtype, call.descale_v, call.scale_o), amax, amax_out
 
 
 def _cpu(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
