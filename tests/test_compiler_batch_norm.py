@@ -262,6 +262,7 @@ def _of_call(kwargs: Any) -> tuple[str, bool]:
 def test_by_inductor():
     """Through the whole backend: the statistics are changed in place there too."""
     torch._dynamo.reset()
+    cudnn_ops.compile_report().clear()
     norm = nn.BatchNorm2d(C).train()
     stock = copy.deepcopy(norm)
 

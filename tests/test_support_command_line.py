@@ -33,8 +33,10 @@ def test_explain(op, capsys):
     options = OPTIONS[op.removeprefix("add_").removesuffix("_backward")]
     if op in ("sdpa", "varlen_attention", "layer_norm", "batch_norm", "conv2d", "linear"):
         options += " --training"
-    assert main(["explain", op, "--device", "H200", *options.split()]) == 0
-    assert capsys.readouterr().out.startswith(f"{op} on NVIDIA H200, cuDNN 9.")
+    # Hopper is refused packed sequences of 8 bits (known_bad.json).
+    device = "B200" if op == "varlen_attention_fp8" else "H200"
+    assert main(["explain", op, "--device", device, *options.split()]) == 0
+    assert capsys.readouterr().out.startswith(f"{op} on NVIDIA {device}, cuDNN 9.")
 
 
 @pytest.mark.parametrize(
