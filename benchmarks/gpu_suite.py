@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import torch
@@ -59,9 +60,11 @@ def main() -> int:
         "--jobs", type=int, default=1, metavar="N", help="tests at once (default: 1)"
     )
     parser.add_argument(
-        "--add",
-        action="store_true",
-        help="to what gpu_tests.json has of the same commit: for tests that run in parts",
+        "--part",
+        type=part_of,
+        default=(1, 1),
+        metavar="K/N",
+        help="every N-th file of tests from the K-th on, counted with the commit's other parts",
     )
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -78,8 +81,8 @@ def main() -> int:
     good = True
     summary = [["", "seconds", "outcome"]]
     if args.only != "benchmarks":
-        outcome, seconds = run_tests(shlex.split(args.pytest_args), args.jobs)
-        write_outcome(out / "gpu_tests.json", outcome, seconds, args.add)
+        outcome, seconds = run_tests(shlex.split(args.pytest_args), args.jobs, args.part)
+        write_outcome(out / "gpu_tests.json", outcome, seconds, args.part)
         good &= outcome.good
         summary.append(["tests", f"{seconds:.0f}", str(outcome)])
     if args.only != "tests":
@@ -91,6 +94,14 @@ def main() -> int:
             summary.append([name, f"{seconds:.0f}", describe(status)])
     print(f"\n{aligned(summary)}\n{'all good' if good else 'NOT GOOD'}; results are in {out}")
     return 0 if good else 1
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """(2, 3) for "2/3", the second of three parts."""
+    part, of = map(int, text.split("/"))
+    if not 1 <= part <= of:
+        raise ValueError
+    return part, of
 
 
 def run(
@@ -118,8 +129,12 @@ def describe(status: int) -> str:
     return "done" if status == 0 else f"exit status {status}"
 
 
-def run_tests(pytest_args: Sequence[str], jobs: int = 1) -> tuple[Outcome, float]:
-    """All tests, by one process or several at once."""
+def run_tests(
+    pytest_args: Sequence[str], jobs: int = 1, part: tuple[int, int] = (1, 1)
+) -> tuple[Outcome, float]:
+    """All tests or a part of them, by one process or several at once."""
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_*.py"))
+    chosen = files[part[0] - 1 :: part[1]] if part[1] > 1 else ["tests"]
     # One test after another to whoever is free: some take a minute, and most no time.
     spread = ["-n", str(jobs), "--maxschedchunk", "1"] if jobs > 1 else []
     # Else each process would start as many others as there are cores, to compile with.
@@ -128,7 +143,7 @@ def run_tests(pytest_args: Sequence[str], jobs: int = 1) -> tuple[Outcome, float
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         options = ["-m", "gpu", "-q", f"--junit-xml={report}", *spread]
-        command = ["-m", "pytest", *options, "tests", *pytest_args]
+        command = ["-m", "pytest", *options, *chosen, *pytest_args]
         status, seconds = run(command, TESTS_LIMIT_S, variables)
         outcome = parse_junit(report) if report.exists() else Outcome()
     if status != 0 and not outcome.failures:
@@ -154,16 +169,22 @@ def parse_junit(report: Path) -> Outcome:
     return outcome
 
 
-def write_outcome(path: Path, outcome: Outcome, seconds: float, add: bool = False) -> None:
+def write_outcome(path: Path, outcome: Outcome, seconds: float, part: tuple[int, int]) -> None:
+    """What the parts of this commit's tests gave, each by itself and all together."""
     env = environment()
     where = {key: env[key] for key in ("commit", "gpu", "torch", "cudnn")}
-    counts = asdict(outcome) | {"seconds": seconds}
-    if add and path.exists():
+    parts: dict[str, Any] = {}
+    if path.exists():
         before = json.loads(path.read_text())
         if {key: before[key] for key in where} == where:
-            counts = {key: before[key] + count for key, count in counts.items()}
-    found = counts | where | {"seconds": round(counts["seconds"], 1)}
-    path.write_text(json.dumps(found, indent=1) + "\n")
+            parts = {
+                name: one for name, one in before["parts"].items() if part_of(name)[1] == part[1]
+            }
+    parts[f"{part[0]}/{part[1]}"] = asdict(outcome) | {"seconds": round(seconds, 1)}
+    first, *others = parts.values()
+    counts = {key: sum((one[key] for one in others), first[key]) for key in first}
+    counts["seconds"] = round(counts["seconds"], 1)
+    path.write_text(json.dumps(counts | where | {"parts": parts}, indent=1) + "\n")
 
 
 def gpu_slug(name: str) -> str:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -128,25 +129,52 @@ def test_suite_runs_what_is_asked_and_fails_with_any_of_it(
     assert (exit_status, [path.stem for path in written]) == expected
     if "gpu_tests" in expected[1]:
         where = {key: ENV[key] for key in ("commit", "gpu", "torch", "cudnn")}
-        assert json.loads(written[0].read_text()) == vars(outcome) | where | {"seconds": 1.2}
+        counts = vars(outcome) | {"seconds": 1.2}
+        found = json.loads(written[0].read_text())
+        assert found == counts | where | {"parts": {"1/1": counts}}
 
 
 def test_parts_of_one_commit_are_added_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "gpu_tests.json"
-    for commit, add, passed, failures in (
-        ("a", True, 2, []),
-        ("a", True, 4, ["a::b"]),
-        ("b", True, 2, []),
-        ("b", False, 2, []),
+    for commit, part, outcome, passed, failures in (
+        ("a", (1, 2), BAD, 2, ["a::b"]),
+        ("a", (2, 2), GOOD, 4, ["a::b"]),
+        ("a", (1, 2), GOOD, 4, []),  # again, in place of what it gave before
+        ("a", (3, 3), GOOD, 2, []),  # parts of another size are others
+        ("b", (1, 3), GOOD, 2, []),
     ):
         monkeypatch.setattr(
             gpu_suite, "environment", lambda commit=commit: ENV | {"commit": commit}
         )
-        outcome = BAD if passed == 4 else GOOD
-        gpu_suite.write_outcome(path, outcome, 1.5, add)
+        gpu_suite.write_outcome(path, outcome, 1.5, part)
         found = json.loads(path.read_text())
         assert (found["commit"], found["passed"], found["failures"]) == (commit, passed, failures)
-        assert found["seconds"] == 1.5 * passed / 2
+        assert found["seconds"] == 1.5 * len(found["parts"])
+
+
+def test_parts_are_all_files_and_none_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def run(arguments: list[str], *_: Any) -> tuple[int, float]:
+        asked.extend(word for word in arguments if word.endswith(".py"))
+        return 0, 1.0
+
+    monkeypatch.setattr(gpu_suite, "run", run)
+    for part in range(1, 4):
+        gpu_suite.run_tests([], part=(part, 3))
+    assert sorted(asked) == sorted(
+        f"tests/{path.name}" for path in Path(__file__).parent.glob("test_*.py")
+    )
+
+
+@pytest.mark.parametrize("part", ["0/2", "3/2", "1", "a/b", "1/2/3"])
+def test_a_part_that_is_none_is_refused(
+    part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_suite", "--part", part])
+    with pytest.raises(SystemExit):
+        gpu_suite.main()
+    assert "--part" in capsys.readouterr().err
 
 
 @pytest.fixture
