@@ -2,15 +2,18 @@
 
 bf16, random weights. A step is one call, in training with its backward, from an idle GPU to the end
 of its last kernel. Compiling is timed from nothing to the end of the first step, and the peak of
-memory is that of a step. Results are held to the same model in float32: at most twice the error of
-eager mode. `--only` measures some models and adds their rows to the file.
+memory is that of a step. Results, and in training gradients, are held to the same model in float32:
+at most twice the error of eager mode, with nothing dropped, since each compiler draws numbers of
+its own. What is timed drops what the model drops. `--only` measures some models and adds their rows
+to the file.
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,6 +26,8 @@ from benchmarks.zoo_models import ZOO, Entry
 
 # Of a result's error in eager mode, with a floor for what eager mode gets right by chance.
 TIMES_EAGER, FLOOR = 2.0, 1e-3
+#: What models call the probability by which they drop numbers, rows or whole branches.
+PROBABILITIES = ("p", "drop_prob", "dropout")
 COMPILERS: Mapping[str, dict[str, Any]] = {
     OURS: {"backend": "cudnn_ops"},
     "compile": {},
@@ -31,8 +36,15 @@ COMPILERS: Mapping[str, dict[str, Any]] = {
 
 
 def run(rows: Rows, rounds: int) -> None:
+    failed: list[str] = []
     for entry in ZOO:
-        measure(entry, rows, rounds)
+        try:
+            measure(entry, rows, rounds)
+        except RuntimeError as error:  # hours of others' compiling would be lost
+            failed.append(f"{entry.name}: {error}")
+            print(failed[-1], flush=True)
+    if failed:
+        raise RuntimeError("\n".join(failed))
 
 
 def run_part(name: str, rows: Rows, rounds: int) -> None:
@@ -55,16 +67,13 @@ def measure_case(entry: Entry, trains: bool, rows: Rows, rounds: int, device: st
     case = f"{entry.name}, {'training' if trains else 'inference'}"
     torch.manual_seed(0)
     reference = entry.make().to(device).train(trains)
-    # The parts of a step that draw random numbers would differ from compiler to compiler.
-    for module in reference.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
     inputs = entry.inputs(torch.device(device))
     model = copy.deepcopy(reference).to(torch.bfloat16)
-    exact = result_of(entry, reference, in_float32(inputs))
+    with nothing_dropped(reference), nothing_dropped(model):
+        exact = results_of(entry, reference, in_float32(inputs), trains)
+        eager = results_of(entry, model, inputs, trains)
     del reference
-    eager = result_of(entry, model, inputs)
-    allowed = TIMES_EAGER * error(eager, exact) + FLOOR
+    allowed = [TIMES_EAGER * error(*pair) + FLOOR for pair in zip(eager, exact, strict=True)]
     steps: dict[str, Callable[[], object]] = {"eager": step_of(entry, model, inputs, trains)}
     for name, options in COMPILERS.items():
         compiled = torch.compile(model, dynamic=False, **options)
@@ -74,37 +83,75 @@ def measure_case(entry: Entry, trains: bool, rows: Rows, rounds: int, device: st
         if device == "cuda":
             torch.cuda.synchronize()
         rows.add(case, name, "compile_s", time.perf_counter() - start)
-        found = error(result_of(entry, compiled, inputs), exact)
-        if not found <= allowed:  # written so that NaN fails
-            raise RuntimeError(f"{case}: {name} is off by {found:.2g}, eager by {allowed:.2g} / 2")
+        with nothing_dropped(model):
+            found = results_of(entry, compiled, inputs, trains)
+        for what, mine, right, most in zip(
+            ("result", "gradients"), found, exact, allowed, strict=False
+        ):
+            off = error(mine, right)
+            if not off <= most:  # written so that NaN fails
+                raise RuntimeError(
+                    f"{case}: the {what} of {name} differ by {off:.2g}; allowed: {most:.2g}"
+                )
         steps[name] = step
     if device != "cuda":
         return
     for name, ms in step_ms(steps, rounds=rounds).items():
         rows.add(case, name, "step_ms", ms)
-    for name, step in steps.items():
-        rows.add(case, name, "peak_mib", peak_bytes(step) / 2**20)
+    for name, call in steps.items():
+        rows.add(case, name, "peak_mib", peak_bytes(call) / 2**20)
+
+
+@contextmanager
+def nothing_dropped(model: nn.Module) -> Iterator[None]:
+    """While it lasts, the model drops nothing at random."""
+    kept: list[tuple[nn.Module, str, float]] = []
+    for module in model.modules():
+        for name in PROBABILITIES:
+            value = getattr(module, name, None)
+            if isinstance(value, float) and (name != "p" or is_dropout(module)):
+                kept.append((module, name, value))
+                setattr(module, name, 0.0)
+    try:
+        yield
+    finally:
+        for module, name, value in kept:
+            setattr(module, name, value)
+
+
+def is_dropout(module: nn.Module) -> bool:
+    """Whether its ``p`` is a probability: poolings have exponents of that name."""
+    kind = type(module).__name__
+    return "Drop" in kind or kind == "StochasticDepth"
 
 
 def step_of(
-    entry: Entry, model: Callable[..., Any], inputs: Mapping[str, Any], trains: bool
-) -> Callable[[], object]:
-    def infer() -> object:
+    entry: Entry, model: Any, inputs: Mapping[str, Any], trains: bool
+) -> Callable[[], Tensor]:
+    def infer() -> Tensor:
         with torch.no_grad():
-            return model(**inputs)
+            return entry.result(model(**inputs))
 
-    def train() -> None:
+    def train() -> Tensor:
         for parameter in parameters:
             parameter.grad = None
-        entry.result(model(**inputs)).float().mean().backward()
+        result = entry.result(model(**inputs))
+        # The sum of what a norm returns does not depend on what it is given, nor does that of
+        # the squares.
+        result.float().sin().mean().backward()
+        return result.detach()
 
-    parameters = list(getattr(model, "parameters", list)())
+    parameters = list(model.parameters()) if trains else []
     return train if trains else infer
 
 
-def result_of(entry: Entry, model: Callable[..., Any], inputs: Mapping[str, Any]) -> Tensor:
-    with torch.no_grad():
-        return entry.result(model(**inputs)).float()
+def results_of(entry: Entry, model: Any, inputs: Mapping[str, Any], trains: bool) -> list[Tensor]:
+    """The result in float32, and in training all gradients as one vector."""
+    found = [step_of(entry, model, inputs, trains)().float()]
+    if trains:
+        grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        found.append(torch.cat(grads).float())
+    return found
 
 
 def in_float32(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ class Entry(NamedTuple):
     make: Callable[[], nn.Module]
     inputs: Callable[[torch.device], dict[str, Any]]
     result: Callable[[Any], Tensor]
-    """The tensor of what the model returns that is compared, and whose mean is the loss."""
+    """The tensor of what the model returns that is compared, and that the loss is made of."""
     trains: bool = True
 
 

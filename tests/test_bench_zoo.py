@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from timm.layers import DropPath
 from torch import Tensor, nn
+from torchvision.ops import StochasticDepth
+from transformers import T5Config
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from benchmarks import bench_zoo, tables
 from benchmarks.harness import OURS, Row, Rows
@@ -54,8 +58,47 @@ def test_a_small_model_is_compiled_and_held_to_float32(trains):
 
 def test_a_wrong_result_is_refused(monkeypatch):
     monkeypatch.setattr(bench_zoo, "COMPILERS", {"wrong": {"backend": lambda *_: _twice}})
-    with pytest.raises(RuntimeError, match="small, inference: wrong is off by"):
+    with pytest.raises(RuntimeError, match="small, inference: the result of wrong differ by"):
         bench_zoo.measure_case(SMALL, False, Rows({}), rounds=1, device="cpu")
+
+
+def test_wrong_gradients_are_refused(monkeypatch):
+    def twice(graph: Any, _: Any) -> Any:
+        return lambda *inputs: tuple(2 * out - out.detach() for out in graph(*inputs))
+
+    monkeypatch.setattr(bench_zoo, "COMPILERS", {"wrong": {"backend": twice}})
+    with pytest.raises(RuntimeError, match="small, training: the gradients of wrong differ by"):
+        bench_zoo.measure_case(SMALL, True, Rows({}), rounds=1, device="cpu")
+
+
+def test_what_is_checked_drops_nothing():
+    model = nn.Sequential(
+        nn.Dropout(0.5), StochasticDepth(0.4, "row"), DropPath(0.3), nn.LPPool1d(2.0, 3)
+    )
+    attention = T5Attention(T5Config(dropout_rate=0.2))
+    model.add_module("attention", attention)
+    x = torch.randn(4, 6, 8)
+    with bench_zoo.nothing_dropped(model):
+        assert torch.equal(model[:3].train()(x), x)
+        assert attention.dropout == 0.0
+        assert model[3].norm_type == 2.0
+    assert (model[0].p, model[1].p, model[2].drop_prob, attention.dropout) == (0.5, 0.4, 0.3, 0.2)
+
+
+def test_one_model_that_fails_leaves_the_others(monkeypatch):
+    def measure(entry: Entry, rows: Rows, rounds: int) -> None:
+        if entry.name == "second":
+            raise RuntimeError("off")
+        rows.add(entry.name, OURS, "step_ms", 1.0)
+
+    monkeypatch.setattr(
+        bench_zoo, "ZOO", [SMALL._replace(name=n) for n in ("first", "second", "third")]
+    )
+    monkeypatch.setattr(bench_zoo, "measure", measure)
+    rows = Rows({})
+    with pytest.raises(RuntimeError, match="second: off"):
+        bench_zoo.run(rows, 1)
+    assert [row["case"] for row in rows.rows] == ["first", "third"]
 
 
 def _twice(*_: Any) -> tuple[Tensor]:
