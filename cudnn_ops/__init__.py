@@ -60,7 +60,12 @@ from cudnn_ops.ops.sdpa import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_with_lse,
 )
-from cudnn_ops.ops.sdpa_fp8 import AttentionFp8, sdpa_fp8, sdpa_fp8_with_stats
+from cudnn_ops.ops.sdpa_fp8 import (
+    AttentionFp8,
+    scaled_dot_product_attention_fp8,
+    sdpa_fp8,
+    sdpa_fp8_with_stats,
+)
 from cudnn_ops.ops.varlen import varlen_attention, varlen_attention_with_lse
 from cudnn_ops.ops.varlen_fp8 import PackedAttentionFp8, varlen_attention_fp8
 from cudnn_ops.plans.bundle import (
@@ -207,6 +212,7 @@ __all__ = [
     "rotary_embedding_qkv_fp8",
     "save_requests",
     "scaled_dot_product_attention",
+    "scaled_dot_product_attention_fp8",
     "scaled_dot_product_attention_with_lse",
     "sdpa_fp8",
     "sdpa_fp8_with_stats",

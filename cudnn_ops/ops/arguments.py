@@ -78,7 +78,8 @@ def _is_integers(value: object) -> bool:
 _TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
     "Tensor": (lambda value: isinstance(value, Tensor), "a tensor"),
     "List[int]": (_is_integers, "a sequence of integers, such as (64,)"),
-    "int": (lambda value: isinstance(value, int | torch.SymInt), "a whole number"),
+    # A dtype is an integer in a schema.
+    "int": (lambda value: isinstance(value, int | torch.SymInt | torch.dtype), "a whole number"),
     "float": (lambda value: isinstance(value, Real | torch.SymFloat), "a number"),
     "bool": (lambda value: isinstance(value, bool), "True or False"),
     "str": (lambda value: isinstance(value, str), "a string"),
@@ -104,6 +105,6 @@ def refuse_wrong_types(op: Any, arguments: Mapping[str, Any]) -> None:
         otherwise = "" if kind == required else " or None"
         got = repr(value) if isinstance(value, int | float | str | None) else type(value).__name__
         raise TypeError(
-            f"cudnn_ops.{op._schema.name.split('::')[1]}: {argument.name} must be "
+            f"cudnn_ops.{op._schema.name.split('::')[1].lstrip('_')}: {argument.name} must be "
             f"{words}{otherwise}, got {got}"
         ) from None
