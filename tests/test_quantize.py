@@ -218,6 +218,7 @@ MISTAKES = {
     "a word": ({"power_of_two": "no"}, TypeError, "power_of_two must be True or False, got 'no'"),
     "a list": ({"input": [1.0]}, TypeError, "input must be a tensor, got list"),
     "bfloat16": ({"dtype": torch.bfloat16}, TypeError, "dtype must be float8_e4m3fn"),
+    "a named dimension": ({"dim": "h"}, TypeError, "dim must be a whole number or None, got 'h'"),
     "no such dimension": ({"dim": 3}, ValueError, "dim must be a dimension of the input"),
     "one below": ({"dim": -4}, ValueError, "dim must be a dimension of the input"),
     "scales": ({"scale": torch.ones(2)}, ValueError, r"scale must be float32 \[1\]"),

@@ -198,6 +198,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "the same heads and length",
     ),
     "a negative scale": ({"scale": -1.0}, ValueError, "scale must be a normal, positive"),
+    "numbers with their descale": (
+        {"query": cudnn_ops.quantize_fp8(torch.ones(1, 2, 8, 32))},
+        TypeError,
+        "query must be a tensor, got QuantizedFp8",
+    ),
     "window": ({"window_size": 3}, TypeError, r"must be \(left, right\)"),
     "a list": ({"seq_lens_kv": [3]}, TypeError, "must be a tensor"),
     "too long": ({"seq_lens_kv": torch.tensor([9]).int()}, ValueError, "holds lengths from 9"),

@@ -34,7 +34,7 @@ class QuantizedFp8(NamedTuple):
 
 
 def _dim_of(input: Tensor, dim: int | None) -> int | None:
-    return dim + input.dim() if dim is not None and dim < 0 else dim
+    return dim + input.dim() if isinstance(dim, int) and dim < 0 else dim
 
 
 def quantize_fp8(

@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from cudnn_ops.ops import sdpa_cpu
-from cudnn_ops.ops.arguments import bind, refuse_lists, refuse_one_number
+from cudnn_ops.ops.arguments import (
+    bind,
+    refuse_lists,
+    refuse_one_number,
+    refuse_wrong_types,
+)
 from cudnn_ops.ops.kernels import register
 from cudnn_ops.ops.quantize import round_to_fp8
 from cudnn_ops.ops.sdpa import memory_order
@@ -264,6 +269,7 @@ def scaled_dot_product_attention_fp8(
         )
     except RuntimeError:  # the schema's
         refuse_lists("scaled_dot_product_attention_fp8", locals())
+        refuse_wrong_types(_sdpa_in_fp8_op, locals(), "scaled_dot_product_attention_fp8")
         raise
 
 
@@ -273,6 +279,7 @@ def _attend(name: str, **call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return _sdpa_fp8_op(**call)
     except RuntimeError:  # the schema's
         refuse_lists(name, call)
+        refuse_wrong_types(_sdpa_fp8_op, call, name)
         raise
 
 
