@@ -7,6 +7,8 @@ its way in 8 bits. Of decoding over pages, `cudnn_ops` reads caches of 8 bits un
 made before, and `bf16` those of 16. The last cases are of the rounding alone, beside a copy that
 moves as many bytes: an unknown scale takes two passes over what is read.
 
+The cases with `trained` are a forward and a backward: `cudnn_ops` computes the forward in FP8.
+
 `error` is the root mean square of the output's error over that of the output, by float64.
 """
 
@@ -45,6 +47,7 @@ def run(rows: Rows, rounds: int) -> None:
         for shape in SHAPES:
             measure(shape, rows, rounds)
             measure_turned(shape, rows, rounds)
+            measure_training(shape, rows, rounds)
         for decoded in DECODED:
             measure_decoding(decoded, rows, rounds)
         for shape in SHAPES[:2]:
@@ -148,6 +151,41 @@ def measure_turned(shape: Shape, rows: Rows, rounds: int) -> None:
     exact = exact_output(shape, *wide, inputs[2])
     for name, function in functions.items():
         rows.add(case, name, "error", verify(f"{name} at {case}", shape, function(), exact))
+    for name, ms in gpu_ms(functions, rounds=rounds).items():
+        rows.add(case, name, "gpu_ms", ms)
+
+
+def measure_training(shape: Shape, rows: Rows, rounds: int) -> None:
+    """Forward and backward: both in 16 bits, and the forward in FP8."""
+    *inputs, grad = tensors(shape, "cuda")[:4]
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    query, key, value = leaves
+    attends: dict[str, Callable[[], Tensor]] = {
+        OURS: partial(
+            cudnn_ops.scaled_dot_product_attention_fp8, query, key, value, is_causal=shape.causal
+        ),
+        "bf16": partial(
+            cudnn_ops.scaled_dot_product_attention,
+            query,
+            key,
+            value,
+            is_causal=shape.causal,
+            enable_gqa=shape.group > 1,
+        ),
+    }
+
+    def step(attend: Callable[[], Tensor]) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            return torch.autograd.grad(attend(), leaves, grad)
+
+    case = f"{shape} trained"
+    found, wide = (step(attend) for attend in attends.values())
+    for name, mine, other in zip(("query", "key", "value"), found, wide, strict=True):
+        error = float((mine.float() - other.float()).norm() / other.float().norm())
+        if not error <= TOLERANCE:  # written so that NaN fails
+            raise RuntimeError(f"{case}: the gradient of {name} is {error:.2g} of its norm off")
+        rows.add(case, OURS, f"error of the gradient of {name}", error)
+    functions = {name: partial(step, attend) for name, attend in attends.items()}
     for name, ms in gpu_ms(functions, rounds=rounds).items():
         rows.add(case, name, "gpu_ms", ms)
 

@@ -45,7 +45,13 @@ from cudnn_ops.ops.paged import (
     paged_kv_append_,
 )
 from cudnn_ops.ops.paged_plan import paged_plan
-from cudnn_ops.ops.quantize import QuantizedFp8, dequantize_fp8, quantize_fp8
+from cudnn_ops.ops.quantize import (
+    QuantizedFp8,
+    QuantizedQKV,
+    dequantize_fp8,
+    quantize_fp8,
+    quantize_qkv_fp8,
+)
 from cudnn_ops.ops.rotary import rotary_embedding, rotary_embedding_qk
 from cudnn_ops.ops.rotary_fp8 import RotaryFp8, rotary_embedding_qkv_fp8
 from cudnn_ops.ops.rows_fp8 import (
@@ -60,7 +66,12 @@ from cudnn_ops.ops.sdpa import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_with_lse,
 )
-from cudnn_ops.ops.sdpa_fp8 import AttentionFp8, sdpa_fp8, sdpa_fp8_with_stats
+from cudnn_ops.ops.sdpa_fp8 import (
+    AttentionFp8,
+    scaled_dot_product_attention_fp8,
+    sdpa_fp8,
+    sdpa_fp8_with_stats,
+)
 from cudnn_ops.ops.varlen import varlen_attention, varlen_attention_with_lse
 from cudnn_ops.ops.varlen_fp8 import PackedAttentionFp8, varlen_attention_fp8
 from cudnn_ops.plans.bundle import (
@@ -142,6 +153,7 @@ __all__ = [
     "PlanRequest",
     "Profile",
     "QuantizedFp8",
+    "QuantizedQKV",
     "RotaryFp8",
     "RowsFp8",
     "StoreInfo",
@@ -198,6 +210,7 @@ __all__ = [
     "profile",
     "profile_names",
     "quantize_fp8",
+    "quantize_qkv_fp8",
     "quantize_rows_fp8",
     "record_shapes",
     "rms_norm",
@@ -207,6 +220,7 @@ __all__ = [
     "rotary_embedding_qkv_fp8",
     "save_requests",
     "scaled_dot_product_attention",
+    "scaled_dot_product_attention_fp8",
     "scaled_dot_product_attention_with_lse",
     "sdpa_fp8",
     "sdpa_fp8_with_stats",

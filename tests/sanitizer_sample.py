@@ -446,7 +446,7 @@ def rounding() -> Iterator[Sample]:
 
     def amax(dtype: torch.dtype, size: int) -> None:
         for dim in (None, 1):
-            cudnn_ops.quantize_fp8(draw(dtype, size), dim=dim)
+            cudnn_ops.quantize_fp8(draw(dtype, size), dim=dim, power_of_two=True)
 
     def cast(dtype: torch.dtype, size: int, fp8: torch.dtype) -> None:
         for dim, count in ((None, 1), (1, 5)):

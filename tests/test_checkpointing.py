@@ -40,6 +40,11 @@ def _packed(x: Tensor) -> Tensor:
     return cudnn_ops.varlen_attention(heads, heads, heads, starts, starts, 8, 8, 0.5).sin()
 
 
+def _in_fp8(x: Tensor) -> Tensor:
+    heads = cudnn_ops.rms_norm(x, x.shape[-1:]).unflatten(-1, (2, 16)).transpose(1, 2)
+    return cudnn_ops.scaled_dot_product_attention_fp8(heads, heads, heads, is_causal=True).sin()
+
+
 def _image(x: Tensor) -> Tensor:
     image = cudnn_ops.rms_norm(x, x.shape[-1:]).unflatten(-1, (8, 4))
     weight = image.repeat(3, 1, 1, 1)[:8, :, :3, :3]
@@ -47,7 +52,12 @@ def _image(x: Tensor) -> Tensor:
 
 
 #: Each with the operator that runs where a gradient is needed.
-BLOCKS = [(_dense, "sdpa_with_lse"), (_packed, "varlen_attention_with_lse"), (_image, "_conv")]
+BLOCKS = [
+    (_dense, "sdpa_with_lse"),
+    (_packed, "varlen_attention_with_lse"),
+    (_in_fp8, "_sdpa_fp8"),
+    (_image, "_conv"),
+]
 
 
 def _input(device: str) -> Tensor:

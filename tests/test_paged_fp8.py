@@ -447,3 +447,10 @@ def test_generation(kv_layout, device):
         results.append([request.output for request in requests])
     assert results[1] == results[0]
     assert results[2] == results[0]
+
+
+def test_a_number_as_descale_of_what_is_appended():
+    cache, new = torch.zeros(2, 16, 2, 64).to(FP8), torch.ones(1, 2, 64)
+    slots = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(TypeError, match="paged_kv_append_: descale_k must be a tensor or None"):
+        cudnn_ops.paged_kv_append_(cache, cache.clone(), new, new, slots, descale_k=1.0)

@@ -16,7 +16,13 @@ _ops = torch.ops.cudnn_ops
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def expected(x: Tensor, scale: Tensor | None, dim: int | None, dtype: torch.dtype):
+def expected(
+    x: Tensor,
+    scale: Tensor | None,
+    dim: int | None,
+    dtype: torch.dtype,
+    power_of_two: bool = False,
+):
     """Of a tensor on a CPU, number by number."""
     most = torch.finfo(dtype).max
     groups = [x] if dim is None else list(x.unbind(dim))
@@ -30,6 +36,8 @@ def expected(x: Tensor, scale: Tensor | None, dim: int | None, dtype: torch.dtyp
             factor = torch.tensor(1.0)
         else:
             factor = torch.minimum(torch.tensor(most) / amax, torch.tensor(2.0**126))
+        if scale is None and power_of_two:
+            factor = torch.tensor(2.0 ** (math.frexp(factor)[1] - 1))
         scaled = wide * factor
         data.append(scaled.clamp(-most, most).to(dtype))
         descales.append(1 / factor)
@@ -55,11 +63,14 @@ def like_in_memory(x: Tensor, dtype: torch.dtype, device: str) -> Tensor:
     return memory.as_strided(x.shape, x.stride())
 
 
-def check(x: Tensor, scale=None, dim=None, dtype=FORMATS[0], device="cpu") -> None:
+def check(
+    x: Tensor, scale=None, dim=None, dtype=FORMATS[0], device="cpu", power_of_two=False
+) -> None:
     given = None if scale is None else scale.to(device)
     on_device = like_in_memory(x, x.dtype, device)
-    found = cudnn_ops.quantize_fp8(on_device, given, dim=dim, dtype=dtype)
-    for one, other in zip(found, expected(x, scale, dim, dtype), strict=True):
+    options = {"dim": dim, "dtype": dtype, "power_of_two": power_of_two}
+    found = cudnn_ops.quantize_fp8(on_device, given, **options)
+    for one, other in zip(found, expected(x, scale, dim, dtype, power_of_two), strict=True):
         same_bits(one, other)
     assert found.data.stride() == torch.empty_like(x).stride()
     wide = cudnn_ops.dequantize_fp8(found.data, found.descale, dim=dim, dtype=x.dtype)
@@ -93,6 +104,8 @@ def test_bits(layout, dtype, device, poisoned):
             groups = 1 if dim is None else low.shape[dim]
             check(low, None, own, dtype, device)
             check(low, torch.rand(groups) * 300, own, dtype, device)
+            check(low, torch.rand(groups) * 300, own, dtype, device, power_of_two=True)
+            check(low, None, own, dtype, device, power_of_two=True)
 
 
 EXTREMES = {
@@ -120,6 +133,22 @@ def test_extremes(name, dtype, device):
         check(x, scale, None, dtype, device)
     if x.dim() == 2:
         check(x, None, 0, dtype, device)
+    check(x, None, None, dtype, device, power_of_two=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("source", DTYPES, ids=str)
+def test_under_a_power_of_two_the_way_back_rounds_nothing(source, dtype, device):
+    """Every exponent that the type has, and its numbers that are not normal."""
+    kind = torch.finfo(source)
+    exponents = range(math.frexp(kind.smallest_normal)[1] - 8, math.frexp(kind.max)[1] - 1)
+    for exponent in exponents:
+        x = torch.randn(65).double().mul(2.0**exponent / 4).to(device, source)
+        found = cudnn_ops.quantize_fp8(x, dtype=dtype, power_of_two=True)
+        exact = found.data.cpu().double() * found.descale.cpu().double()
+        back = cudnn_ops.dequantize_fp8(found.data, found.descale, dtype=source)
+        assert torch.equal(back.cpu().double(), exact), exponent
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -153,7 +182,7 @@ def test_opcheck(device):
     x = torch.randn(2, 7, 3, 16, device=device).transpose(1, 2)
     one = torch.ones(1, device=device)
     for dim, scale in ((None, None), (None, one), (1, torch.ones(3, device=device))):
-        arguments = (x, scale, dim, FORMATS[0])
+        arguments = (x, scale, dim, FORMATS[0], scale is None)
         torch.library.opcheck(_ops._quantize_fp8.default, arguments, test_utils=CHECKS)
     data, descale, _ = cudnn_ops.quantize_fp8(x)
     arguments = (data, descale, None, torch.float16)
@@ -178,10 +207,18 @@ def test_float64_on_a_cpu():
     same_bits(cudnn_ops.quantize_fp8(x).data, cudnn_ops.quantize_fp8(x.float()).data)
 
 
+def test_other_errors_stay_what_they_are():
+    """Such as that memory ran out: nothing is wrong with the types of the arguments."""
+    with pytest.raises(RuntimeError, match="SparseCPU"):
+        cudnn_ops.quantize_fp8(torch.ones(3).to_sparse())
+
+
 MISTAKES = {
     "an integer": ({"input": torch.ones(3).int()}, TypeError, "input must be float16"),
+    "a word": ({"power_of_two": "no"}, TypeError, "power_of_two must be True or False, got 'no'"),
     "a list": ({"input": [1.0]}, TypeError, "input must be a tensor, got list"),
     "bfloat16": ({"dtype": torch.bfloat16}, TypeError, "dtype must be float8_e4m3fn"),
+    "a named dimension": ({"dim": "h"}, TypeError, "dim must be a whole number or None, got 'h'"),
     "no such dimension": ({"dim": 3}, ValueError, "dim must be a dimension of the input"),
     "one below": ({"dim": -4}, ValueError, "dim must be a dimension of the input"),
     "scales": ({"scale": torch.ones(2)}, ValueError, r"scale must be float32 \[1\]"),

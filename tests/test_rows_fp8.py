@@ -128,7 +128,31 @@ def test_vmap(is_known, batched):
 X = torch.ones(3, 16)
 MISTAKES = {
     "an integer": (cudnn_ops.quantize_rows_fp8, (X.int(),), {}, TypeError, "input must be float16"),
-    "a list": (cudnn_ops.quantize_rows_fp8, ([1.0],), {}, TypeError, "input must be a tensor"),
+    "a list": (
+        *(cudnn_ops.quantize_rows_fp8, ([1.0],), {}, TypeError),
+        r"^cudnn_ops\.quantize_rows_fp8: input must be a tensor, got list",
+    ),
+    "rows": (
+        *(cudnn_ops.rms_norm_fp8, (cudnn_ops.quantize_rows_fp8(X),), {}, TypeError),
+        r"^cudnn_ops\.rms_norm_fp8: input must be a tensor, got RowsFp8",
+    ),
+    "a number as scale": (
+        *(cudnn_ops.swiglu_fp8, (X, X, 2.0), {}, TypeError),
+        r"^cudnn_ops\.swiglu_fp8: scale must be a tensor or None, got 2.0",
+    ),
+    "a list as gate": (
+        *(cudnn_ops.swiglu_fp8, ([1.0], X), {}, TypeError),
+        r"^cudnn_ops\.swiglu_fp8: gate must be a tensor, got list",
+    ),
+    "a list as up": (cudnn_ops.swiglu_fp8, (X, [1.0]), {}, TypeError, "_fp8: up must be a tensor"),
+    "a list as residual": (
+        *(cudnn_ops.add_rms_norm_fp8, (X, [1.0]), {}, TypeError),
+        r"^cudnn_ops\.add_rms_norm_fp8: residual must be a tensor, got list",
+    ),
+    "a word as dtype": (
+        *(cudnn_ops.rms_norm_fp8, (X,), {"dtype": "e4m3"}, TypeError),
+        "dtype must be a torch.dtype, got 'e4m3'",
+    ),
     "a number": (cudnn_ops.quantize_rows_fp8, (X[0, 0],), {}, ValueError, "must have a dimension"),
     "scales": (cudnn_ops.rms_norm_fp8, (X,), {"scale": torch.ones(3)}, ValueError, "scale must be"),
     "format": (cudnn_ops.rms_norm_fp8, (X,), {"dtype": torch.half}, TypeError, "dtype must be fl"),
@@ -197,17 +221,66 @@ def test_linear_of_16_bits(device):
     assert cudnn_ops.linear_fp8(rows, columns, out_dtype=torch.float16).dtype == torch.float16
 
 
-def test_mistakes_of_linear():
-    rows = cudnn_ops.quantize_rows_fp8(torch.ones(3, 32))
-    weight = cudnn_ops.quantize_rows_fp8(torch.ones(16, 32))
-    with pytest.raises(TypeError, match="input and weight must be float8_e4m3fn"):
-        cudnn_ops.linear_fp8(RowsFp8(torch.ones(3, 32), *rows[1:]), weight)
+ROWS = cudnn_ops.quantize_rows_fp8(torch.ones(3, 32))
+WEIGHT = cudnn_ops.quantize_rows_fp8(torch.ones(16, 32))
+ELSEWHERE = RowsFp8(*(x.to("meta") for x in WEIGHT))
+
+MISTAKES_OF_LINEAR = {
+    "16 bits": (
+        *((torch.ones(3, 32).half(), WEIGHT), TypeError),
+        "input must be numbers of 8 bits with their descales, .* got a tensor of torch.float16",
+    ),
+    "no descale": ((ROWS, WEIGHT.data), TypeError, "weight must .* got a tensor of torch.float8"),
+    "none": ((None, WEIGHT), TypeError, "input must be numbers of 8 bits .* got NoneType"),
+    "a tuple": ((ROWS, (WEIGHT.data, WEIGHT.descale)), TypeError, "weight must .* got tuple"),
+    "float32": (
+        *((RowsFp8(torch.ones(3, 32), *ROWS[1:]), WEIGHT), TypeError),
+        "input must be float8_e4m3fn .* got torch.float32",
+    ),
+    "the other format": (
+        *((ROWS, cudnn_ops.quantize_rows_fp8(torch.ones(16, 32), dtype=FORMATS[1])), TypeError),
+        "weight must be float8_e4m3fn .* got torch.float8_e5m2",
+    ),
+    "two descales": (
+        *((RowsFp8(ROWS.data, ROWS.descale[:2], ROWS.amax), WEIGHT), ValueError),
+        r"descale of input must be float32 on cpu, one number or 3, .* got torch.float32 \(2, 1\)",
+    ),
+    "descales of 16 bits": (
+        *((ROWS, RowsFp8(WEIGHT.data, WEIGHT.descale.half(), WEIGHT.amax)), ValueError),
+        "descale of weight must be float32 on cpu",
+    ),
+    "devices": ((ROWS, ELSEWHERE), ValueError, "weight must .* on cpu as the input is; .* meta"),
+    "one number": (
+        *((RowsFp8(ROWS.data[0, 0], ROWS.descale[0], ROWS.amax), WEIGHT), ValueError),
+        r"input must have a dimension, .* got \(\) on cpu",
+    ),
+    "sizes": (
+        *((ROWS, RowsFp8(*(x[:8] for x in WEIGHT))), ValueError),
+        r"multiples of 16, for an input \(3, 32\); got \(8, 32\)",
+    ),
+    "bias": ((ROWS, WEIGHT, torch.ones(16)), ValueError, r"bias must be \[16\] in torch.bfloat16"),
+    "a list as bias": ((ROWS, WEIGHT, [1.0]), TypeError, "bias must be a tensor or None, got list"),
+    "bias elsewhere": (
+        *((ROWS, WEIGHT, torch.ones(16, dtype=torch.bfloat16, device="meta")), ValueError),
+        "bias must be .* on cpu; got .* on meta",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES_OF_LINEAR)
+def test_mistakes_of_linear(name):
+    arguments, error, match = MISTAKES_OF_LINEAR[name]
+    with pytest.raises(error, match=rf"^cudnn_ops\.linear_fp8: .*{match}"):
+        cudnn_ops.linear_fp8(*arguments)
+
+
+def test_float16_takes_one_descale_each():
     with pytest.raises(TypeError, match="out_dtype must be bfloat16, or float16 where"):
-        cudnn_ops.linear_fp8(rows, weight, out_dtype=torch.float16)
-    with pytest.raises(ValueError, match=r"multiples of 16, for an input \(3, 32\); got \(8, 32\)"):
-        cudnn_ops.linear_fp8(rows, RowsFp8(*(x[:8] for x in weight)))
-    with pytest.raises(ValueError, match=r"bias must be \[16\] in torch.bfloat16"):
-        cudnn_ops.linear_fp8(rows, weight, torch.ones(16))
+        cudnn_ops.linear_fp8(ROWS, WEIGHT, out_dtype=torch.float16)
+    one = cudnn_ops.quantize_fp8(torch.ones(3, 32)), cudnn_ops.quantize_fp8(torch.ones(16, 32))
+    torch.testing.assert_close(
+        cudnn_ops.linear_fp8(*one, out_dtype=torch.float16), torch.full((3, 16), 32.0).half()
+    )
 
 
 @pytest.mark.gpu

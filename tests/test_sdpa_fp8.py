@@ -264,6 +264,18 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a negative scale": ({"scale": -1.0}, ValueError, "scale must be a normal, positive"),
     "output": ({"out_dtype": torch.int8}, TypeError, "out_dtype must be bfloat16"),
     "window": ({"window_size": 3}, TypeError, r"must be \(left, right\)"),
+    "numbers with their descale": (
+        {"query": cudnn_ops.quantize_fp8(torch.ones(1, 2, 8, 32))},
+        TypeError,
+        r"^cudnn_ops\.sdpa_fp8: query must be a tensor, got QuantizedFp8",
+    ),
+    "a number as descale": (
+        {"descale_q": 1.0},
+        TypeError,
+        "descale_q must be a tensor, got 1.0",
+    ),
+    "a number as scale_o": ({"scale_o": 2.0}, TypeError, "scale_o must be a tensor or None"),
+    "a word": ({"out_dtype": "bf16"}, TypeError, "out_dtype must be a torch.dtype, got 'bf16'"),
     "a list": ({"seq_lens_kv": [3]}, TypeError, "must be a tensor"),
     "too long": ({"seq_lens_kv": torch.tensor([9]).int()}, ValueError, "holds lengths from 9"),
 }

@@ -214,6 +214,7 @@ def test_decomposed():
 
 X = torch.ones(8, 2, 32).to(E4M3)
 MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "a number as descale": ({"descale_q": 1.0}, TypeError, "descale_q must be a tensor, got 1.0"),
     "bfloat16": ({"q": torch.ones(8, 2, 32).bfloat16()}, TypeError, "q must be float8_e4m3fn or"),
     "two formats": ({"v": torch.ones(8, 2, 32).to(E5M2)}, TypeError, "cast them to one dtype"),
     "head size": (

@@ -49,7 +49,8 @@ template <class Type, class Fp8, int kWidth>
 __device__ void cast(const Fp8Call& call) {
   const unsigned group = blockIdx.y;
   const bool is_known = call.scales != nullptr;
-  const float scale = is_known ? call.scales[group] : scale_of(call.amax[group], Fp8::kMost);
+  float scale = is_known ? call.scales[group] : scale_of(call.amax[group], Fp8::kMost);
+  if (!is_known && call.is_power) scale = power_below(scale);
   const long long step = (long long)gridDim.x * blockDim.x;
   unsigned most = 0;
   for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < call.pieces; i += step) {

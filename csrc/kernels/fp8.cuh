@@ -126,6 +126,11 @@ __device__ float scale_of(unsigned amax, float most) {
   return fminf(most / magnitude, kLargest);
 }
 
+// The largest power of two that is no larger: of a normal number, its exponent alone.
+__device__ float power_below(float scale) {
+  return __uint_as_float(__float_as_uint(scale) & 0x7f800000);
+}
+
 // NaN is larger than all numbers, as bits without their sign are.
 template <int kWidth>
 __device__ unsigned largest(unsigned most, const float (&values)[kWidth]) {

@@ -12,10 +12,11 @@ namespace cudnn_ops {
 
 // Rounds `input` times its scale to `out`, which at::empty_like made. `dim`: of
 // which each index has a scale of its own, or none. Without `scale` they follow from the largest
-// magnitudes, float32 [groups] `amax`, which are written in either case, as `descale` is.
+// magnitudes, float32 [groups] `amax`, which are written in either case, as `descale` is; with
+// `is_power` they are powers of two then.
 void round_to_fp8(const at::Tensor& input, const std::optional<at::Tensor>& scale,
-                  std::optional<int64_t> dim, const at::Tensor& out, const at::Tensor& descale,
-                  const at::Tensor& amax);
+                  std::optional<int64_t> dim, bool is_power, const at::Tensor& out,
+                  const at::Tensor& descale, const at::Tensor& amax);
 
 // `input` of 8 bits times `descale`, float32 [groups], to `out`, likewise.
 void widen_fp8(const at::Tensor& input, const at::Tensor& descale, std::optional<int64_t> dim,

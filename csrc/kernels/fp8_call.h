@@ -13,6 +13,7 @@ struct Fp8Call {
   long long pieces;     // of each group
   long long inner, width, pitch;
   unsigned groups;
+  bool is_power;  // whether the scales that follow from `amax` are powers of two
 };
 
 // The numbers that a plan of FP8 attention reads, each at a multiple of 16 bytes.

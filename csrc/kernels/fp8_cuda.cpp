@@ -6,6 +6,8 @@
 
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/empty_like.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
 
@@ -160,13 +162,14 @@ at::Tensor empty_numbers(int64_t count, at::ScalarType dtype, const at::Tensor& 
 }  // namespace
 
 void round_to_fp8(const at::Tensor& input, const std::optional<at::Tensor>& scale,
-                  std::optional<int64_t> dim, const at::Tensor& out, const at::Tensor& descale,
-                  const at::Tensor& amax) {
+                  std::optional<int64_t> dim, bool is_power, const at::Tensor& out,
+                  const at::Tensor& descale, const at::Tensor& amax) {
   Pieces pieces(input, dim, out, input);
   auto& call = pieces.call;
+  call.is_power = is_power;
   const at::Tensor scales = scale ? scale->contiguous() : at::Tensor();
-  amax.zero_();
   call.amax = static_cast<unsigned*>(amax.mutable_data_ptr());
+  C10_CUDA_CHECK(cudaMemsetAsync(call.amax, 0, amax.nbytes(), c10::cuda::getCurrentCUDAStream()));
   call.descales = descale.mutable_data_ptr<float>();
   const auto dtype = input.scalar_type();
   if (scale) {

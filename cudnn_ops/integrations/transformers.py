@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import cudnn_ops
+from cudnn_ops.integrations.transformers_fp8 import attend_in_fp8, tell
 from cudnn_ops.integrations.transformers_rotary import fuse_rotary_
 
 try:
@@ -46,7 +47,11 @@ __all__ = ["CompactMask", "cudnn_ops_attention", "cudnn_ops_mask", "fuse_rotary_
 
 
 def register(
-    name: str = "cudnn_ops", *, compact_masks: bool = True, packing_under_compile: bool = True
+    name: str = "cudnn_ops",
+    *,
+    compact_masks: bool = True,
+    packing_under_compile: bool = True,
+    fp8_from: int | None = None,
 ) -> None:
     """Registers ``attn_implementation=name`` with transformers; a second call changes the options.
 
@@ -59,11 +64,25 @@ def register(
             without an ``attention_mask`` every training step uses the full mask of a packed batch.
             False asserts that they do not restart unless ``cu_seq_lens_q`` and the like are passed,
             and avoids that mask. Without effect outside of ``torch.compile``.
+        fp8_from: the number of queries from which attention is computed in FP8, by
+            :func:`cudnn_ops.scaled_dot_product_attention_fp8`, in training too; None: never. Of
+            few queries, as in decoding, rounding costs more than it saves. What FP8 does not have
+            (packed sequences, dropout, softcap, sinks, masks other than causal ones, windows and
+            padding at the end; heads over 128, but for 192 with values of 128) is computed in 16
+            bits, with a warning once for each reason. Needs compute capability 9.0 or newer.
+
+    Raises:
+        ValueError: ``fp8_from`` is less than 2.
     """
+    if fp8_from is not None and fp8_from < 2:
+        raise ValueError(f"fp8_from must be None or at least 2 queries, got {fp8_from}")
     mask_function: Callable[..., Any] = full_mask
     if compact_masks:
         mask_function = partial(cudnn_ops_mask, packing_under_compile=packing_under_compile)
-    AttentionInterface.register(name, cudnn_ops_attention)
+    attend = cudnn_ops_attention
+    if fp8_from is not None:
+        attend = partial(cudnn_ops_attention, fp8_from=fp8_from)
+    AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, mask_function)
 
 
@@ -86,6 +105,7 @@ def cudnn_ops_attention(
     position_bias: Tensor | None = None,
     sinks: Tensor | None = None,
     output_attentions: bool | None = None,
+    fp8_from: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """An attention function of transformers' ``AttentionInterface``.
@@ -115,6 +135,7 @@ def cudnn_ops_attention(
             length, length_kv].
         sinks: a logit for each query (Inkling 2): not supported.
         output_attentions: not supported.
+        fp8_from: as in :func:`register`.
         kwargs: arguments of other implementations, ignored.
 
     Returns:
@@ -166,6 +187,8 @@ def cudnn_ops_attention(
                 "cudnn_ops has no packed attention with a position_bias; give each sequence a row "
                 "of its own, with an attention_mask for the padding"
             )
+        if fp8_from is not None and packing[2] >= fp8_from:
+            tell("packed sequences")
         return _packed(query, key, value, packing, scaling, causal, options), None
 
     mask = attention_mask if isinstance(attention_mask, Tensor) else None
@@ -187,9 +210,13 @@ def cudnn_ops_attention(
     if position_bias is not None:
         mask = _with_bias(mask, position_bias)
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    out = cudnn_ops.scaled_dot_product_attention(
-        query, key, value, mask, scale=scaling, enable_gqa=True, **options
-    )
+    out = None
+    if fp8_from is not None and length >= fp8_from:
+        out = attend_in_fp8(query, key, value, mask, scaling, options)
+    if out is None:
+        out = cudnn_ops.scaled_dot_product_attention(
+            query, key, value, mask, scale=scaling, enable_gqa=True, **options
+        )
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -360,7 +360,7 @@ register_rule("_sdpa_backward", _sdpa_backward)
 register_rule("_sdpa_fp8", Samples.each)
 register_rule("_varlen_fp8", Samples.each)
 register_rule("_varlen_backward", _varlen_backward)
-register_composites("_varlen_is_regular")
+register_composites("_varlen_is_regular", "sdpa_in_fp8")
 register_refusal(
     "paged_kv_append_",
     "cudnn_ops.paged_kv_append_ is not available under vmap: it writes to its caches in place; "

@@ -79,31 +79,44 @@ _TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
     "Tensor": (lambda value: isinstance(value, Tensor), "a tensor"),
     "List[int]": (_is_integers, "a sequence of integers, such as (64,)"),
     "int": (lambda value: isinstance(value, int | torch.SymInt), "a whole number"),
+    "ScalarType": (lambda value: isinstance(value, torch.dtype), "a torch.dtype"),
     "float": (lambda value: isinstance(value, Real | torch.SymFloat), "a number"),
     "bool": (lambda value: isinstance(value, bool), "True or False"),
     "str": (lambda value: isinstance(value, str), "a string"),
 }
 
 
-def refuse_wrong_types(op: Any, arguments: Mapping[str, Any]) -> None:
+def refuse_wrong_types(
+    op: Any,
+    arguments: Mapping[str, Any],
+    function: str | None = None,
+    names: Mapping[str, str] | None = None,
+) -> None:
     """Raises TypeError for the first argument of a type that its operator does not accept.
 
     Called where the operator has raised, so that a correct call pays nothing.
 
     Args:
         op: an overload of an operator.
-        arguments: those of the call, by the names of its schema.
+        arguments: those of the call, by the names of its schema; what is left out has its default.
+        function: the public function's name; None stands for the operator's.
+        names: of arguments that the function calls otherwise.
     """
+    function = function or op._schema.name.split("::")[1].removeprefix("_")
     for argument in op._schema.arguments:
+        if argument.name not in arguments:
+            continue
         value = arguments[argument.name]
-        kind = str(argument.type)
+        # A dtype is an integer in the other.
+        is_dtype = str(argument.real_type) == "ScalarType"
+        kind = "ScalarType" if is_dtype else str(argument.type)
         required = kind.removeprefix("Optional[").removesuffix("]") if "Opt" in kind else kind
         is_right, words = _TYPES[required]
         if is_right(value) or (value is None and kind != required):
             continue
         otherwise = "" if kind == required else " or None"
         got = repr(value) if isinstance(value, int | float | str | None) else type(value).__name__
+        name = (names or {}).get(argument.name, argument.name)
         raise TypeError(
-            f"cudnn_ops.{op._schema.name.split('::')[1]}: {argument.name} must be "
-            f"{words}{otherwise}, got {got}"
+            f"cudnn_ops.{function}: {name} must be {words}{otherwise}, got {got}"
         ) from None

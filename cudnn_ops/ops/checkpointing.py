@@ -11,10 +11,10 @@ def checkpoint_ops() -> list[torch._ops.OpOverload]:
     """The operators whose results are worth saving: a list for a checkpointing policy.
 
     ``torch.utils.checkpoint`` sees the operator that runs, which for attention with a gradient is
-    the one that also returns the log-sum-exp; both are listed. So are packed attention, attention
-    by a ring (once ``cudnn_ops.distributed`` is imported), convolutions, the products of a
-    mixture's experts, and the state of dropout's generator, without which a saved result and a
-    recomputed gradient would drop different weights.
+    the one that also returns the log-sum-exp; both are listed. So are attention in FP8, packed
+    attention, attention by a ring (once ``cudnn_ops.distributed`` is imported), convolutions, the
+    products of a mixture's experts, and the state of dropout's generator, without which a saved
+    result and a recomputed gradient would drop different weights.
     Norms, gated activations and rotary embedding are not: recomputing them is as cheap as reading a
     saved result. In eager mode and under ``torch.compile``::
 
@@ -38,6 +38,7 @@ def checkpoint_ops() -> list[torch._ops.OpOverload]:
         *ring,
         _ops.sdpa.default,
         _ops.sdpa_with_lse.default,
+        _ops._sdpa_fp8.default,
         _ops.varlen_attention.default,
         _ops.varlen_attention_with_lse.default,
         _ops._attention_rng_state.default,

@@ -113,7 +113,7 @@ def decompositions() -> _Decompositions:
         *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
         *("_conv_transpose1d", "_conv_transpose2d", "_conv_transpose3d"),
         *("linear", "mlp"),
-        *("moe_permute", "moe_combine", "grouped_linear"),
+        *("moe_permute", "moe_combine", "grouped_linear", "sdpa_in_fp8"),
     ):  # each calls one of the above
         packet = getattr(_ops, name)
         overloads = (getattr(packet, overload) for overload in packet.overloads())

@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 
 from cudnn_ops.ops import sdpa_cpu
-from cudnn_ops.ops.arguments import bind, refuse_lists, refuse_one_number
+from cudnn_ops.ops.arguments import (
+    bind,
+    refuse_lists,
+    refuse_one_number,
+    refuse_wrong_types,
+)
 from cudnn_ops.ops.call import fast
 from cudnn_ops.ops.kernels import register, register_with_lse
 from cudnn_ops.ops.quantize import round_to_fp8
@@ -267,7 +272,11 @@ def paged_kv_append_(
         True
     """
     arguments = (key_cache, value_cache, key, value, slot_mapping, is_head_major(kv_layout))
-    _paged_kv_append(*arguments, descale_k, descale_v)
+    try:
+        _paged_kv_append(*arguments, descale_k, descale_v)
+    except RuntimeError:  # the schema's
+        refuse_wrong_types(_ops.paged_kv_append_.default, locals())
+        raise
 
 
 def _empty(query: Tensor, value_cache: Tensor) -> tuple[Tensor, Tensor]:

@@ -137,7 +137,7 @@ def rotary_embedding_qkv_fp8(
             dtype,
         )
     except RuntimeError:
-        refuse_wrong_types(_rotary_fp8_op, locals())
+        refuse_wrong_types(_rotary_fp8_op, locals(), "rotary_embedding_qkv_fp8")
         raise
     return RotaryFp8(*results)
 

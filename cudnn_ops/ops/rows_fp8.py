@@ -14,7 +14,12 @@ from cudnn_ops.ops.activation import Activation, activate, wide
 from cudnn_ops.ops.arguments import bind, refuse_wrong_types
 from cudnn_ops.ops.kernels import register
 from cudnn_ops.ops.norm import rms_in_torch
-from cudnn_ops.ops.quantize import quantize_in_torch, round_to_fp8, scale_of
+from cudnn_ops.ops.quantize import (
+    QuantizedFp8,
+    quantize_in_torch,
+    round_to_fp8,
+    scale_of,
+)
 
 _ops = torch.ops.cudnn_ops
 #: To look up an overload takes a tenth of a microsecond.
@@ -75,7 +80,7 @@ def quantize_rows_fp8(
         (tensor([7.0000, 0.5000]), tensor([[ 1.0000, -7.0000],
                 [ 0.5000,  0.0000]]))
     """
-    return _rounded(input, None, None, scale, _PLAIN, 0.0, False, dtype)[0]
+    return _rounded("quantize_rows_fp8", input, None, None, scale, _PLAIN, 0.0, False, dtype)[0]
 
 
 def rms_norm_fp8(
@@ -113,7 +118,7 @@ def rms_norm_fp8(
         >>> (data.float() * descale).square().mean(-1).round()
         tensor([1., 1., 1., 1.])
     """
-    return _rounded(input, None, weight, scale, _NORM, eps, zero_centered, dtype)[0]
+    return _rounded("rms_norm_fp8", input, None, weight, scale, _NORM, eps, zero_centered, dtype)[0]
 
 
 def add_rms_norm_fp8(
@@ -150,9 +155,10 @@ def add_rms_norm_fp8(
         >>> torch.equal(total, x + residual)
         True
     """
-    if residual is None:
-        raise TypeError("cudnn_ops.add_rms_norm_fp8: residual must be a tensor, got None")
-    return _rounded(input, residual, weight, scale, _NORM, eps, zero_centered, dtype)
+    _require_tensor(residual, "add_rms_norm_fp8", "residual")
+    return _rounded(
+        "add_rms_norm_fp8", input, residual, weight, scale, _NORM, eps, zero_centered, dtype
+    )
 
 
 def swiglu_fp8(
@@ -193,12 +199,23 @@ def swiglu_fp8(
             f"cudnn_ops.swiglu_fp8: activation must be one of {', '.join(_GATED)}, got "
             f"{activation!r}"
         )
-    if up is None:
-        raise TypeError("cudnn_ops.swiglu_fp8: up must be a tensor, got None")
-    return _rounded(gate, up, None, scale, _GATED[activation], 0.0, False, dtype)[0]
+    _require_tensor(up, "swiglu_fp8", "up")
+    return _rounded("swiglu_fp8", gate, up, None, scale, _GATED[activation], 0.0, False, dtype)[0]
+
+
+def _require_tensor(value: Tensor, function: str, name: str) -> None:
+    """What the operator would do without."""
+    if not isinstance(value, Tensor):
+        got = None if value is None else type(value).__name__
+        raise TypeError(f"cudnn_ops.{function}: {name} must be a tensor, got {got}")
+
+
+#: What functions call the arguments of their operator.
+_NAMES = {"swiglu_fp8": {"input": "gate"}}
 
 
 def _rounded(
+    function: str,
     input: Tensor,
     other: Tensor | None,
     weight: Tensor | None,
@@ -213,14 +230,14 @@ def _rounded(
     try:
         *rows, total = _rows_fp8_op(input, other, weight, scale, kind, eps, zero_centered, dtype)
     except RuntimeError:
-        refuse_wrong_types(_rows_fp8_op, locals())
+        refuse_wrong_types(_rows_fp8_op, locals(), function, _NAMES.get(function))
         raise
     return RowsFp8(*rows), total
 
 
 def linear_fp8(
-    input: RowsFp8,
-    weight: RowsFp8,
+    input: RowsFp8 | QuantizedFp8,
+    weight: RowsFp8 | QuantizedFp8,
     bias: Tensor | None = None,
     *,
     out_dtype: torch.dtype = torch.bfloat16,
@@ -235,7 +252,8 @@ def linear_fp8(
     and compute capability 8.9 or newer is required; on a CPU both are in float32.
 
     Args:
-        input: [..., inputs], ``float8_e4m3fn``, with a descale for each row or one for all.
+        input: [..., inputs], ``float8_e4m3fn``, with a descale for each row or one for all:
+            :class:`RowsFp8`, or what :func:`quantize_fp8` returns for the whole tensor.
         weight: [outputs, inputs], likewise, as :func:`quantize_rows_fp8` makes it of
             ``torch.nn.Linear.weight``. Inputs and outputs must be multiples of 16.
         bias: [outputs], in ``out_dtype``.
@@ -245,8 +263,8 @@ def linear_fp8(
         [..., outputs], contiguous.
 
     Raises:
-        ValueError: sizes that do not fit, or are not multiples of 16.
-        TypeError: another dtype.
+        ValueError: sizes, devices or descales that do not fit; sizes that are not multiples of 16.
+        TypeError: a tensor without descales; another dtype.
 
     Example:
         >>> import torch, cudnn_ops
@@ -256,8 +274,8 @@ def linear_fp8(
         >>> (out - x @ weight.T).norm() < 0.06 * out.norm()
         tensor(True)
     """
-    x, w = input.data, weight.data
     _check_linear(input, weight, bias, out_dtype)
+    x, w = input.data, weight.data
     rows = x.reshape(-1, x.shape[-1])
     of_input, of_weight = input.descale.reshape(-1, 1), weight.descale.reshape(1, -1)
     if x.device.type == "cuda":
@@ -282,14 +300,14 @@ def linear_fp8(
 
 
 def _check_linear(
-    input: RowsFp8, weight: RowsFp8, bias: Tensor | None, out_dtype: torch.dtype
+    input: RowsFp8 | QuantizedFp8,
+    weight: RowsFp8 | QuantizedFp8,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> None:
+    _check_rows(input, "input", input)
+    _check_rows(weight, "weight", input)
     x, w = input.data, weight.data
-    if x.dtype != _E4M3 or w.dtype != _E4M3:
-        raise TypeError(
-            "cudnn_ops.linear_fp8: input and weight must be float8_e4m3fn "
-            f"(cudnn_ops.quantize_rows_fp8 makes them); got {x.dtype} and {w.dtype}"
-        )
     is_one_scale = input.descale.numel() == 1 and weight.descale.numel() == 1
     allowed = (torch.bfloat16, torch.float16) if is_one_scale else (torch.bfloat16,)
     if out_dtype not in allowed:
@@ -302,10 +320,47 @@ def _check_linear(
             "cudnn_ops.linear_fp8: weight must be [outputs, inputs], multiples of 16, for an input "
             f"{tuple(x.shape)}; got {tuple(w.shape)}"
         )
-    if bias is not None and (bias.shape != w.shape[:1] or bias.dtype != out_dtype):
+    if bias is None:
+        return
+    if not isinstance(bias, Tensor):
+        raise TypeError(
+            f"cudnn_ops.linear_fp8: bias must be a tensor or None, got {type(bias).__name__}"
+        )
+    if bias.shape != w.shape[:1] or bias.dtype != out_dtype or bias.device != x.device:
         raise ValueError(
-            f"cudnn_ops.linear_fp8: bias must be [{w.shape[0]}] in {out_dtype}; got "
-            f"{tuple(bias.shape)} in {bias.dtype}"
+            f"cudnn_ops.linear_fp8: bias must be [{w.shape[0]}] in {out_dtype} on {x.device}; got "
+            f"{tuple(bias.shape)} in {bias.dtype} on {bias.device}"
+        )
+
+
+def _check_rows(rows: RowsFp8 | QuantizedFp8, name: str, input: RowsFp8 | QuantizedFp8) -> None:
+    if not isinstance(rows, RowsFp8 | QuantizedFp8):
+        got = f"a tensor of {rows.dtype}" if isinstance(rows, Tensor) else type(rows).__name__
+        raise TypeError(
+            f"cudnn_ops.linear_fp8: {name} must be numbers of 8 bits with their descales, as "
+            f"cudnn_ops.quantize_rows_fp8 makes them (RowsFp8); got {got}"
+        )
+    data, descale = rows.data, rows.descale
+    if data.dtype != _E4M3:
+        raise TypeError(
+            f"cudnn_ops.linear_fp8: {name} must be float8_e4m3fn (cudnn_ops.quantize_rows_fp8 "
+            f"makes it); got {data.dtype}"
+        )
+    if data.dim() == 0 or data.device != input.data.device:
+        raise ValueError(
+            f"cudnn_ops.linear_fp8: {name} must have a dimension, and be on {input.data.device} as "
+            f"the input is; got {tuple(data.shape)} on {data.device}"
+        )
+    count = data.shape[:-1].numel()
+    if (
+        descale.dtype != torch.float32
+        or descale.device != data.device
+        or (descale.numel() != 1 and descale.numel() != count)
+    ):
+        raise ValueError(
+            f"cudnn_ops.linear_fp8: the descale of {name} must be float32 on {data.device}, one "
+            f"number or {count}, one for each row; got {descale.dtype} {tuple(descale.shape)} on "
+            f"{descale.device}"
         )
 
 

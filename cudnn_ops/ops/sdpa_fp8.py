@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from cudnn_ops.ops import sdpa_cpu
-from cudnn_ops.ops.arguments import bind, refuse_lists, refuse_one_number
+from cudnn_ops.ops.arguments import (
+    bind,
+    refuse_lists,
+    refuse_one_number,
+    refuse_wrong_types,
+)
 from cudnn_ops.ops.kernels import register
 from cudnn_ops.ops.quantize import round_to_fp8
 from cudnn_ops.ops.sdpa import memory_order
@@ -19,6 +24,7 @@ from cudnn_ops.ops.sdpa import memory_order
 _ops = torch.ops.cudnn_ops
 #: To look up an overload takes a tenth of a microsecond.
 _sdpa_fp8_op = _ops._sdpa_fp8.default
+_sdpa_in_fp8_op = _ops.sdpa_in_fp8.default
 
 
 class AttentionFp8(NamedTuple):
@@ -180,12 +186,100 @@ def sdpa_fp8_with_stats(
     return AttentionFp8(*results)
 
 
+def scaled_dot_product_attention_fp8(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    bottom_right: bool = False,
+    seq_lens_q: Tensor | None = None,
+    seq_lens_kv: Tensor | None = None,
+    deterministic: bool | None = None,
+) -> Tensor:
+    r"""Attention on tensors of 16 bits that is computed in FP8, with gradients in 16 bits.
+
+    The forward is :func:`quantize_fp8` of query, key and value to ``float8_e4m3fn``, and
+    :func:`sdpa_fp8` of the three. The backward is that of :func:`scaled_dot_product_attention`, and
+    rounding counts as the identity (the straight-through estimator: Bengio et al., "Estimating or
+    propagating gradients through stochastic neurons", section 4). With :math:`\hat q, \hat k,
+    \hat v` for the rounded tensors, widened:
+
+    .. math::
+        P_{ij} &= \exp(\mathrm{scale} \cdot \hat q_i \cdot \hat k_j - \mathrm{lse}_i), \qquad
+            \mathrm{dS}_{ij} = P_{ij} (\mathrm{dout}_i \cdot \hat v_j
+                - \mathrm{dout}_i \cdot \mathrm{out}_i) \\
+        \mathrm{dq} &= \mathrm{scale} \cdot \mathrm{dS} \, \hat k, \qquad
+            \mathrm{dk} = \mathrm{scale} \cdot \mathrm{dS}^T \hat q, \qquad
+            \mathrm{dv} = P^T \mathrm{dout}
+
+    The gradient is taken at the rounded tensors, because the log-sum-exp and the output that the
+    forward saved belong to those. With scores of the tensors as they were, the rows of :math:`P`
+    would sum to :math:`\exp(\mathrm{lse}' - \mathrm{lse})` in place of 1, with the log-sum-exp
+    :math:`\mathrm{lse}'` of those scores: far from 1 where keys have much in common, and infinite
+    with outliers. The scales are powers of two, which makes widening exact, so that the scores are
+    the forward's again. The tensors of 8 bits are what is saved for the backward.
+
+    Args:
+        query: [batch, heads, length, head size], float16 or bfloat16; on a CPU also float32. Any
+            strides. Head sizes are multiples of 16, as :func:`sdpa_fp8` supports them.
+        key: [batch, heads_kv, length_kv, head size], in the query's dtype; ``heads`` is a multiple
+            of ``heads_kv``.
+        value: [batch, heads_kv, length_kv, value head size].
+        is_causal: as in :func:`sdpa_fp8`, like all arguments below.
+        scale: as there.
+        window_size: as there.
+        bottom_right: as there.
+        seq_lens_q: as there. What lies beyond the lengths takes part in the scales: it must be
+            finite, and should not be large.
+        seq_lens_kv: as there.
+        deterministic: whether gradients are bitwise reproducible; None follows
+            ``torch.use_deterministic_algorithms``.
+
+    Returns:
+        As :func:`sdpa_fp8`, in the query's dtype. Differentiable once.
+
+    Raises:
+        ValueError: as :func:`sdpa_fp8`, and so are TypeError and NotImplementedError.
+
+    Example:
+        >>> import torch, cudnn_ops
+        >>> q = torch.randn(2, 8, 10, 64, dtype=torch.bfloat16, requires_grad=True)
+        >>> kv = torch.randn(2, 2, 10, 64, dtype=torch.bfloat16)
+        >>> out = cudnn_ops.scaled_dot_product_attention_fp8(q, kv, kv, is_causal=True)
+        >>> out.sum().backward()
+        >>> q.grad.dtype
+        torch.bfloat16
+    """
+    refuse_one_number("scaled_dot_product_attention_fp8", window_size)
+    try:
+        return _sdpa_in_fp8_op(
+            query,
+            key,
+            value,
+            is_causal=is_causal,
+            scale=scale,
+            window_size=window_size,
+            bottom_right=bottom_right,
+            seq_lens_q=seq_lens_q,
+            seq_lens_kv=seq_lens_kv,
+            deterministic=deterministic,
+        )
+    except RuntimeError:  # the schema's
+        refuse_lists("scaled_dot_product_attention_fp8", locals())
+        refuse_wrong_types(_sdpa_in_fp8_op, locals(), "scaled_dot_product_attention_fp8")
+        raise
+
+
 def _attend(name: str, **call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     refuse_one_number(name, call.get("window_size"))
     try:
         return _sdpa_fp8_op(**call)
     except RuntimeError:  # the schema's
         refuse_lists(name, call)
+        refuse_wrong_types(_sdpa_fp8_op, call, name)
         raise
 
 

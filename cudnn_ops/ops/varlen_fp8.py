@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from cudnn_ops.ops import sdpa_cpu
-from cudnn_ops.ops.arguments import bind, refuse_lists, refuse_one_number
+from cudnn_ops.ops.arguments import (
+    bind,
+    refuse_lists,
+    refuse_one_number,
+    refuse_wrong_types,
+)
 from cudnn_ops.ops.kernels import register
 from cudnn_ops.ops.sdpa_fp8 import in_out_dtype
 from cudnn_ops.ops.varlen import batched, sequences_of
@@ -125,6 +130,7 @@ def varlen_attention_fp8(
         )
     except RuntimeError:  # the schema's
         refuse_lists("varlen_attention_fp8", locals())
+        refuse_wrong_types(_varlen_fp8_op, locals(), "varlen_attention_fp8")
         raise
     return PackedAttentionFp8(*results)
 

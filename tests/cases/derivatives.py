@@ -20,11 +20,13 @@ from tests.cases import (
     batch_norm,
     conv,
     conv_transpose,
+    fp8,
     group_norm,
     linear,
     norm,
     sdpa,
     sdpa_features,
+    sdpa_in_fp8,
     varlen,
 )
 from tests.cases.adaptive_norm import AdaptiveNormCase
@@ -59,6 +61,13 @@ def _attention(name: str, case: Features, *, with_lse: bool = False) -> Derivati
         with within:
             actual = sdpa_features.run(case, inputs, extras, grad_out, grad_lse)
         sdpa_features.check(case, inputs, extras, grad_out, actual, grad_lse)
+
+    return Derivative(name, check)
+
+
+def _in_fp8(name: str, case: fp8.Case) -> Derivative:
+    def check(device: str, within: AbstractContextManager[object]) -> None:
+        sdpa_in_fp8.check(case, DTYPE, device, within=within)
 
     return Derivative(name, check)
 
@@ -231,6 +240,7 @@ DERIVATIVES: list[Derivative] = [
     _attention("alibi", sdpa_features.SOME[3]),
     _attention("dropout", sdpa_features.SOME[4]),
     _attention("lengths", sdpa_features.SOME[5], with_lse=True),
+    _in_fp8("in_fp8", fp8.Case(heads_kv=2, options={"is_causal": True, "seq_lens_kv": [90, 0]})),
     _packed("packed", replace(_SEQUENCES, lse=True, gaps=(2, 1, 0, 3))),
     _packed("packed_same", replace(_SAME, one=replace(_ONE, is_causal=True, sinks=True))),
     _packed("packed_alibi", replace(_SAME, one=replace(_ONE, is_causal=True, alibi=True))),

@@ -135,9 +135,8 @@ class Reference:
     amax_o: Tensor
 
 
-def reference(case: Case, tensors: list[Tensor]) -> Reference:
-    """Attention on numbers as they are."""
-    query, key, value = (x.double() for x in tensors)
+def visible_pairs(case: Case) -> Tensor:
+    """Whether a query sees a key; broadcasts to [batch, heads, length, length_kv]."""
     options = case.options
     length, length_kv = case.length, case.length_kv
     lengths = torch.tensor(options.get("seq_lens_q", [length] * case.batch)).view(-1, 1, 1, 1)
@@ -156,10 +155,16 @@ def reference(case: Case, tensors: list[Tensor]) -> Reference:
         visible = visible & (distance >= -left)
     if right >= 0:
         visible = visible & (distance <= right)
-    visible = visible.to(query.device)
+    return visible
+
+
+def reference(case: Case, tensors: list[Tensor]) -> Reference:
+    """Attention on numbers as they are."""
+    query, key, value = (x.double() for x in tensors)
+    visible = visible_pairs(case).to(query.device)
     group = case.heads // case.heads_kv
     key, value = (x.repeat_interleave(group, 1) for x in (key, value))
-    scale = options.get("scale", case.head_size**-0.5)
+    scale = case.options.get("scale", case.head_size**-0.5)
     scores = (query @ key.transpose(-1, -2) * scale).masked_fill(~visible, -math.inf)
     weights = scores.softmax(-1).nan_to_num(0.0)
     out = weights @ value

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,8 +17,30 @@ import cudnn_ops
 from tests.cases import rotary_fp8, rows_fp8
 from tests.cases.fp8 import FORMATS
 from tests.deviceless.cpu_kernels import Kernels, from_gpu, to_gpu
+from tests.test_quantize import LAYOUTS, expected, like_in_memory, same_bits
 
 TYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+#: Those that the kernels read as they lie: torch's kernels do not copy here.
+AS_THEY_LIE = ("contiguous", "heads third", "part of a projection", "odd rows", "one row")
+
+
+def run_tensors(_: Kernels) -> None:
+    for name, dtype in product(AS_THEY_LIE, TYPES):
+        torch.manual_seed(len(name))
+        x = like_in_memory(LAYOUTS[name](), dtype, "cpu")
+        for fp8, dim, is_power, is_known in product(FORMATS, (None, 1), *((False, True),) * 2):
+            scale = torch.rand(1 if dim is None else x.shape[1]) * 300 if is_known else None
+            given = None if scale is None else to_gpu(scale)
+            options: dict[str, Any] = {"dim": dim, "dtype": fp8}
+            found = cudnn_ops.quantize_fp8(to_gpu(x), given, **options, power_of_two=is_power)
+            for one, other in zip(found, expected(x, scale, dim, fp8, is_power), strict=True):
+                same_bits(from_gpu(one), other)
+            back = cudnn_ops.dequantize_fp8(found.data, found.descale, dim=dim, dtype=dtype)
+            sizes = [-1 if one == dim else 1 for one in range(x.dim())]
+            wide = from_gpu(found.data).float() * from_gpu(found.descale).reshape(sizes)
+            assert torch.equal(from_gpu(back), wide.to(dtype)), (name, options)
 
 
 def run_rotary(_: Kernels) -> None:
@@ -38,9 +62,9 @@ def run_rows(kernels: Kernels) -> None:
 
 def main() -> None:
     of_types = (("rows_fp8", f"-DKERNEL_TYPE={name}") for name in ("Half", "BFloat16", "Float"))
-    kernels = Kernels(Path(sys.argv[1]), ("rotary_fp8",), *of_types)
+    kernels = Kernels(Path(sys.argv[1]), ("rotary_fp8",), *of_types, ("fp8",))
     wrong = []
-    for run in (run_rotary, run_rows):
+    for run in (run_tensors, run_rotary, run_rows):
         try:
             run(kernels)
         except AssertionError as error:

@@ -507,7 +507,7 @@ def run_fp8(recorder: Recorder, device: torch.device) -> None:
             with recorder.calling("fp8", dtype, tokens, heads, size, start, fp8, dim):
                 for input in (x, joined):
                     for given in (None, scale):
-                        _ops._quantize_fp8.default(input, given, dim, fp8)
+                        _ops._quantize_fp8.default(input, given, dim, fp8, True)
                 narrow = memory(device, fp8, tokens, heads, size, start=start)
                 _ops._dequantize_fp8.default(narrow, scale, dim, dtype)
 

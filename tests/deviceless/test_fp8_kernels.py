@@ -21,6 +21,8 @@ def test_what_they_compute(runtime, tmp_path):
     assert answer["overruns"] == 0
     names = [f"rows_fp8_{width}_{way}" for width in ("16", "n") for way in ("4", "any")]
     names += [f"rotary_fp8_{kind}{types}_" for kind in ("", "pairs_") for types in _TYPES]
+    names += [f"fp8_{way}_{kind}" for way in ("amax", "cast") for kind in ("half", "bfloat16")]
+    names += [f"fp8_uncast_{kind}" for kind in ("e4m3", "e5m2")]
     for name in names:
         assert any(launched.startswith(name) for launched in answer["launched"]), name
 

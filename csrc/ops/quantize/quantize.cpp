@@ -32,19 +32,27 @@ void check_groups(const at::Tensor& input, const OptionalTensor& scale, const ch
 }
 
 Quantized quantize_autograd(c10::DispatchKeySet keys, const Quantize& args) {
-  static const Operator<Quantized, Quantize> op("cudnn_ops::_quantize_fp8");
-  return without_derivative(op, keys, args, kQuantize,
+  return without_derivative(quantize_op(), keys, args, kQuantize,
                             "cudnn_ops.quantize_fp8 has no derivative: rounding has none; detach "
                             "the input");
 }
 
 at::Tensor dequantize_autograd(c10::DispatchKeySet keys, const Dequantize& args) {
-  static const Operator<at::Tensor, Dequantize> op("cudnn_ops::_dequantize_fp8");
-  return without_derivative(op, keys, args, kDequantize,
+  return without_derivative(dequantize_op(), keys, args, kDequantize,
                             "cudnn_ops.dequantize_fp8 has no derivative; detach the input");
 }
 
 }  // namespace
+
+const Operator<Quantized, Quantize>& quantize_op() {
+  static const Operator<Quantized, Quantize> op("cudnn_ops::_quantize_fp8");
+  return op;
+}
+
+const Operator<at::Tensor, Dequantize>& dequantize_op() {
+  static const Operator<at::Tensor, Dequantize> op("cudnn_ops::_dequantize_fp8");
+  return op;
+}
 
 void check_quantize(const Quantize& args) {
   TORCH_CHECK_TYPE(is_computed_in(args.input.scalar_type()), kQuantize,
@@ -69,7 +77,8 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   using namespace cudnn_ops;
   // Results are laid out as the input is.
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
-  const std::string arguments = "(Tensor input, Tensor? scale, int? dim, ScalarType dtype) -> ";
+  const std::string arguments =
+      "(Tensor input, Tensor? scale, int? dim, ScalarType dtype, bool power_of_two=False) -> ";
   m.def(("_quantize_fp8" + arguments + "(Tensor out, Tensor descale, Tensor amax)").c_str(), tags);
   m.def(("_quantize_fp8_check" + arguments + "()").c_str(), kernel<check_quantize>, tags);
   const std::string back = "(Tensor input, Tensor descale, int? dim, ScalarType dtype) -> ";

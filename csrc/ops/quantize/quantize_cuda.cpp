@@ -28,7 +28,7 @@ Quantized quantize_cuda(const Quantize& args) {
   };
   const at::Tensor out = empty_in_order(input, args.dtype), descale = numbers(), amax = numbers();
   if (input.numel() > 0) {
-    round_to_fp8(input, args.scale, args.dim, out, descale, amax);
+    round_to_fp8(input, args.scale, args.dim, args.power_of_two, out, descale, amax);
   } else {
     amax.zero_();
     if (args.scale) {

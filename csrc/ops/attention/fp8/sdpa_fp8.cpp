@@ -28,12 +28,7 @@ void check_operand(const at::Tensor& tensor, const char* name, const at::Tensor&
                    tensor.scalar_type() == query.scalar_type()
                        ? std::string()
                        : c10::str(" and query ", query.scalar_type()));
-  TORCH_CHECK_VALUE(tensor.device() == query.device(), kOp, "query is on ", query.device(), " and ",
-                    name, " on ", tensor.device(), "; move them to one device");
-  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && tensor.dim() == 4, kOp, name,
-                    " must be a dense tensor [batch, heads, length, head size]; got ",
-                    tensor.layout(), " of shape ", tensor.sym_sizes());
-  check_fp8_head_size(tensor, name, kOp);
+  check_fp8_operand(tensor, name, query, kOp);
 }
 
 void check_descale_of_value(const SdpaFp8& given) {
@@ -50,33 +45,48 @@ void check_descale_of_value(const SdpaFp8& given) {
                     "output is rounded under those");
 }
 
-void check_sizes(const SdpaFp8& given) {
-  const auto &query = given.args.query, &key = given.args.key, &value = given.args.value;
-  TORCH_CHECK_VALUE(holds(query.sym_size(3).sym_eq(key.sym_size(3))), kOp, "query has head size ",
+SdpaFp8Results sdpa_fp8_autograd(c10::DispatchKeySet keys, const SdpaFp8& given) {
+  return without_derivative(
+      sdpa_fp8_op(), keys, given, "cudnn_ops.sdpa_fp8",
+      "cudnn_ops.sdpa_fp8 has no derivative: rounding to 8 bits has none; train with "
+      "cudnn_ops.scaled_dot_product_attention_fp8 or cudnn_ops.scaled_dot_product_attention on "
+      "float16 or bfloat16");
+}
+
+}  // namespace
+
+const Operator<SdpaFp8Results, SdpaFp8>& sdpa_fp8_op() {
+  static const Operator<SdpaFp8Results, SdpaFp8> op("cudnn_ops::_sdpa_fp8");
+  return op;
+}
+
+void check_fp8_operand(const at::Tensor& tensor, const char* name, const at::Tensor& query,
+                       const char* op) {
+  TORCH_CHECK_VALUE(tensor.device() == query.device(), op, "query is on ", query.device(), " and ",
+                    name, " on ", tensor.device(), "; move them to one device");
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && tensor.dim() == 4, op, name,
+                    " must be a dense tensor [batch, heads, length, head size]; got ",
+                    tensor.layout(), " of shape ", tensor.sym_sizes());
+  check_fp8_head_size(tensor, name, op);
+}
+
+void check_fp8_sizes(const Sdpa& args, const char* op) {
+  const auto &query = args.query, &key = args.key, &value = args.value;
+  TORCH_CHECK_VALUE(holds(query.sym_size(3).sym_eq(key.sym_size(3))), op, "query has head size ",
                     query.sym_size(3), " and key ", key.sym_size(3),
                     "; they must be equal (the value's may differ)");
   TORCH_CHECK_VALUE(holds(key.sym_size(0).sym_eq(query.sym_size(0))) &&
                         holds(value.sym_size(0).sym_eq(query.sym_size(0))) &&
                         holds(value.sym_size(1).sym_eq(key.sym_size(1))) &&
                         holds(value.sym_size(2).sym_eq(key.sym_size(2))),
-                    kOp,
+                    op,
                     "key and value must have the query's batch size, and the same heads and "
                     "length; got ",
                     query.sym_sizes(), ", ", key.sym_sizes(), " and ", value.sym_sizes());
-  TORCH_CHECK_VALUE(is_multiple(query.sym_size(1), key.sym_size(1)), kOp, "query has ",
+  TORCH_CHECK_VALUE(is_multiple(query.sym_size(1), key.sym_size(1)), op, "query has ",
                     query.sym_size(1), " heads and key ", key.sym_size(1),
                     "; the first must be a multiple of the second");
 }
-
-SdpaFp8Results sdpa_fp8_autograd(c10::DispatchKeySet keys, const SdpaFp8& given) {
-  static const Operator<SdpaFp8Results, SdpaFp8> op("cudnn_ops::_sdpa_fp8");
-  return without_derivative(
-      op, keys, given, "cudnn_ops.sdpa_fp8",
-      "cudnn_ops.sdpa_fp8 has no derivative: rounding to 8 bits has none; train with "
-      "cudnn_ops.scaled_dot_product_attention on float16 or bfloat16");
-}
-
-}  // namespace
 
 void check_fp8_head_size(const at::Tensor& tensor, const char* name, const char* op) {
   const auto size = tensor.sym_size(-1);
@@ -118,7 +128,7 @@ void check_sdpa_fp8(const SdpaFp8& given) {
   check_operand(query, "query", query);
   check_operand(args.key, "key", query);
   check_operand(args.value, "value", query);
-  check_sizes(given);
+  check_fp8_sizes(args, kOp);
   check_fp8_scale(given.descale_query, "descale_q", query, kOp);
   check_fp8_scale(given.descale_key, "descale_k", query, kOp);
   check_descale_of_value(given);

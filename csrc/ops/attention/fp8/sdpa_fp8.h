@@ -35,7 +35,14 @@ struct SdpaFp8 {
 // probabilities and of the output.
 using SdpaFp8Results = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
+const Operator<SdpaFp8Results, SdpaFp8>& sdpa_fp8_op();
+
 void check_sdpa_fp8(const SdpaFp8& given);
+
+// What attention on 8 bits and attention computed in them check alike.
+void check_fp8_operand(const at::Tensor& tensor, const char* name, const at::Tensor& query,
+                       const char* op);
+void check_fp8_sizes(const Sdpa& args, const char* op);
 
 // What dense and packed attention of 8 bits check alike; `op` begins messages.
 void check_fp8_head_size(const at::Tensor& tensor, const char* name, const char* op);
