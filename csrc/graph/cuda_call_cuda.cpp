@@ -3,6 +3,7 @@
 #include "graph/autotune.h"
 #include "graph/cudnn_library.h"
 #include "graph/error.h"
+#include "graph/plan_bundle.h"
 #include "graph/plan_cache.h"
 #include "graph/plan_policy.h"
 #include "graph/plan_source.h"
@@ -105,10 +106,11 @@ bool takes_polymorphic(const PlanKey& exact, const PlanKey& polymorphic, const P
   }
   return policy.takes_polymorphic(exact, family, [&] {
     if (PlanCache::global().contains(polymorphic)) return true;
-    if (!any_stored()) return false;
     // Reading a plan is quick, building one is not.
-    const std::string gpu = live_target().gpu();
-    return is_stored(polymorphic, gpu) && !is_stored(exact, gpu);
+    const Target target = live_target();
+    if (is_stored(exact, target)) return false;
+    PlanBundles::global().find_for(target);
+    return is_stored(polymorphic, target) && !is_stored(exact, target);
   });
 }
 
@@ -141,7 +143,7 @@ PlanPtr plan_or_null(const Call& call, const PlanKey& key) {
 namespace {
 
 bool is_due(const PlanKey& key) {
-  const auto is_at_hand = [&] { return any_stored() && is_stored(key, live_target().gpu()); };
+  const auto is_at_hand = [&] { return any_stored() && is_stored(key, live_target()); };
   return !is_capturing() && PlanPolicy::global().is_due(key, is_at_hand);
 }
 

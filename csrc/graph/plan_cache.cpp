@@ -93,7 +93,7 @@ PlanCache::PlanPtr PlanCache::build_missing(const PlanKey& key,
 void PlanCache::insert(const PlanKey& key, PlanPtr plan, Entries& evicted) {
   entries_.emplace_front(key, std::move(plan));
   index_.emplace(key, entries_.begin());
-  ++(entries_.front().second->is_loaded() ? loads_ : builds_);
+  ++(entries_.front().second->origin().empty() ? builds_ : loads_);
   if (!recordings_.empty()) note(key);
   shrink(evicted);
 }
