@@ -156,10 +156,11 @@ graph::Written write_plan(const Words& words, const std::string& device,
 
 // A bundle (graph/plan_bundle.h, plans/bundle.py) serves the live GPUs in `devices` and, unless it
 // is empty, the one that `described` describes; `gpu` is the description that its plans were made
-// for, `label` what their source is called. It takes the place of one of the same path, and without names there is none any more.
+// for, `label` what their source is called. It takes the place of one of the same path, and without
+// names there is none any more.
 void set_bundle(const std::string& path, int64_t descriptor, const std::string& label,
-                const std::string& gpu, const Words& devices, const std::string& described, const Strings& names,
-                const Rows& pieces) {
+                const std::string& gpu, const Words& devices, const std::string& described,
+                const Strings& names, const Rows& pieces) {
   auto& bundles = graph::PlanBundles::global();
   if (names.empty()) {
     bundles.remove(path);
@@ -273,7 +274,8 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   m.def("_start_recording() -> int", start_recording);
   m.def("_stop_recording(int recording) -> int[][]", with_errors<stop_recording>);
   m.def("_describe_plan(int[] words) -> str", with_errors<describe_plan>);
-  m.def("_make_plan(int[] words, str device) -> (bool, str, str, int, str)", with_errors<make_plan>);
+  m.def("_make_plan(int[] words, str device) -> (bool, str, str, int, str)",
+        with_errors<make_plan>);
   m.def("_set_store(str folder, int limit) -> ()", set_store);
   m.def("_store_info() -> (str, str, int, int, int)", store_info);
   m.def("_store_clear() -> int", [] { return graph::PlanStore::global().clear(); });
@@ -292,7 +294,7 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   });
   m.def("_promote_after() -> int", [] { return PlanPolicy::global().promote_after(); });
   m.def("_set_promote_after(int calls) -> ()",
-        [](int64_t calls) { PlanPolicy::global().set_promote_after(calls); });
+        [](int64_t calls) { PlanPolicy::global().set_promote_after(calls); });  // -1: by time
   m.def("_autotune() -> int", [] { return static_cast<int64_t>(PlanPolicy::global().autotune()); });
   m.def("_set_autotune(int autotune) -> ()", [](int64_t autotune) {
     PlanPolicy::global().set_autotune(static_cast<graph::Autotune>(autotune));

@@ -99,19 +99,22 @@ PlanPtr ready_plan(const PlanKey& key) {
   return PlanCache::global().find(key);
 }
 
-bool takes_polymorphic(const PlanKey& exact, const PlanKey& polymorphic, const PlanKey& family) {
+bool takes_polymorphic(const PlanKey& exact, const PlanKey& polymorphic, const PlanKey& family,
+                       double lost) {
   auto& policy = PlanPolicy::global();
   if (is_capturing()) {
     return policy.policy() != Policy::kExact && PlanCache::global().contains(polymorphic);
   }
-  return policy.takes_polymorphic(exact, family, [&] {
+  const auto is_served = [&] {
     if (PlanCache::global().contains(polymorphic)) return true;
     // Reading a plan is quick, building one is not.
     const Target target = live_target();
     if (is_stored(exact, target)) return false;
     PlanBundles::global().find_for(target);
     return is_stored(polymorphic, target) && !is_stored(exact, target);
-  });
+  };
+  return policy.takes_polymorphic(exact, family, lost, is_served,
+                                  [&] { return is_stored(exact, live_target()); });
 }
 
 PlanPtr polymorphic_plan(const Call& call, const PlanKey& polymorphic, const PlanKey& family) {

@@ -24,13 +24,14 @@ namespace cudnn_ops::graph {
 
 class PlanBundle {
  public:
-  // Reads from `descriptor`, a file that it closes in the end. `label` is what Plan::origin() says of
-  // its plans. `gpu` is what its records'
-  // identities say; `targets` are those that it serves, as Target::id() has them. Record i has
-  // names[i] and is put together of pieces[i]: where one begins, its bytes, where the next begins,
-  // and so on. Records share pieces: many plans have the same kernel.
+  // Reads from `descriptor`, a file that it closes in the end. `label` is what Plan::origin() says
+  // of its plans. `gpu` is what its records' identities say; `targets` are those that it serves, as
+  // Target::id() has them. Record i has names[i] and is put together of pieces[i]: where one
+  // begins, its bytes, where the next begins, and so on. Records share pieces: many plans have the
+  // same kernel.
   PlanBundle(int descriptor, std::string path, std::string label, std::string gpu,
-             std::vector<int64_t> targets, const std::vector<std::string>& names, std::vector<std::vector<int64_t>> pieces);
+             std::vector<int64_t> targets, const std::vector<std::string>& names,
+             std::vector<std::vector<int64_t>> pieces);
   PlanBundle(const PlanBundle&) = delete;
   PlanBundle& operator=(const PlanBundle&) = delete;
   ~PlanBundle();
