@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,7 +78,7 @@ def gpu(tmp_path: Path) -> Callable[..., Path]:
 
 def ask(device: Path) -> list[str]:
     """Asks for all plans; where each is from."""
-    options = {"is_causal": True, "polymorphic": True, "device": device}
+    options: dict[str, Any] = {"is_causal": True, "polymorphic": True, "device": device}
     return [
         explain("sdpa", QUERY, **options).source,
         explain("sdpa", QUERY, with_lse=True, **options).source,

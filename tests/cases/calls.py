@@ -123,14 +123,16 @@ def make(device: str, dtype: torch.dtype) -> list[Call]:
         kernel = randn(4, 2, *([3] * dims))
         # How many strides, paddings and dilations, these, and the groups; output paddings behind
         # the paddings of a transposed one.
-        plain, other = (1, 1, 1, 1, 0, 1, 1), [1, dims, 1, 2, *([1] * dims), 1, 2]
+        plain: tuple[int, ...] = (1, 1, 1, 1, 0, 1, 1)
+        other = [1, dims, 1, 2, *([1] * dims), 1, 2]
         epilogue = {"activation": "gelu", "residual": randn(2, 4, *([3] * dims))}
         name = f"_conv{dims}d"
         calls += [
             Call(name, (volume, point, None, plain), {}),
             Call(name, (volume, kernel, channels, other), epilogue),
         ]
-        plain, other = (1, 1, 1, 1, 1, 0, 0, 1, 1), [1, dims, 1, 1, 2, *([1] * dims), 1, 1, 2]
+        plain = (1, 1, 1, 1, 1, 0, 0, 1, 1)
+        other = [1, dims, 1, 1, 2, *([1] * dims), 1, 1, 2]
         epilogue = {"activation": "relu", "residual": randn(2, 4, *([10] * dims))}
         name = f"_conv_transpose{dims}d"
         calls += [
