@@ -142,7 +142,7 @@ def test_the_header_is_read_once_for_each_gpu(path, gpu, monkeypatch):
     read = files_read(monkeypatch)
     first, second = gpu(), gpu()
     for device in (first, second, first):
-        ask(device)
+        assert ask(device) == ["package"] * 3
         cudnn_ops.cache_clear()
     assert read == [path, path]
 

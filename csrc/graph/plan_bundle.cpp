@@ -96,7 +96,8 @@ PlanBundles& PlanBundles::global() {
 }
 
 void PlanBundles::add(std::shared_ptr<const PlanBundle> bundle) {
-  remove(bundle->path());
+  // The package's is asked for once by each target, and the others go on using theirs.
+  if (bundle->label() == bundle->path()) remove(bundle->path());
   std::lock_guard<std::mutex> lock(mutex_);
   bundles_.push_back(std::move(bundle));
 }

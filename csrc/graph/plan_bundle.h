@@ -65,7 +65,7 @@ class PlanBundles {
   // Never destroyed, as PlanCache.
   static PlanBundles& global();
 
-  // In place of one of the same path.
+  // In place of one of the same path, unless it is the package's.
   void add(std::shared_ptr<const PlanBundle> bundle);
   void remove(const std::string& path);
   bool any();
