@@ -61,6 +61,8 @@ build: $(VENV)/ready
 # For every Python and the torch of this environment, which keeps its libraries to itself.
 TORCH_LIBRARIES := libc10.so libc10_cuda.so libtorch.so libtorch_cpu.so libtorch_cuda.so \
 	libtorch_python.so
+# Its plans of common shapes are for these GPUs; those for one take minutes.
+wheel: export CUDNN_OPS_PLANS ?= h200 b200 a100
 wheel: $(VENV)/ready
 	rm -rf build/wheel
 	$(PYTHON) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .

@@ -59,6 +59,28 @@ class CMakeBuild(build_ext):
                 subprocess.run([*install, str(package), "--strip"], check=True)
         except subprocess.CalledProcessError:
             sys.exit("cudnn_ops was not built; CMake's message above says what is missing")
+        if not self.inplace:
+            add_plans(package)
+
+
+def add_plans(package: Path) -> None:
+    """Plans of common shapes for the GPUs in CUDNN_OPS_PLANS, such as "h200 b200:13.1".
+
+    Behind the colon is the driver's version of CUDA, where it is not the description's. Each takes
+    minutes and needs cuDNN and NVRTC, which come with torch, and no GPU.
+    """
+    folder = package / "plans" / "common_plans"
+    bundle = [sys.executable, "-B", "-m", "cudnn_ops", "bundle", "--common", "--out", str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(package.parent), "CUDNN_OPS_CACHE_DIR": ""}
+    for gpu in os.environ.get("CUDNN_OPS_PLANS", "").split():
+        folder.mkdir(exist_ok=True)
+        device, _, driver = gpu.partition(":")
+        command = [*bundle, "--device", device, *(["--driver", driver] if driver else [])]
+        # Elsewhere than in the sources, which have a package of the same name.
+        if subprocess.run(command, cwd=package.parent, env=environment, check=False).returncode:
+            sys.exit(f"CUDNN_OPS_PLANS: the plans for {gpu} were not built")
+    for file in folder.glob("*.bundle"):
+        file.chmod(0o644)
 
 
 class WheelOfOneTorch(bdist_wheel):

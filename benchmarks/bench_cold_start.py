@@ -1,24 +1,32 @@
 """The first attention of a process, forward + backward, after torch's own first CUDA call.
 
 Each sample is a process of its own. With a warm store the plans come from disk; with none they are
-built, as torch's cuDNN backend has to do in every process.
+built, as torch's cuDNN backend has to do in every process, or come from the package, as in a wheel
+(cudnn_ops/plans/common.py has the shape, for plans of any length).
 """
 
 import os
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from statistics import median
 
 from benchmarks.harness import ROOT, Rows, main
 
 CASE = "4,32,8,2048,128 causal"
+FROM_PACKAGE = "no store, plans of the package"
+NO_PLANS = "none"  # a folder that is not there
 CHILD = """
 import sys, time
 import torch
 from benchmarks import peers
 
-name, *bundles = sys.argv[1:]
+name, packaged, *bundles = sys.argv[1:]
+if name == "cudnn_ops":
+    from pathlib import Path
+    import cudnn_ops.plans.packaged
+    cudnn_ops.plans.packaged.FOLDER = Path(packaged)
 attention = peers.sdpa(name)[name]
 
 def timed(function):
@@ -60,29 +68,48 @@ if name == "cudnn_ops":
 
 def run(rows: Rows, rounds: int) -> None:
     samples: dict[tuple[str, str], list[list[float]]] = {}
-    with tempfile.TemporaryDirectory() as warm:
+    with tempfile.TemporaryDirectory() as warm, tempfile.TemporaryDirectory() as packaged:
         child("cudnn_ops", warm)  # fills the store
+        build_packaged(Path(packaged))
         for _ in range(max(rounds // 15, 2)):
-            for name, state, folder in (
-                ("cudnn_ops", "warm store", warm),
-                ("cudnn_ops", "no store", ""),
-                ("torch_cudnn", "no store", ""),
+            for name, state, store, plans in (
+                ("cudnn_ops", "warm store", warm, NO_PLANS),
+                ("cudnn_ops", "no store", "", NO_PLANS),
+                ("cudnn_ops", FROM_PACKAGE, "", packaged),
+                ("torch_cudnn", "no store", "", NO_PLANS),
             ):
-                samples.setdefault((name, state), []).append(child(name, folder))
+                sample = child(name, store, packaged=plans)
+                samples.setdefault((name, state), []).append(sample)
     for (name, state), found in samples.items():
-        first_cuda, first, second, *_ = (median(column) for column in zip(*found, strict=True))
+        first_cuda, first, second, _, *built = (
+            median(column) for column in zip(*found, strict=True)
+        )
+        if state == FROM_PACKAGE:
+            rows.add(f"{CASE}, {state}", name, "plans_built", built[0])
         rows.add(f"{CASE}, {state}", name, "first_call_ms", first)
         rows.add(f"{CASE}, {state}, second call", name, "first_call_ms", second)
         rows.add(f"{CASE}, {state}, torch's first CUDA call", name, "first_call_ms", first_cuda)
 
 
-def child(name: str, store: str, *bundles: str) -> list[float]:
+def build_packaged(folder: Path) -> None:
+    """The plans that a wheel has of the case, for this GPU, as if the package had them."""
+    import cudnn_ops
+    from cudnn_ops.plans.common import DECODERS, Sizes, attention_plans
+    from cudnn_ops.plans.packaged import file_name
+
+    requests = attention_plans(DECODERS[0], Sizes(4, 2048), True, True, "current")
+    path = folder / file_name(cudnn_ops.support.describe_device())
+    cudnn_ops.build_bundle(requests, "current", path, progress=False)
+
+
+def child(name: str, store: str, *bundles: str, packaged: str = NO_PLANS) -> list[float]:
     """Milliseconds: torch's first CUDA call, the first forward + backward, the second, loading.
 
-    Loading is that of the bundles. Of ours one more: how many plans it built.
+    Loading is that of the bundles; ``packaged`` is a folder in place of the package's own. Of ours
+    one more: how many plans it built.
     """
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, name, *bundles],
+        [sys.executable, "-c", CHILD, name, packaged, *bundles],
         cwd=ROOT,
         env=os.environ | {"CUDNN_OPS_CACHE_DIR": store},
         capture_output=True,

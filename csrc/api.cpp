@@ -85,9 +85,21 @@ void warn_in_python(const char* message) {
   warn.redispatchBoxed(c10::DispatchKeySet(), &stack);
 }
 
+// Its kernel is Python's too.
+void find_packaged(const std::string& description) {
+  static const auto find =
+      c10::Dispatcher::singleton().findSchemaOrThrow("cudnn_ops::_find_packaged", "");
+  torch::jit::Stack stack{description};
+  find.redispatchBoxed(c10::DispatchKeySet(), &stack);
+}
+
 // A program that ends has no use for warnings, and Python that ends cannot give them.
 void set_warns_in_python(bool is_running) {
   graph::set_warner(is_running ? warn_in_python : [](const char*) {});
+}
+
+void set_finds_packaged(bool is_running) {
+  graph::PlanBundles::global().set_finder(is_running ? find_packaged : nullptr);
 }
 
 // --- plans -------------------------------------------------------------------------------
@@ -144,10 +156,11 @@ graph::Written write_plan(const Words& words, const std::string& device,
 
 // A bundle (graph/plan_bundle.h, plans/bundle.py) serves the live GPUs in `devices` and, unless it
 // is empty, the one that `described` describes; `gpu` is the description that its plans were made
-// for. It takes the place of one of the same path, and without names there is none any more.
-void set_bundle(const std::string& path, int64_t descriptor, const std::string& gpu,
-                const Words& devices, const std::string& described, const Strings& names,
-                const Words& offsets) {
+// for, `label` what their source is called. It takes the place of one of the same path, and without
+// names there is none any more.
+void set_bundle(const std::string& path, int64_t descriptor, const std::string& label,
+                const std::string& gpu, const Words& devices, const std::string& described,
+                const Strings& names, const Rows& pieces) {
   auto& bundles = graph::PlanBundles::global();
   if (names.empty()) {
     bundles.remove(path);
@@ -155,8 +168,8 @@ void set_bundle(const std::string& path, int64_t descriptor, const std::string& 
   }
   auto targets = devices;
   if (!described.empty()) targets.push_back(graph::Target::described(described).id());
-  bundles.add(std::make_shared<graph::PlanBundle>(static_cast<int>(descriptor), path, gpu,
-                                                  std::move(targets), names, offsets));
+  bundles.add(std::make_shared<graph::PlanBundle>(static_cast<int>(descriptor), path, label, gpu,
+                                                  std::move(targets), names, pieces));
 }
 
 // --- what was measured, and what is wrong ------------------------------------------------
@@ -243,6 +256,8 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   m.def("_versions() -> (str, int, int, bool, str)", versions);
   m.def("_warn(str message) -> ()");
   m.def("_set_warns_in_python(bool is_running) -> ()", set_warns_in_python);
+  m.def("_find_packaged(str description) -> ()");
+  m.def("_set_finds_packaged(bool is_running) -> ()", set_finds_packaged);
   m.def("_set_context_parallel(bool active) -> ()", set_context_parallel);
   m.def("_set_computes_parts(bool computes) -> bool", set_computes_parts);
 
@@ -259,15 +274,16 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   m.def("_start_recording() -> int", start_recording);
   m.def("_stop_recording(int recording) -> int[][]", with_errors<stop_recording>);
   m.def("_describe_plan(int[] words) -> str", with_errors<describe_plan>);
-  m.def("_make_plan(int[] words, str device) -> (bool, str, str, int)", with_errors<make_plan>);
+  m.def("_make_plan(int[] words, str device) -> (bool, str, str, int, str)",
+        with_errors<make_plan>);
   m.def("_set_store(str folder, int limit) -> ()", set_store);
   m.def("_store_info() -> (str, str, int, int, int)", store_info);
   m.def("_store_clear() -> int", [] { return graph::PlanStore::global().clear(); });
   m.def("_write_plan(int[] words, str device, str folder) -> (bool, str, str)",
         with_errors<write_plan>);
   m.def(
-      "_set_bundle(str path, int descriptor, str gpu, int[] devices, str described, str[] names, "
-      "int[] offsets) -> ()",
+      "_set_bundle(str path, int descriptor, str label, str gpu, int[] devices, str described, "
+      "str[] names, int[][] pieces) -> ()",
       with_errors<set_bundle>);
 
   // graph/plan_policy.h: 0 auto, 1 exact, 2 polymorphic; and 0 off, 1 once, 2 always.
@@ -278,7 +294,7 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   });
   m.def("_promote_after() -> int", [] { return PlanPolicy::global().promote_after(); });
   m.def("_set_promote_after(int calls) -> ()",
-        [](int64_t calls) { PlanPolicy::global().set_promote_after(calls); });
+        [](int64_t calls) { PlanPolicy::global().set_promote_after(calls); });  // -1: by time
   m.def("_autotune() -> int", [] { return static_cast<int64_t>(PlanPolicy::global().autotune()); });
   m.def("_set_autotune(int autotune) -> ()", [](int64_t autotune) {
     PlanPolicy::global().set_autotune(static_cast<graph::Autotune>(autotune));

@@ -74,6 +74,7 @@ from cudnn_ops.ops.sdpa_fp8 import (
 )
 from cudnn_ops.ops.varlen import varlen_attention, varlen_attention_with_lse
 from cudnn_ops.ops.varlen_fp8 import PackedAttentionFp8, varlen_attention_fp8
+from cudnn_ops.plans import packaged as _packaged
 from cudnn_ops.plans.bundle import (
     BundleReport,
     PlanBundle,
@@ -117,6 +118,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+_packaged.register()
 _when_imported("torch._dynamo", _show_to_dynamo)
 _when_imported("torch.utils.flop_counter", lambda _: _import_module("cudnn_ops.ops.flops"))
 _when_imported(

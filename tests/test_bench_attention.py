@@ -3,6 +3,7 @@
 import sys
 from dataclasses import replace
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ from benchmarks import (
     tables,
 )
 from benchmarks.harness import Rows
+from cudnn_ops import support
+from cudnn_ops.plans import common
 from tests.cases.benchmarks import ENV, SHAPE
 from tests.cases.benchmarks import on_cpu as on_cpu
 
@@ -236,19 +239,43 @@ def pivot_keys(rows: Rows, metric: str) -> list[str]:
 def test_bench_cold_start_rows_make_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def child(name: str, store: str) -> list[float]:
-        calls.append((name, bool(store)))
-        return [100.0, 20.0 if store else 90.0, 1.0]
+    def child(name: str, store: str, packaged: str = "none") -> list[float]:
+        has_plans = packaged != "none"
+        calls.append((name, bool(store), has_plans))
+        return [100.0, 20.0 if store or has_plans else 90.0, 1.0, 0.0, 0.0 if has_plans else 2.0]
 
     monkeypatch.setattr(bench_cold_start, "child", child)
+    monkeypatch.setattr(bench_cold_start, "build_packaged", lambda folder: None)
     rows = Rows(ENV)
     bench_cold_start.run(rows, rounds=1)
-    assert calls[0] == ("cudnn_ops", True)
-    assert calls.count(("torch_cudnn", False)) == calls.count(("cudnn_ops", False)) == 2
+    assert calls[0] == ("cudnn_ops", True, False)
+    for name, has_plans in (("torch_cudnn", False), ("cudnn_ops", False), ("cudnn_ops", True)):
+        assert calls.count((name, False, has_plans)) == 2
+    built = harness.pivot(rows.rows, "plans_built")
+    assert built == {f"{bench_cold_start.CASE}, no store, plans of the package": {"cudnn_ops": 0}}
     table = tables.cold_start(rows.rows)
     assert table[0] == ["", "cudnn_ops", "torch_cudnn"]
     assert table[1] == ["4,32,8,2048,128 causal, warm store", "20.0", ""]
     assert table[4] == ["4,32,8,2048,128 causal, no store", "90.0", "90.0"]
+    assert table[7] == ["4,32,8,2048,128 causal, no store, plans of the package", "20.0", ""]
+
+
+def test_bench_cold_start_asks_for_plans_that_a_wheel_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "describe_device", lambda: support.prepare("h200"))
+    written = []
+    monkeypatch.setattr(
+        cudnn_ops, "build_bundle", lambda *arguments, **_: written.append(arguments)
+    )
+    plan_requests = common.plan_requests
+    monkeypatch.setattr(
+        common,
+        "plan_requests",
+        lambda *arguments, device, **options: plan_requests(*arguments, device="h200", **options),
+    )
+    bench_cold_start.build_packaged(Path("folder"))
+    ((requests, device, path),) = written
+    assert (device, path) == ("current", Path("folder/sm90-132-cuda13000.bundle"))
+    assert set(requests) <= set(common.common_requests("h200"))
 
 
 def test_bench_cold_start_tells_why_a_process_failed() -> None:

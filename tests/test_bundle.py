@@ -76,7 +76,7 @@ def parts(path: Path) -> tuple[dict, bytes]:
     return json.loads(rest[:size]), rest[size:]
 
 
-def write(path: Path, header: dict, records: bytes, title: str = "cudnn_ops plan bundle 1") -> None:
+def write(path: Path, header: dict, records: bytes, title: str = "cudnn_ops plan bundle 2") -> None:
     text = json.dumps(header).encode()
     line = f"{title} {len(text)} {hashlib.sha256(text).hexdigest()}\n".encode()
     path.write_bytes(line + text + records)
@@ -372,10 +372,10 @@ def test_all_live_gpus_like_the_one_that_is_asked_for(path, monkeypatch):
     served = []
     monkeypatch.setattr(bundle_module._C, "set_bundle", lambda *arguments: served.append(arguments))
     load_bundle(path)
-    ((name, file, gpu, devices, described, plans, offsets),) = served
-    assert (name, gpu, devices, described) == (str(path), H200, [0, 2], "")
-    assert len(plans) == 3
-    assert offsets[-1] == os.fstat(file).st_size
+    ((name, file, label, gpu, devices, described, plans, pieces),) = served
+    assert (name, label, gpu, devices, described) == (str(path), str(path), H200, [0, 2], "")
+    assert len(plans) == len(pieces) == 3
+    assert max(sum(record[-2:]) for record in pieces) == os.fstat(file).st_size
     os.close(file)
     live[2] = json.dumps(json.loads(H200) | {"multiProcessorCount": 114})
     with pytest.raises(RuntimeError, match=r"on cuda:2 \(NVIDIA H200\): its multiProcessorCount"):
@@ -403,7 +403,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "within the plans": (lambda path: cut(path, path.stat().st_size - 1), "is truncated: it has"),
     "longer": (lambda path: path.write_bytes(path.read_bytes() + b"!"), "is corrupted: it has"),
     "title": (lambda path: flip(path, 5), "is not a bundle of plans"),
-    "size": (lambda path: flip(path, len("cudnn_ops plan bundle 1 ")), "is truncated|is corrupted"),
+    "size": (lambda path: flip(path, len("cudnn_ops plan bundle 2 ")), "is truncated|is corrupted"),
     "header": (lambda path: flip(path, 500), "is corrupted: its checksum differs"),
 }
 
@@ -420,7 +420,7 @@ def test_a_damaged_file_is_refused(path, damage):
 def test_another_format(path):
     header, records = parts(path)
     write(path, header, records, "cudnn_ops plan bundle 7")
-    with pytest.raises(RuntimeError, match="is of format 7 and this version of cudnn_ops reads 1"):
+    with pytest.raises(RuntimeError, match="is of format 7 and this version of cudnn_ops reads 2"):
         load_bundle(path, device="h200")
 
 
@@ -428,9 +428,10 @@ def test_another_format(path):
 def test_a_damaged_plan_is_built_with_one_warning(path, position):
     _, records = parts(path)
     start = path.stat().st_size - len(records)
-    sizes = [plan["bytes"] for plan in parts(path)[0]["plans"]]
-    flip(path, start + int(position * sizes[0]))
-    flip(path, start + sizes[0] + int(position * sizes[1]))
+    for plan in parts(path)[0]["plans"][:2]:
+        offsets, sizes = plan["pieces"][::2], plan["pieces"][1::2]
+        number = int(position * len(sizes))
+        flip(path, start + offsets[number] + int(position * sizes[number]))
     load_bundle(path, device="h200")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

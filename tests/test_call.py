@@ -30,6 +30,8 @@ DTYPES = {"cpu": torch.float64, "cuda": torch.bfloat16}
 ON_CPU = make("cpu", torch.float64)
 #: One of each overload.
 ONE_EACH = list({one.overload: one for one in reversed(ON_CPU)}.values())
+#: Of the arguments, those that have no gradient.
+CONSTANT = ("alibi_slopes", "cos", "sin", "running_mean", "running_var")
 ONE_RMS = Call("rms_norm", (), {})
 DIFFERENTIABLE = [one for one in ON_CPU if "paged" not in one.overload]
 
@@ -49,7 +51,7 @@ def described(value: Any) -> Any:
     if value.is_meta or isinstance(value, torch._subclasses.FakeTensor):
         numbers: object = None
     else:
-        numbers = value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        numbers = value.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes()
     kind = type(value), value.dtype, value.shape, value.stride(), value.device
     return *kind, value.requires_grad, type(value.grad_fn).__name__, numbers
 
@@ -80,9 +82,8 @@ def requiring_grad(call: Call) -> Call:
         is_leaf = isinstance(value, Tensor) and value.is_floating_point()
         return value.detach().clone().requires_grad_() if is_leaf else value  # type: ignore
 
-    constant = ("alibi_slopes", "cos", "sin")
     named = {
-        name: value if name in constant else leaf(value) for name, value in call.by_name().items()
+        name: value if name in CONSTANT else leaf(value) for name, value in call.by_name().items()
     }
     return Call(call.overload, (), named)
 
@@ -111,8 +112,8 @@ def test_plain_calls_do_not_pass_torch_ops(call):
         else value
         for name, value in call.by_name().items()
     }
-    for name in ("alibi_slopes", "cos", "sin"):
-        if name in parameters:
+    for name in CONSTANT:
+        if parameters.get(name) is not None:
             parameters[name].requires_grad_(False)
     with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.inference_mode():
         fast(**parameters)

@@ -122,6 +122,21 @@ def test_the_wheel(tmp_path):
     assert done.stdout.strip() == "cudnn_ops.compiler.backend", done.stderr
 
 
+@pytest.mark.skipif(
+    not (ROOT / "build" / "build.ninja").exists(), reason="`make build` has not been run here"
+)
+def test_the_plans_of_a_wheel_are_those_that_the_environment_names(tmp_path):
+    done = run(
+        *(sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", tmp_path),
+        *("build", "--build-base", tmp_path / "build"),
+        cwd=ROOT,
+        env=os.environ | {"CUDNN_OPS_PLANS": "no_gpu:13.1"},
+    )
+    assert done.returncode != 0
+    assert "'no_gpu' is not \"current\", not one of a100, " in done.stderr
+    assert "CUDNN_OPS_PLANS: the plans for no_gpu:13.1 were not built" in done.stderr
+
+
 def test_the_sources_are_enough_to_build(tmp_path):
     setup("sdist", "--dist-dir", tmp_path, temporary=tmp_path)
     (archive,) = tmp_path.glob("*.tar.gz")

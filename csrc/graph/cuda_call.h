@@ -43,10 +43,12 @@ using PlanPtr = std::shared_ptr<const Plan>;
 // prefers polymorphic plans. A call with a cached plan costs no more than this and execute().
 PlanPtr ready_plan(const PlanKey& key);
 
-// Whether a call without a ready plan runs on its family's polymorphic plan: as PlanPolicy says,
-// and at the family's first call if the cache has that plan, or the store or a bundle has it and
-// none has the exact one. While a CUDA graph is captured: whether the cache has it.
-bool takes_polymorphic(const PlanKey& exact, const PlanKey& polymorphic, const PlanKey& family);
+// Whether a call without a ready plan runs on its family's polymorphic plan, on which it loses
+// `lost` seconds of the GPU's time: as PlanPolicy says, and at the family's first call if the cache
+// has that plan, or the store or a bundle has it and none has the exact one. While a CUDA graph is
+// captured: whether the cache has it.
+bool takes_polymorphic(const PlanKey& exact, const PlanKey& polymorphic, const PlanKey& family,
+                       double lost);
 
 // The polymorphic plan, found or made; null when cuDNN refuses it. It then does so for the whole
 // family, whose calls need exact plans.

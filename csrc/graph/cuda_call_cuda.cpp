@@ -3,6 +3,7 @@
 #include "graph/autotune.h"
 #include "graph/cudnn_library.h"
 #include "graph/error.h"
+#include "graph/plan_bundle.h"
 #include "graph/plan_cache.h"
 #include "graph/plan_policy.h"
 #include "graph/plan_source.h"
@@ -98,18 +99,22 @@ PlanPtr ready_plan(const PlanKey& key) {
   return PlanCache::global().find(key);
 }
 
-bool takes_polymorphic(const PlanKey& exact, const PlanKey& polymorphic, const PlanKey& family) {
+bool takes_polymorphic(const PlanKey& exact, const PlanKey& polymorphic, const PlanKey& family,
+                       double lost) {
   auto& policy = PlanPolicy::global();
   if (is_capturing()) {
     return policy.policy() != Policy::kExact && PlanCache::global().contains(polymorphic);
   }
-  return policy.takes_polymorphic(exact, family, [&] {
+  const auto is_served = [&] {
     if (PlanCache::global().contains(polymorphic)) return true;
-    if (!any_stored()) return false;
     // Reading a plan is quick, building one is not.
-    const std::string gpu = live_target().gpu();
-    return is_stored(polymorphic, gpu) && !is_stored(exact, gpu);
-  });
+    const Target target = live_target();
+    if (is_stored(exact, target)) return false;
+    PlanBundles::global().find_for(target);
+    return is_stored(polymorphic, target) && !is_stored(exact, target);
+  };
+  return policy.takes_polymorphic(exact, family, lost, is_served,
+                                  [&] { return is_stored(exact, live_target()); });
 }
 
 PlanPtr polymorphic_plan(const Call& call, const PlanKey& polymorphic, const PlanKey& family) {
@@ -141,7 +146,7 @@ PlanPtr plan_or_null(const Call& call, const PlanKey& key) {
 namespace {
 
 bool is_due(const PlanKey& key) {
-  const auto is_at_hand = [&] { return any_stored() && is_stored(key, live_target().gpu()); };
+  const auto is_at_hand = [&] { return any_stored() && is_stored(key, live_target()); };
   return !is_capturing() && PlanPolicy::global().is_due(key, is_at_hand);
 }
 

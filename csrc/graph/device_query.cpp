@@ -37,9 +37,9 @@ Answer ask(c10::ArrayRef<int64_t> words, const std::string& device) {
     const Target target = target_of(device);
     const PlanKey key(words, target.id());
     const auto plan = PlanCache::global().get(key, [&] { return make_plan(key, target); });
-    return {true, "", plan->engine(), plan->workspace_bytes()};
+    return {true, "", plan->engine(), plan->workspace_bytes(), plan->origin()};
   } catch (const NotSupported& refusal) {
-    return {false, refusal.what(), "", 0};
+    return {false, refusal.what(), "", 0, ""};
   } catch (const CudnnError& error) {
     throw CudnnError(std::string("cudnn_ops: ") + error.what());
   }

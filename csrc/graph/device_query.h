@@ -10,8 +10,8 @@
 
 namespace cudnn_ops::graph {
 
-// supported, reason (empty if supported), engine, workspace in bytes
-using Answer = std::tuple<bool, std::string, std::string, int64_t>;
+// supported, reason (empty if supported), engine, workspace in bytes, Plan::origin()
+using Answer = std::tuple<bool, std::string, std::string, int64_t, std::string>;
 
 // `words` are a PlanKey's. `device` is the JSON description of a GPU, or "current" for the live
 // one. The plan goes to the cache. Throws std::invalid_argument for words that are no key and for

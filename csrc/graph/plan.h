@@ -49,8 +49,10 @@ class Plan {
   // format: only the same cuDNN and GPU may read it back. Not for two threads at once.
   std::string serialize(EngineChoice choice) const;
 
-  // The plan that serialize() wrote, in 2 ms. Throws CudnnError where the bytes are no such plan.
-  static std::shared_ptr<const Plan> deserialize(const std::string& bytes, const Target& target);
+  // The plan that serialize() wrote, in 2 ms; `origin` names what the bytes were read from. Throws
+  // CudnnError where they are no such plan.
+  static std::shared_ptr<const Plan> deserialize(const std::string& bytes, const Target& target,
+                                                 const std::string& origin);
   // What serialize() noted. Throws CudnnError likewise.
   static EngineChoice choice_in(const std::string& bytes);
 
@@ -73,9 +75,9 @@ class Plan {
   }
   // Unloads the other plans of the same graph, which build_all() gave. None may be in use.
   void drop_rivals() const;
-  // Whether it came from deserialize().
-  bool is_loaded() const {
-    return is_loaded_;
+  // What deserialize() was told: "store", or PlanBundle::label(). Empty for a plan that was built.
+  const std::string& origin() const {
+    return origin_;
   }
 
   // Queues the plan on the stream of `handle`. `pointers` holds one address for each tensor
@@ -99,8 +101,7 @@ class Plan {
   int64_t index_ = 0;                     // of this plan in the graph's list
   cudnnBackendDescriptor_t descriptor_ = nullptr;
   bool needs_frontend_ = false;  // the frontend has kernels of its own to run before cuDNN's
-  bool is_loaded_ = false;
-  std::string engine_;
+  std::string engine_, origin_;
   std::string preferred_failed_;
   int64_t workspace_bytes_ = 0;
   int64_t frontend_workspace_ = 0;                        // leading part that the frontend uses

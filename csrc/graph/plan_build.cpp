@@ -119,6 +119,7 @@ Target Target::described(const std::string& json) {
   Target target;
   target.id_ = static_cast<int64_t>(std::hash<std::string>()(json) | uint64_t{1} << 63);
   target.sm_version_ = sm_version_of(json);
+  target.description_ = json;
   target.gpu_ = "described: " + json;
   target.properties_ = std::make_shared<fe::DeviceProperties>();
   require(target.properties_->deserialize({json.begin(), json.end()}));
@@ -328,7 +329,8 @@ std::string Plan::serialize(EngineChoice choice) const {
   return bytes;
 }
 
-std::shared_ptr<const Plan> Plan::deserialize(const std::string& bytes, const Target& target) {
+std::shared_ptr<const Plan> Plan::deserialize(const std::string& bytes, const Target& target,
+                                              const std::string& origin) {
   const Header header = header_of(bytes);
   const size_t start = sizeof header + header.engine_size;
   auto graph = std::make_shared<FrontendGraph>();
@@ -346,7 +348,7 @@ std::shared_ptr<const Plan> Plan::deserialize(const std::string& bytes, const Ta
     throw CudnnError(std::string("these bytes are no plan: ") + error.what());
   }
   std::shared_ptr<Plan> plan(new Plan(std::move(graph), 0));
-  plan->is_loaded_ = true;
+  plan->origin_ = origin;
   plan->engine_ = bytes.substr(sizeof header, header.engine_size);
   plan->workspace_bytes_ = header.workspace_bytes;
   plan->frontend_workspace_ = header.frontend_workspace;

@@ -1,7 +1,9 @@
 #include "graph/plan_cache.h"
 
 #include "graph/error.h"
+#include "graph/plan_policy.h"
 
+#include <chrono>
 #include <stdexcept>
 
 namespace cudnn_ops::graph {
@@ -69,6 +71,7 @@ PlanCache::PlanPtr PlanCache::build_missing(const PlanKey& key,
     std::lock_guard<std::mutex> lock(mutex_);
     building_.erase(key);
   };
+  const auto start = std::chrono::steady_clock::now();
   try {
     plan = build();
   } catch (const NotSupported&) {  // the others would be told the same
@@ -80,6 +83,8 @@ PlanCache::PlanPtr PlanCache::build_missing(const PlanKey& key,
     promise.set_value(nullptr);
     throw;
   }
+  const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
+  PlanPolicy::global().note_made(plan->origin().empty(), taken.count());
   Entries evicted;  // destroyed after the lock is released: unloading kernels takes a while
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -93,7 +98,7 @@ PlanCache::PlanPtr PlanCache::build_missing(const PlanKey& key,
 void PlanCache::insert(const PlanKey& key, PlanPtr plan, Entries& evicted) {
   entries_.emplace_front(key, std::move(plan));
   index_.emplace(key, entries_.begin());
-  ++(entries_.front().second->is_loaded() ? loads_ : builds_);
+  ++(entries_.front().second->origin().empty() ? builds_ : loads_);
   if (!recordings_.empty()) note(key);
   shrink(evicted);
 }

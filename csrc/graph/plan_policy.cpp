@@ -7,8 +7,9 @@ PlanPolicy& PlanPolicy::global() {
   return *policy;
 }
 
-bool PlanPolicy::takes_polymorphic(const PlanKey& exact, const PlanKey& family,
-                                   c10::function_ref<bool()> is_served) {
+bool PlanPolicy::takes_polymorphic(const PlanKey& exact, const PlanKey& family, double lost,
+                                   c10::function_ref<bool()> is_served,
+                                   c10::function_ref<bool()> is_stored) {
   const Policy policy = this->policy();
   if (policy == Policy::kExact) return false;
   std::lock_guard<std::mutex> lock(mutex_);
@@ -17,8 +18,17 @@ bool PlanPolicy::takes_polymorphic(const PlanKey& exact, const PlanKey& family,
   if (families_.size() >= kMaxEntries) families_.clear();
   const bool is_first = families_.insert(family).second;
   if (is_first && !is_served()) return false;
-  if (calls_.size() >= kMaxEntries) calls_.clear();
-  return ++calls_[exact] <= promote_after();
+  if (promotions_.size() >= kMaxEntries) promotions_.clear();
+  Promotion& promotion = promotions_[exact];
+  const int64_t calls = promote_after();
+  const bool is_due =
+      calls == kByTime ? promotion.is_due(lost, times_, is_stored) : promotion.is_due_after(calls);
+  return !is_due;
+}
+
+void PlanPolicy::note_made(bool is_built, double seconds) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  times_.note(is_built, seconds);
 }
 
 bool PlanPolicy::is_due(const PlanKey& exact, c10::function_ref<bool()> is_at_hand) {
@@ -26,7 +36,8 @@ bool PlanPolicy::is_due(const PlanKey& exact, c10::function_ref<bool()> is_at_ha
   if (refused_.count(exact) != 0) return false;
   if (calls_.size() >= kMaxEntries) calls_.clear();
   const int64_t calls = ++calls_[exact];
-  return policy() == Policy::kExact || calls > promote_after() || (calls == 1 && is_at_hand());
+  const int64_t often = promote_after() == kByTime ? kOften : promote_after();
+  return policy() == Policy::kExact || calls > often || (calls == 1 && is_at_hand());
 }
 
 void PlanPolicy::refuse(const PlanKey& family) {
@@ -39,6 +50,7 @@ void PlanPolicy::clear() {
   std::lock_guard<std::mutex> lock(mutex_);
   families_.clear();
   refused_.clear();
+  promotions_.clear();
   calls_.clear();
 }
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "graph/plan_key.h"
+#include "graph/promotion.h"
 
 #include <c10/util/FunctionRef.h>
 
@@ -20,9 +21,9 @@ namespace cudnn_ops::graph {
 
 enum class Policy : uint8_t {
   // A family's first shape gets an exact plan, unless the polymorphic one is at hand. From the
-  // second
-  // on, shapes run on the family's polymorphic plan, and a shape that has been called often enough
-  // gets an exact plan of its own.
+  // second on, shapes run on the family's polymorphic plan, and a shape whose calls have lost
+  // enough
+  // time on it gets an exact plan of its own (promotion.h).
   kAuto,
   kExact,        // an exact plan for each shape
   kPolymorphic,  // polymorphic plans wherever cuDNN supports them
@@ -44,7 +45,9 @@ class PlanPolicy {
   void set_policy(Policy policy) {
     policy_.store(policy, std::memory_order_relaxed);
   }
-  // How many calls a shape makes on a polymorphic plan before it gets its own, under kAuto.
+  // How many calls a shape makes on a polymorphic plan before it gets its own, under kAuto;
+  // kByTime where the time that they lose decides.
+  static constexpr int64_t kByTime = -1;
   int64_t promote_after() const {
     return promote_after_.load(std::memory_order_relaxed);
   }
@@ -58,35 +61,43 @@ class PlanPolicy {
     autotune_.store(autotune, std::memory_order_relaxed);
   }
 
-  // Whether a call that has no exact plan yet runs on the polymorphic one; counts the call.
-  // `family` is the polymorphic plan's key without the sizes it is declared for.
-  // `is_served` is asked at a family's first call: whether the polymorphic plan is at hand already.
-  bool takes_polymorphic(const PlanKey& exact, const PlanKey& family,
-                         c10::function_ref<bool()> is_served);
+  // Whether a call that has no exact plan yet runs on the polymorphic one; notes the call, and that
+  // an exact plan would run it faster by `lost` seconds. `family` is the polymorphic plan's key
+  // without the sizes it is declared for.
+  // `is_served` is asked at a family's first call: whether the polymorphic plan is at hand already;
+  // `is_stored` at most once a shape: whether the exact one needs no build.
+  bool takes_polymorphic(const PlanKey& exact, const PlanKey& family, double lost,
+                         c10::function_ref<bool()> is_served, c10::function_ref<bool()> is_stored);
+
+  // How long a plan took to be built, or to be read.
+  void note_made(bool is_built, double seconds);
 
   // Whether a call that another kernel can run as well is to have its exact plan made; under kExact
-  // it always is. Counts the call. `is_at_hand` is asked at the first call: whether that needs no
-  // build.
+  // it always is. Counts the call: it is due after promote_after() of them, or kOften where time
+  // decides. `is_at_hand` is asked at the first call: whether that needs no build.
   bool is_due(const PlanKey& exact, c10::function_ref<bool()> is_at_hand);
 
   // cuDNN has no polymorphic plan for this family: from now on its plans are exact. Or, where
   // is_due() was asked, not that exact one: it is never due again.
   void refuse(const PlanKey& family);
 
-  // Forgets families and counts; the settings stay.
+  // Forgets families and counts; the settings stay, and how long plans take.
   void clear();
 
  private:
   // More than a program has in use, and no more than 20 MB in all.
   static constexpr size_t kMaxEntries = 8192;
+  static constexpr int64_t kOften = 256;
 
   std::atomic<Policy> policy_{Policy::kAuto};
-  std::atomic<int64_t> promote_after_{256};
+  std::atomic<int64_t> promote_after_{kByTime};
   std::atomic<Autotune> autotune_{Autotune::kOff};
   std::mutex mutex_;
   std::unordered_set<PlanKey, PlanKeyHash> families_;
   std::unordered_set<PlanKey, PlanKeyHash> refused_;
+  std::unordered_map<PlanKey, Promotion, PlanKeyHash> promotions_;
   std::unordered_map<PlanKey, int64_t, PlanKeyHash> calls_;
+  MakingTimes times_;
 };
 
 }  // namespace cudnn_ops::graph

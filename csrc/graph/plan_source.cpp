@@ -33,18 +33,19 @@ std::shared_ptr<const Plan> load_stored(const PlanKey& key, const Target& target
   if (!bytes) return nullptr;
   try {
     if (only_measured && Plan::choice_in(*bytes) != EngineChoice::kMeasured) return nullptr;
-    return Plan::deserialize(*bytes, target);
+    return Plan::deserialize(*bytes, target, "store");
   } catch (const std::runtime_error&) {
     return nullptr;  // intact, yet cuDNN refuses it: building the plan tells why, if at all
   }
 }
 
 std::shared_ptr<const Plan> load_bundled(const PlanKey& key, const Target& target) {
+  PlanBundles::global().find_for(target);
   const auto bundle = PlanBundles::global().with(key);
   const auto bytes = bundle == nullptr ? std::nullopt : bundle->load(key);
   if (!bytes) return nullptr;
   try {
-    return Plan::deserialize(*bytes, target);
+    return Plan::deserialize(*bytes, target, bundle->label());
   } catch (const std::runtime_error& error) {
     bundle->warn_once(error.what());  // it was made for this GPU: whoever made it wants to know
     return nullptr;
@@ -110,8 +111,9 @@ bool any_stored() {
   return PlanStore::global().is_on() || PlanBundles::global().any();
 }
 
-bool is_stored(const PlanKey& key, const std::string& gpu) {
-  return PlanStore::global().contains(key, gpu) || PlanBundles::global().with(key) != nullptr;
+bool is_stored(const PlanKey& key, const Target& target) {
+  return PlanStore::global().contains(key, target.gpu()) ||
+         PlanBundles::global().with(key) != nullptr;
 }
 
 std::shared_ptr<const Plan> make_plan(const PlanKey& key, const Target& target) {

@@ -29,10 +29,9 @@ struct Measurement {
 using TimePlans =
     c10::function_ref<std::vector<double>(const std::vector<std::shared_ptr<const Plan>>&)>;
 
-// Whether there is a store or a bundle to ask, and whether one of them has this plan. `gpu` is
-// Target::gpu().
+// Whether there is a store or a bundle to ask, and whether one of them has this plan.
 bool any_stored();
-bool is_stored(const PlanKey& key, const std::string& gpu);
+bool is_stored(const PlanKey& key, const Target& target);
 
 // Reads the plan of `key` from the store or a bundle; where neither has it, builds it with the
 // engine that the tuned table or cuDNN's heuristics name, and stores it. Throws NotSupported.

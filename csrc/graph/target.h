@@ -35,6 +35,10 @@ class Target {
   int sm_version() const {
     return sm_version_;
   }
+  // The JSON text of a described GPU; empty for the live one.
+  const std::string& description() const {
+    return description_;
+  }
   // The GPU, in words that mean the same in every process.
   const std::string& gpu() const {
     return gpu_;
@@ -48,7 +52,7 @@ class Target {
   int64_t id_ = 0;
   cudnnHandle_t handle_ = nullptr;
   int sm_version_ = 0;
-  std::string gpu_;
+  std::string description_, gpu_;
   std::shared_ptr<cudnn_frontend::DeviceProperties> properties_;
 };
 

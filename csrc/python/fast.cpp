@@ -8,10 +8,15 @@
 
 #include "python/values.h"
 
+#include "ops/adaptive_norm/adaptive_norm.h"
 #include "ops/attention/dense/sdpa.h"
 #include "ops/attention/packed/varlen.h"
 #include "ops/attention/paged/paged.h"
+#include "ops/batch_norm/batch_norm.h"
+#include "ops/conv/conv.h"
+#include "ops/conv/conv_transpose.h"
 #include "ops/gated/gated.h"
+#include "ops/group_norm/group_norm.h"
 #include "ops/linear/linear.h"
 #include "ops/norm/norm.h"
 #include "ops/rotary/rotary.h"
@@ -217,9 +222,22 @@ struct FastOperator {
 };
 
 constexpr FastOperator kOperators[] = {
+    {"_conv1d", "", Callable<decltype(packed_conv<1>)>::make},
+    {"_conv2d", "", Callable<decltype(packed_conv<2>)>::make},
+    {"_conv3d", "", Callable<decltype(packed_conv<3>)>::make},
+    {"_conv_transpose1d", "", Callable<decltype(packed_conv_transpose<1>)>::make},
+    {"_conv_transpose2d", "", Callable<decltype(packed_conv_transpose<2>)>::make},
+    {"_conv_transpose3d", "", Callable<decltype(packed_conv_transpose<3>)>::make},
+    {"adaptive_layer_norm", "", Callable<decltype(adaptive_layer_norm)>::make},
+    {"adaptive_rms_norm", "", Callable<decltype(adaptive_rms_norm)>::make},
+    {"add_group_norm", "", Callable<decltype(add_group_norm)>::make},
     {"add_layer_norm", "", Callable<decltype(add_layer_norm)>::make},
     {"add_rms_norm", "", Callable<decltype(add_rms_norm)>::make},
+    {"batch_norm", "", Callable<decltype(batch_norm)>::make},
+    {"gate_add_adaptive_layer_norm", "", Callable<decltype(gate_add_adaptive_layer_norm)>::make},
+    {"gate_add_adaptive_rms_norm", "", Callable<decltype(gate_add_adaptive_rms_norm)>::make},
     {"geglu", "", Callable<decltype(geglu)>::make},
+    {"group_norm", "", Callable<decltype(group_norm)>::make},
     {"layer_norm", "", Callable<decltype(layer_norm)>::make},
     {"linear", "", Callable<decltype(linear)>::make},
     {"mlp", "", Callable<decltype(mlp)>::make},

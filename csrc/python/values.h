@@ -33,7 +33,7 @@ struct Torch {
 };
 inline Torch torch_types;
 
-constexpr unsigned kNumbers = 4;  // of a list that takes no memory of its own
+constexpr unsigned kNumbers = 16;  // of a list that takes no memory of its own
 
 // What holds an argument while the function runs, by the type of the parameter.
 template <class Parameter>

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cudnn_ops.ops.arguments import bind, refuse_wrong_types
+from cudnn_ops.ops.call import fast
 from cudnn_ops.ops.kernels import register
 
 _ops = torch.ops.cudnn_ops
@@ -21,6 +22,8 @@ _layer_op = _ops.adaptive_layer_norm.default
 _rms_op = _ops.adaptive_rms_norm.default
 _gate_add_layer_op = _ops.gate_add_adaptive_layer_norm.default
 _gate_add_rms_op = _ops.gate_add_adaptive_rms_norm.default
+_layer, _rms = fast(_layer_op), fast(_rms_op)
+_gate_add_layer, _gate_add_rms = fast(_gate_add_layer_op), fast(_gate_add_rms_op)
 
 
 def adaptive_layer_norm(
@@ -73,7 +76,7 @@ def adaptive_layer_norm(
         True
     """
     try:
-        return _layer_op(input, scale, shift, weight=weight, bias=bias, eps=eps)
+        return _layer(input, scale, shift, weight=weight, bias=bias, eps=eps)
     except RuntimeError:
         refuse_wrong_types(_layer_op, locals())
         raise
@@ -117,7 +120,7 @@ def adaptive_rms_norm(
         True
     """
     try:
-        return _rms_op(input, scale, shift, weight=weight, eps=eps)
+        return _rms(input, scale, shift, weight=weight, eps=eps)
     except RuntimeError:
         refuse_wrong_types(_rms_op, locals())
         raise
@@ -164,9 +167,7 @@ def gate_add_adaptive_layer_norm(
         True
     """
     try:
-        return _gate_add_layer_op(
-            input, update, gate, scale, shift, weight=weight, bias=bias, eps=eps
-        )
+        return _gate_add_layer(input, update, gate, scale, shift, weight=weight, bias=bias, eps=eps)
     except RuntimeError:
         refuse_wrong_types(_gate_add_layer_op, locals())
         raise
@@ -207,7 +208,7 @@ def gate_add_adaptive_rms_norm(
         True
     """
     try:
-        return _gate_add_rms_op(input, update, gate, scale, shift, weight=weight, eps=eps)
+        return _gate_add_rms(input, update, gate, scale, shift, weight=weight, eps=eps)
     except RuntimeError:
         refuse_wrong_types(_gate_add_rms_op, locals())
         raise

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cudnn_ops.ops.activation import ACTIVATIONS, activate, before_activation
 from cudnn_ops.ops.arguments import bind, refuse_wrong_types
+from cudnn_ops.ops.call import fast
 from cudnn_ops.ops.image_order import (
     empty_in_order_of,
     in_order_of,
@@ -23,6 +24,7 @@ from cudnn_ops.ops.kernels import register
 
 _ops = torch.ops.cudnn_ops
 _batch_norm_op = _ops.batch_norm.default
+_batch_norm = fast(_batch_norm_op)
 
 #: What batch norm can end with.
 BatchNormActivation = Literal["none", "relu"]
@@ -94,7 +96,7 @@ def batch_norm(
         True
     """
     try:
-        return _batch_norm_op(
+        return _batch_norm(
             input,
             running_mean,
             running_var,

@@ -6,7 +6,7 @@ derivative and the autocast rule are in ``csrc/ops/conv*.cpp``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -23,9 +23,13 @@ from cudnn_ops.ops.activation import (
     wide,
 )
 from cudnn_ops.ops.arguments import bind
+from cudnn_ops.ops.call import fast
 from cudnn_ops.ops.kernels import register
 
 _ops = torch.ops.cudnn_ops
+_conv1d = fast(_ops._conv1d.default)
+_conv2d = fast(_ops._conv2d.default)
+_conv3d = fast(_ops._conv3d.default)
 
 Padding = int | Sequence[int] | Literal["same", "valid"]
 
@@ -80,7 +84,7 @@ def conv2d(
         >>> cudnn_ops.conv2d(x, weight, bias, padding=1, activation="relu").shape
         torch.Size([2, 32, 8, 8])
     """
-    ops = _ops.conv2d, _ops._conv2d
+    ops = _ops.conv2d, _conv2d
     return _convolve(
         ops, input, weight, bias, stride, padding, dilation, groups, activation, residual
     )
@@ -126,7 +130,7 @@ def conv1d(
         >>> cudnn_ops.conv1d(x, weight, stride=2, padding=1).shape
         torch.Size([2, 32, 50])
     """
-    ops = _ops.conv1d, _ops._conv1d
+    ops = _ops.conv1d, _conv1d
     return _convolve(
         ops, input, weight, bias, stride, padding, dilation, groups, activation, residual
     )
@@ -169,14 +173,14 @@ def conv3d(
         >>> cudnn_ops.conv3d(x, weight, padding="same", activation="silu").shape
         torch.Size([1, 16, 4, 8, 8])
     """
-    ops = _ops.conv3d, _ops._conv3d
+    ops = _ops.conv3d, _conv3d
     return _convolve(
         ops, input, weight, bias, stride, padding, dilation, groups, activation, residual
     )
 
 
 def _convolve(
-    ops: tuple[torch._ops.OpOverloadPacket, torch._ops.OpOverloadPacket],
+    ops: tuple[torch._ops.OpOverloadPacket, Callable[..., Tensor]],
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -194,7 +198,7 @@ def _convolve(
     # In one list: converting each further list, or a keyword, costs half a microsecond.
     p = as_list(padding)
     numbers = (len(s), len(p), len(d), *s, *p, *d, groups)
-    return packed.default(input, weight, bias, numbers, activation, residual)
+    return packed(input, weight, bias, numbers, activation, residual)
 
 
 def as_list(numbers: int | Sequence[int]) -> Sequence[int]:

@@ -6,15 +6,19 @@ are in ``csrc/ops/conv/conv_transpose.cpp``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from cudnn_ops.ops.activation import Activation
+from cudnn_ops.ops.call import fast
 from cudnn_ops.ops.conv import as_list
 
 _ops = torch.ops.cudnn_ops
+_conv_transpose1d = fast(_ops._conv_transpose1d.default)
+_conv_transpose2d = fast(_ops._conv_transpose2d.default)
+_conv_transpose3d = fast(_ops._conv_transpose3d.default)
 
 
 def conv_transpose2d(
@@ -69,7 +73,7 @@ def conv_transpose2d(
         torch.Size([2, 16, 16, 16])
     """
     return _transpose(
-        _ops._conv_transpose2d,
+        _conv_transpose2d,
         input,
         weight,
         bias,
@@ -123,7 +127,7 @@ def conv_transpose1d(
         torch.Size([2, 16, 100])
     """
     return _transpose(
-        _ops._conv_transpose1d,
+        _conv_transpose1d,
         input,
         weight,
         bias,
@@ -177,7 +181,7 @@ def conv_transpose3d(
         torch.Size([1, 8, 8, 16, 16])
     """
     return _transpose(
-        _ops._conv_transpose3d,
+        _conv_transpose3d,
         input,
         weight,
         bias,
@@ -192,7 +196,7 @@ def conv_transpose3d(
 
 
 def _transpose(
-    packed: torch._ops.OpOverloadPacket,
+    packed: Callable[..., Tensor],
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -207,4 +211,4 @@ def _transpose(
     s, p, o, d = as_list(stride), as_list(padding), as_list(output_padding), as_list(dilation)
     # In one list: converting each further list, or a keyword, costs half a microsecond.
     numbers = (len(s), len(p), len(o), len(d), *s, *p, *o, *d, groups)
-    return packed.default(input, weight, bias, numbers, activation, residual)
+    return packed(input, weight, bias, numbers, activation, residual)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cudnn_ops.ops.activation import ACTIVATIONS, activate, before_activation
 from cudnn_ops.ops.arguments import bind, refuse_wrong_types
+from cudnn_ops.ops.call import fast
 from cudnn_ops.ops.image_order import (
     empty_in_order_of,
     in_order_of,
@@ -28,6 +29,8 @@ _ops = torch.ops.cudnn_ops
 #: To look up an overload takes a tenth of a microsecond.
 _group_norm_op = _ops.group_norm.default
 _add_group_norm_op = _ops.add_group_norm.default
+_group_norm = fast(_group_norm_op)
+_add_group_norm = fast(_add_group_norm_op)
 
 #: What group norm can end with.
 NormActivation = Literal["none", "silu"]
@@ -83,8 +86,8 @@ def group_norm(
     """
     try:
         if activation == "none":  # a keyword argument costs half a microsecond
-            return _group_norm_op(input, num_groups, weight, bias, eps)
-        return _group_norm_op(input, num_groups, weight, bias, eps, activation=activation)
+            return _group_norm(input, num_groups, weight, bias, eps)
+        return _group_norm(input, num_groups, weight, bias, eps, activation=activation)
     except RuntimeError:
         refuse_wrong_types(_group_norm_op, locals())
         raise
@@ -127,7 +130,7 @@ def add_group_norm(
         True
     """
     try:
-        return _add_group_norm_op(
+        return _add_group_norm(
             input, residual, num_groups, weight, bias, eps, activation=activation
         )
     except RuntimeError:

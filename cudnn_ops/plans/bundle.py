@@ -1,9 +1,10 @@
 """Bundles: the plans of a run in one file, built on any machine for a GPU that a file describes.
 
 The file is a line of text (``cudnn_ops plan bundle``, its format, the header's size in bytes and
-SHA-256), a header in JSON, and the plans' records one behind the other (``graph/plan_record.h``),
-each with a checksum of its own. Loading reads the header alone; a plan is read when a call asks for
-it, at about 2 ms.
+SHA-256), a header in JSON, and pieces, of which the plans' records are put together
+(``graph/plan_record.h``), each with a checksum of its own. Most of a record is a kernel, as text;
+plans that differ in their sizes alone have the same one, which is a piece that they share. Loading
+reads the header alone; a plan is read when a call asks for it, at about 2 ms.
 
 A plan is code that will run on the GPU, so a bundle that other users can write to is refused.
 """
@@ -11,8 +12,10 @@ A plan is code that will run on the GPU, so a bundle that other users can write 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -27,8 +30,10 @@ from cudnn_ops.plans.files import replacing
 from cudnn_ops.plans.warmup import PlanRequest, distinct, in_threads, resolve_device
 
 _TITLE = b"cudnn_ops plan bundle"
-_FORMAT = 1
+_FORMAT = 2
 _MOST_LINE_BYTES = 200
+#: Kernels within a record: nothing else in it is so long without a quote.
+_KERNEL = re.compile(rb"[A-Za-z0-9+/=]{4096,}")
 _AGAIN = "make it again with `python -m cudnn_ops bundle`"
 
 #: What cuDNN compares before it accepts a serialized plan, as its descriptions of GPUs name it, and
@@ -133,14 +138,7 @@ def build_bundle(
     path = Path(path).expanduser().absolute()
     if not path.parent.is_dir():  # said before minutes of building, not after
         raise FileNotFoundError(f"{path.parent} is not a folder")
-    description = support.prepare(device)
-    index = None
-    if description == "current":
-        index = torch.cuda.current_device()
-        description = _C.describe_device(index)
-    if driver is not None:
-        fields = json.loads(description) | {"driverVer": _driver_version(driver)}
-        description = json.dumps(fields)
+    index, description = described(device, driver)
     refused: dict[PlanRequest, str] = {}
     left_out: dict[PlanRequest, str] = {}
     names: dict[PlanRequest, str] = {}
@@ -165,6 +163,19 @@ def build_bundle(
     return BundleReport(len(records), size, refused, left_out)
 
 
+def described(device: str | Path, driver: str | None) -> tuple[int | None, str]:
+    """The index of the live device, or None, and the description of the GPU with that driver."""
+    description = support.prepare(device)
+    index = None
+    if description == "current":
+        index = torch.cuda.current_device()
+        description = _C.describe_device(index)
+    if driver is not None:
+        fields = json.loads(description) | {"driverVer": _driver_version(driver)}
+        description = json.dumps(fields)
+    return index, description
+
+
 def _driver_version(text: str) -> int:
     """``"13.2"`` as 13020, which is how CUDA counts."""
     major, _, minor = text.partition(".")
@@ -186,17 +197,30 @@ def _versions() -> dict[str, Any]:
 def _write(
     path: Path, description: str, folder: Path, records: list[tuple[PlanRequest, str]]
 ) -> int:
-    plans = [
-        {"name": name, "bytes": (folder / name).stat().st_size, "words": request.words}
-        for request, name in records
-    ]
-    header = json.dumps({"versions": _versions(), "gpu": description, "plans": plans}).encode()
+    plans, offsets, size = [], {}, 0
+    for request, name in records:
+        pieces: list[int] = []
+        for piece in _pieces((folder / name).read_bytes()):
+            if piece not in offsets:
+                offsets[piece] = size
+                size += len(piece)
+            pieces += offsets[piece], len(piece)
+        plans.append({"name": name, "pieces": pieces, "words": request.words})
+    content = {"versions": _versions(), "gpu": description, "bytes": size, "plans": plans}
+    header = json.dumps(content).encode()
     title = f" {_FORMAT} {len(header)} {hashlib.sha256(header).hexdigest()}\n".encode()
     with replacing(path) as file:
         file.write(_TITLE + title + header)
-        for _, name in records:
-            file.write((folder / name).read_bytes())
+        for piece in offsets:
+            file.write(piece)
         return file.tell()
+
+
+def _pieces(record: bytes) -> list[bytes]:
+    """A record in parts, so that each kernel is a part by itself."""
+    cuts = [cut for kernel in _KERNEL.finditer(record) for cut in kernel.span()]
+    ends = itertools.pairwise([0, *cuts, len(record)])
+    return [record[begin:end] for begin, end in ends if end > begin]
 
 
 def load_bundle(
@@ -237,30 +261,44 @@ def load_bundle(
         >>> cudnn_ops.unload_bundle(path)
     """
     index, description = resolve_device(device)
-    path = Path(path).expanduser().resolve()
+    return serve(Path(path).expanduser().resolve(), index, description, str(device))
+
+
+def serve(
+    path: Path, index: int | None, description: str, device: str, *, is_ours: bool = False
+) -> PlanBundle:
+    """:func:`load_bundle` for a live device, or for the one that a description describes.
+
+    ``is_ours`` says that the file is the package's own, which whoever runs its code trusts.
+    """
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         status = os.fstat(file)
-        _require_private(path, status)
+        if not is_ours:
+            _require_private(path, status)
         header, begin = _read_header(path, file, status.st_size)
         gpu, plans = header["gpu"], header["plans"]
         _require_versions(path, header["versions"])
         if index is None:
-            _require_gpu(path, gpu, description, str(device))
+            _require_gpu(path, gpu, description, device)
             devices = []
         else:
             _require_gpu(path, gpu, _C.describe_device(index), f"cuda:{index}")
             devices, description = _like(index), ""
-        offsets = [begin]
-        for plan in plans:
-            offsets.append(offsets[-1] + plan["bytes"])
         names = [plan["name"] for plan in plans]
-        _C.set_bundle(str(path), file, gpu, devices, description, names, offsets)
+        pieces = [_moved(plan["pieces"], begin) for plan in plans]
+        label = "package" if is_ours else str(path)
+        _C.set_bundle(str(path), file, label, gpu, devices, description, names, pieces)
     except BaseException:
         os.close(file)
         raise
     requests = tuple(PlanRequest(tuple(plan["words"])) for plan in plans)
     return PlanBundle(str(path), _name(gpu), requests, status.st_size)
+
+
+def _moved(pieces: list[int], by: int) -> list[int]:
+    """Offset and size of each piece, the offsets counted from elsewhere."""
+    return [number if i % 2 else number + by for i, number in enumerate(pieces)]
 
 
 def unload_bundle(path: str | os.PathLike[str]) -> None:
@@ -273,7 +311,7 @@ def unload_bundle(path: str | os.PathLike[str]) -> None:
         >>> import cudnn_ops
         >>> cudnn_ops.unload_bundle("plans.bundle")
     """
-    _C.set_bundle(str(Path(path).expanduser().resolve()), -1, "", [], "", [], [0])
+    _C.set_bundle(str(Path(path).expanduser().resolve()), -1, "", "", [], "", [], [])
 
 
 def _require_private(path: Path, status: os.stat_result) -> None:
@@ -313,7 +351,7 @@ def _read_header(path: Path, file: int, size: int) -> tuple[dict[str, Any], int]
     if hashlib.sha256(header).hexdigest() != checksum:
         raise corrupted
     content = json.loads(header)
-    expected = begin + sum(plan["bytes"] for plan in content["plans"])
+    expected = begin + content["bytes"]
     if size != expected:
         what = "truncated" if size < expected else "corrupted"
         raise ValueError(f"{path} is {what}: it has {size} bytes of {expected}; copy it again")

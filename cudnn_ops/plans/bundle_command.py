@@ -7,7 +7,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from cudnn_ops.plans.bundle import build_bundle
+from cudnn_ops.plans.bundle import build_bundle, described
+from cudnn_ops.plans.common import common_requests
+from cudnn_ops.plans.packaged import file_name
 from cudnn_ops.plans.request_file import load_requests
 
 
@@ -19,15 +21,26 @@ def add_bundle(commands: argparse._SubParsersAction, add_device: Callable[..., N
         description="Builds cuDNN's plans for a GPU, which need not be there, and writes them to "
         "one file for cudnn_ops.load_bundle. Exits with 1 if cuDNN refuses one.",
     )
-    bundle.add_argument(
+    which = bundle.add_mutually_exclusive_group(required=True)
+    which.add_argument(
         "--from",
         dest="requests",
         type=Path,
-        required=True,
         metavar="FILE",
         help="the plans, as cudnn_ops.save_requests wrote them, or shapes by hand, in JSON",
     )
-    bundle.add_argument("--out", type=Path, required=True, metavar="FILE", help="the bundle")
+    which.add_argument(
+        "--common",
+        action="store_true",
+        help="those of common shapes, which wheels have (cudnn_ops/plans/common.py)",
+    )
+    bundle.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="the bundle; with --common a folder, in which it is named by the GPU and the driver",
+    )
     add_device(bundle)
     bundle.add_argument(
         "--driver",
@@ -39,10 +52,16 @@ def add_bundle(commands: argparse._SubParsersAction, add_device: Callable[..., N
 
 
 def _bundle(args: argparse.Namespace) -> int:
+    out = args.out
+    if args.common:
+        requests = common_requests(args.device)
+        out /= file_name(described(args.device, args.driver)[1])
+    else:
+        requests = load_requests(args.requests, device=args.device)
     report = build_bundle(
-        load_requests(args.requests, device=args.device),
+        requests,
         args.device,
-        args.out,
+        out,
         driver=args.driver,
         threads=args.threads,
         progress=sys.stderr.isatty(),
@@ -52,7 +71,7 @@ def _bundle(args: argparse.Namespace) -> int:
     for request, reason in report.left_out.items():
         print(f"left out: {request}: {reason}")
     if report.plans:
-        print(f"{report.plans} plans in {args.out}, {report.bytes:,} bytes")
+        print(f"{report.plans} plans in {out}, {report.bytes:,} bytes")
     else:
-        print(f"no plan could be written: there is no {args.out}")
+        print(f"no plan could be written: there is no {out}")
     return 0 if report.plans and not report.refused else 1

@@ -4,6 +4,8 @@ An *exact* plan serves one set of shapes. A *polymorphic* one is declared for a 
 longer sequences than it is given and serves every shape of its family: same operator, dtype, heads,
 head sizes and memory order, any batch and length up to those that it is declared for. Results are
 equal up to rounding; a polymorphic plan costs a few percent more GPU time and needs no new build.
+Under ``"auto"`` a shape gets its exact plan when its calls have lost as much of the GPU's time, by
+an estimate, as a plan takes to be built.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from cudnn_ops import _C
 Policy = Literal["auto", "exact", "polymorphic"]
 
 _POLICIES: tuple[Policy, ...] = get_args(Policy)
+_BY_TIME = -1
 
 
 def plan_policy() -> Policy:
@@ -31,39 +34,51 @@ def plan_policy() -> Policy:
     return _POLICIES[_C.policy()]
 
 
-def set_plan_policy(policy: Policy, *, promote_after: int | None = None) -> None:
+def set_plan_policy(policy: Policy, *, promote_after: int | Literal["time"] | None = None) -> None:
     """Sets the policy of this process, for all threads.
 
     Args:
         policy: ``"auto"``: the first shape of a family gets an exact plan; from the second on, new
-            shapes run on the family's polymorphic plan, and one that is called often gets an exact
-            plan of its own. ``"exact"``: an exact plan for each shape. ``"polymorphic"``:
+            shapes run on the family's polymorphic plan, and one that loses enough time on it gets
+            an exact plan of its own. ``"exact"``: an exact plan for each shape. ``"polymorphic"``:
             polymorphic plans wherever cuDNN has them. The environment variable
             ``CUDNN_OPS_PLAN_POLICY`` sets the initial value; its default is ``"auto"``.
-        promote_after: how many calls a shape makes on a polymorphic plan, under ``"auto"``, before
-            it gets its own; 256 by default. None leaves it unchanged.
+        promote_after: when a shape on a polymorphic plan gets its own, under ``"auto"``.
+            ``"time"``, the default: when its calls have lost as much of the GPU's time, by an
+            estimate, as plans have taken to be built in this process, or to be read where the
+            store or a bundle has it. Or a number of calls. Norms and linear layers, which have
+            kernels without plans, get theirs after that number, or 256. None leaves it unchanged.
 
     Raises:
-        ValueError: another policy; a negative count.
+        ValueError: another policy; a negative count, or another word.
 
     Example:
         >>> import cudnn_ops
         >>> cudnn_ops.set_plan_policy("exact")
         >>> cudnn_ops.set_plan_policy("auto", promote_after=256)
+        >>> cudnn_ops.set_plan_policy("auto", promote_after="time")
     """
     if policy not in _POLICIES:
         raise ValueError(f"policy must be one of {', '.join(_POLICIES)}, got {policy!r}")
     if promote_after is not None:
-        if promote_after < 0:
-            raise ValueError(
-                f"promote_after must be a number of calls, at least 0, got {promote_after}"
-            )
-        _C.set_promote_after(promote_after)
+        _C.set_promote_after(_calls(promote_after))
     _C.set_policy(_POLICIES.index(policy))
 
 
+def _calls(promote_after: int | str) -> int:
+    if promote_after == "time":
+        return _BY_TIME
+    if isinstance(promote_after, str) or promote_after < 0:
+        raise ValueError(
+            f'promote_after must be "time" or a number of calls, at least 0, got {promote_after!r}'
+        )
+    return promote_after
+
+
 @contextmanager
-def using_plan_policy(policy: Policy, *, promote_after: int | None = None) -> Iterator[None]:
+def using_plan_policy(
+    policy: Policy, *, promote_after: int | Literal["time"] | None = None
+) -> Iterator[None]:
     """A context in which ``policy`` applies, in all threads: autograd's run the backward.
 
     Example:
@@ -77,7 +92,8 @@ def using_plan_policy(policy: Policy, *, promote_after: int | None = None) -> It
     try:
         yield
     finally:
-        set_plan_policy(before, promote_after=promoted_before)
+        set_plan_policy(before)
+        _C.set_promote_after(promoted_before)
 
 
 def set_autotune(on: bool) -> None:

@@ -20,6 +20,8 @@ from cudnn_ops.support.device import format_cudnn_version, prepare, sm_version
 from cudnn_ops.support.operators import find_operator
 from cudnn_ops.support.specs import TensorSpec
 
+_SOURCES = {"store": "the store on disk", "package": "the package"}
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -38,6 +40,9 @@ class Explanation:
     device: str
     """The GPU's name."""
     cudnn_version: str
+    source: str
+    """Where the plan is from: ``"build"`` if this process built it, ``"store"``, ``"package"`` if
+    it came with cudnn_ops, or the path of a bundle; empty if there is no plan."""
 
     def __str__(self) -> str:
         where = f"{self.op} on {self.device}, cuDNN {self.cudnn_version}"
@@ -46,6 +51,8 @@ class Explanation:
         lines = [f"{where}: supported", f"engine: {self.engine}"]
         if self.reason:
             lines.append(f"note: {self.reason}")
+        if self.source not in ("", "build"):
+            lines.append(f"plan: from {_SOURCES.get(self.source, f'the bundle {self.source}')}")
         return "\n  ".join([*lines, f"workspace: {self.workspace_bytes:,} bytes"])
 
 
@@ -123,7 +130,7 @@ def explain(
         first_supported(attempts, description)
         for attempts in operator.parts(kind, operands, options)
     ]
-    supported, reasons, engines, workspaces = zip(*answers, strict=True)
+    supported, reasons, engines, workspaces, sources = zip(*answers, strict=True)
     if description == "current":
         name = torch.cuda.get_device_name()
     else:
@@ -136,27 +143,34 @@ def explain(
         max(workspaces),
         name,
         format_cudnn_version(_C.cudnn_version()),
+        ", ".join(dict.fromkeys(source for source in sources if source)),
     )
 
 
-def first_supported(attempts: Iterable[Attempt], description: str) -> tuple[bool, str, str, int]:
-    """Builds plans until one is supported: whether, why (not), the engine, workspace bytes."""
+def first_supported(
+    attempts: Iterable[Attempt], description: str
+) -> tuple[bool, str, str, int, str]:
+    """Builds plans until one is supported.
+
+    Returns:
+        Whether one is, why (not), the engine, workspace bytes, and where the plan is from.
+    """
     refusal = reason = ""
     for attempt in attempts:
         if attempt.without_plan:
             reasons = filter(None, (attempt.without_plan, refusal))
-            return True, "; ".join(reasons), attempt.engine, 0
+            return True, "; ".join(reasons), attempt.engine, 0, ""
         if attempt.refusal:
-            return False, attempt.refusal, "", 0
+            return False, attempt.refusal, "", 0, ""
         refusal = refusal or attempt.not_more
-        supported, reason, engine, workspace = _C.make_plan(attempt.words, description)
+        supported, reason, engine, workspace, source = _C.make_plan(attempt.words, description)
         if supported:
             if refusal:
                 reason = f"only {attempt.fused} in one graph, the rest in one more pass: {refusal}"
             reason = "; ".join(filter(None, (reason, attempt.note)))
-            return True, reason, engine, workspace
+            return True, reason, engine, workspace, source or "build"
         refusal = refusal or reason
-    return False, reason, "", 0
+    return False, reason, "", 0, ""
 
 
 def plan_key(

@@ -273,7 +273,7 @@ def _answer(table: Table, description: str, row: str, column: str, direction: st
         first_supported(attempts, description)
         for attempts in operator.parts(kind, operands, options)
     ]
-    reasons = dict.fromkeys(reason for _, reason, _, _ in answers if reason)
+    reasons = dict.fromkeys(reason for _, reason, *_ in answers if reason)
     return Answer(row, column, direction, all(answer[0] for answer in answers), "; ".join(reasons))
 
 

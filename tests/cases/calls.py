@@ -61,6 +61,8 @@ def make(device: str, dtype: torch.dtype) -> list[Call]:
     turned = {"interleaved": True, "rotary_dim": 8, "positions": whole(3, 1, 0, 2, 2).view(1, 5)}
     columns = cos[0, :, :8], sin[0, :, :8]
     norm = {"zero_centered": True}
+    image, channels, shift = randn(2, 4, 5, 5), randn(4), randn(2, 1, 16)
+    x3, scale = randn(2, 3, 16), randn(2, 16)
     varlen = (packed, packed, packed, starts, starts, 4, 4)
     pages = (one, cache, cache, table, lengths)
     slots = whole(4, 0, -1, 9, 23, 5, 6, like=torch.int64)
@@ -78,6 +80,23 @@ def make(device: str, dtype: torch.dtype) -> list[Call]:
         Call("add_rms_norm", (x, y, (16,), weight, 1e-3), norm),
         Call("add_layer_norm", (x, y, (16,)), {}),
         Call("add_layer_norm", (x, y, (16,), weight, bias, 1e-3), norm),
+        Call("group_norm", (image, 2), {}),
+        Call("group_norm", (image, 2, channels, channels, 1e-3), {"activation": "silu"}),
+        Call("add_group_norm", (image, image, 4), {}),
+        Call("add_group_norm", (image, image, 2, channels, None, 0), {"activation": "silu"}),
+        Call("batch_norm", (image, None, None, channels, channels, True), {}),
+        Call("batch_norm", (image, randn(4), randn(4).square(), channels, channels),
+             {"activation": "relu", "residual": image, "training": True, "momentum": 1}),
+        Call("batch_norm", (image, randn(4), randn(4).square(), None, None, False, 0.1, 1e-3), {}),
+        Call("adaptive_layer_norm", (x3, scale, shift), {}),
+        Call("adaptive_layer_norm", (x3, scale, shift), {"weight": weight, "bias": bias, "eps": 1}),
+        Call("adaptive_rms_norm", (x3, scale), {}),
+        Call("adaptive_rms_norm", (x3, shift, shift), {"weight": weight, "eps": 1e-3}),
+        Call("gate_add_adaptive_layer_norm", (x3, x3, scale, scale, shift), {}),
+        Call("gate_add_adaptive_layer_norm", (x3, x3, scale),
+             {"weight": weight, "bias": bias, "eps": 1e-3}),
+        Call("gate_add_adaptive_rms_norm", (x3, x3, shift), {}),
+        Call("gate_add_adaptive_rms_norm", (x3, x3, scale, scale, shift), {"weight": weight}),
         Call("linear", (x, w1), {}),
         Call("linear", (x, w1, b1, "gelu", randn(3, 8)), {}),
         Call("mlp", (x, w1, None, w2, None), {}),
@@ -99,6 +118,27 @@ def make(device: str, dtype: torch.dtype) -> list[Call]:
         Call("paged_kv_append_", (cache, cache.clone(), packed, packed, slots), {}),
         Call("paged_kv_append_", (cache, cache.clone(), packed, packed, slots, False), {}),
     ]  # fmt: skip
+    for dims in (1, 2, 3):
+        volume, point = randn(2, 4, *([5] * dims)), randn(4, 4, *([1] * dims))
+        kernel = randn(4, 2, *([3] * dims))
+        # How many strides, paddings and dilations, these, and the groups; output paddings behind
+        # the paddings of a transposed one.
+        plain: tuple[int, ...] = (1, 1, 1, 1, 0, 1, 1)
+        other = [1, dims, 1, 2, *([1] * dims), 1, 2]
+        epilogue = {"activation": "gelu", "residual": randn(2, 4, *([3] * dims))}
+        name = f"_conv{dims}d"
+        calls += [
+            Call(name, (volume, point, None, plain), {}),
+            Call(name, (volume, kernel, channels, other), epilogue),
+        ]
+        plain = (1, 1, 1, 1, 1, 0, 0, 1, 1)
+        other = [1, dims, 1, 1, 2, *([1] * dims), 1, 1, 2]
+        epilogue = {"activation": "relu", "residual": randn(2, 4, *([10] * dims))}
+        name = f"_conv_transpose{dims}d"
+        calls += [
+            Call(name, (volume, point, None, plain), {}),
+            Call(name, (volume, kernel, channels, other), epilogue),
+        ]
     for name in ("sdpa", "sdpa_with_lse"):
         others: dict[str, Any] = {"alibi_slopes": slopes, "seq_lens_q": lengths.clamp(max=5)}
         others |= {"seq_lens_kv": lengths.clamp(max=5), "deterministic": True, "softcap": 0}

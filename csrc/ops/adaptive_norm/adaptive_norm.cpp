@@ -112,6 +112,8 @@ void require(const at::Tensor& tensor, const char* op, const char* name) {
   TORCH_CHECK_TYPE(tensor.defined(), op, ": ", name, " must be a tensor, got None");
 }
 
+}  // namespace
+
 at::Tensor adaptive_layer_norm(const at::Tensor& input, const at::Tensor& scale,
                                const at::Tensor& shift, const OptionalTensor& weight,
                                const OptionalTensor& bias, double eps) {
@@ -131,12 +133,16 @@ at::Tensor adaptive_rms_norm(const at::Tensor& input, const at::Tensor& scale,
   return std::get<0>(adaptive_norm_or_promoted(*args));
 }
 
+namespace {
+
 std::tuple<at::Tensor, at::Tensor> out_and_sum(const AdaptiveNorm& args) {
   require(*args.update, name_of(args), "update");
   require(*args.gate, name_of(args), "gate");
   auto [out, sum, mean, rstd] = adaptive_norm_or_promoted(args);
   return {std::move(out), std::move(sum)};
 }
+
+}  // namespace
 
 std::tuple<at::Tensor, at::Tensor> gate_add_adaptive_layer_norm(
     const at::Tensor& input, const at::Tensor& update, const at::Tensor& gate,
@@ -155,8 +161,6 @@ std::tuple<at::Tensor, at::Tensor> gate_add_adaptive_rms_norm(
                                     /*is_layer=*/false);
   return out_and_sum(*args);
 }
-
-}  // namespace
 
 const char* name_of(const AdaptiveNorm& args) {
   if (args.is_layer) {

@@ -60,6 +60,21 @@ using AdaptiveNormResults = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::T
 using AdaptiveNormGradients =
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
+// The public operators.
+at::Tensor adaptive_layer_norm(const at::Tensor& input, const at::Tensor& scale,
+                               const at::Tensor& shift, const OptionalTensor& weight,
+                               const OptionalTensor& bias, double eps);
+at::Tensor adaptive_rms_norm(const at::Tensor& input, const at::Tensor& scale,
+                             const OptionalTensor& shift, const OptionalTensor& weight, double eps);
+std::tuple<at::Tensor, at::Tensor> gate_add_adaptive_layer_norm(
+    const at::Tensor& input, const at::Tensor& update, const at::Tensor& gate,
+    const OptionalTensor& scale, const OptionalTensor& shift, const OptionalTensor& weight,
+    const OptionalTensor& bias, double eps);
+std::tuple<at::Tensor, at::Tensor> gate_add_adaptive_rms_norm(
+    const at::Tensor& input, const at::Tensor& update, const at::Tensor& gate,
+    const OptionalTensor& scale, const OptionalTensor& shift, const OptionalTensor& weight,
+    double eps);
+
 // The public operator's.
 const char* name_of(const AdaptiveNorm& args);
 void check_adaptive_norm(const AdaptiveNorm& args);

@@ -98,6 +98,8 @@ at::Tensor run_mixed(BatchNorm args, bool training) {
   return has_relu ? at::relu(sum) : sum;
 }
 
+}  // namespace
+
 at::Tensor batch_norm(const at::Tensor& input, const OptionalTensor& running_mean,
                       const OptionalTensor& running_var, const OptionalTensor& weight,
                       const OptionalTensor& bias, bool training, double momentum, double eps,
@@ -109,8 +111,6 @@ at::Tensor batch_norm(const at::Tensor& input, const OptionalTensor& running_mea
                                  eps, static_cast<int64_t>(kind));
   return is_mixed_by_autocast(*args) ? run_mixed(*args, training) : run(*args, training);
 }
-
-}  // namespace
 
 void check_batch_norm(const BatchNormCall& call) {
   const auto& args = call.norm;

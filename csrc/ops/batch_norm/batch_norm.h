@@ -61,6 +61,12 @@ using BatchNormResults = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 // where nobody asks for it.
 using BatchNormGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
+// The public operator.
+at::Tensor batch_norm(const at::Tensor& input, const OptionalTensor& running_mean,
+                      const OptionalTensor& running_var, const OptionalTensor& weight,
+                      const OptionalTensor& bias, bool training, double momentum, double eps,
+                      const OptionalTensor& residual, std::string_view activation);
+
 inline constexpr const char* kBatchNorm = "cudnn_ops.batch_norm";
 
 // That of statistics.

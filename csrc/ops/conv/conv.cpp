@@ -140,6 +140,8 @@ at::Tensor public_conv(const at::Tensor& input, const at::Tensor& weight,
   return call(input.unsqueeze(0), residual ? residual->unsqueeze(0) : residual).squeeze(0);
 }
 
+}  // namespace
+
 // `numbers`: how many strides, paddings and dilations there are, then these, then the groups. The
 // schema's name for them is what torch says of one that is no whole number.
 template <int64_t dims>
@@ -160,6 +162,8 @@ at::Tensor packed_conv(const at::Tensor& input, const at::Tensor& weight,
   return public_conv<dims, Numbers>(input, weight, bias, stride, padding, dilation, numbers.back(),
                                     activation, residual);
 }
+
+namespace {
 
 template <class Padding>
 std::vector<int64_t> conv_geometry(int64_t dims, const at::Tensor& weight, Numbers stride,

@@ -117,6 +117,12 @@ inline bool needs_before(Activation activation) {
   return activation != Activation::kNone && activation != Activation::kRelu;
 }
 
+// cudnn_ops::_conv1d to 3d, which Python's functions call.
+template <int64_t dims>
+at::Tensor packed_conv(const at::Tensor& input, const at::Tensor& weight,
+                       const OptionalTensor& bias, at::IntArrayRef numbers,
+                       std::string_view activation, const OptionalTensor& residual);
+
 void check_conv(const Conv& args);
 void check_conv_backward(const ConvBackward& args);
 at::SymDimVector conv_output_sizes(const Conv& args);

@@ -59,6 +59,8 @@ at::Tensor public_conv_transpose(const at::Tensor& input, const at::Tensor& weig
   return call(input.unsqueeze(0), residual ? residual->unsqueeze(0) : residual).squeeze(0);
 }
 
+}  // namespace
+
 // `numbers`: how many strides, paddings, output paddings and dilations there are, then these, then
 // the groups. The schema's name for them is what torch says of one that is no whole number.
 template <int64_t dims>
@@ -82,6 +84,8 @@ at::Tensor packed_conv_transpose(const at::Tensor& input, const at::Tensor& weig
   return public_conv_transpose<dims>(input, weight, bias, stride, padding, output_padding,
                                      numbers.back(), dilation, activation, residual);
 }
+
+namespace {
 
 std::vector<int64_t> conv_transpose_geometry(int64_t dims, Numbers stride, Numbers padding,
                                              Numbers output_padding, Numbers dilation,

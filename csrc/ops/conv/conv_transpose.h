@@ -10,6 +10,12 @@
 
 namespace cudnn_ops {
 
+// cudnn_ops::_conv_transpose1d to 3d, which Python's functions call.
+template <int64_t dims>
+at::Tensor packed_conv_transpose(const at::Tensor& input, const at::Tensor& weight,
+                                 const OptionalTensor& bias, at::IntArrayRef numbers,
+                                 std::string_view activation, const OptionalTensor& residual);
+
 const char* transpose_name(int64_t dims);
 at::SymDimVector conv_transpose_output_sizes(const Conv& args);
 

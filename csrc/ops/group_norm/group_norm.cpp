@@ -60,6 +60,8 @@ GroupNormResults group_norm_of(const GroupNorm& args) {
   return group_norm_op().call_with(args, with_stats);
 }
 
+}  // namespace
+
 // Under autocast on CUDA it computes in float32, by the rule that torch has for its own; on a CPU
 // that has none.
 at::Tensor group_norm(const at::Tensor& input, int64_t num_groups, const OptionalTensor& weight,
@@ -73,6 +75,8 @@ at::Tensor group_norm(const at::Tensor& input, int64_t num_groups, const Optiona
   cast(casted, at::kFloat, at::kCUDA);
   return std::get<0>(group_norm_of(casted));
 }
+
+namespace {
 
 // Autocast mixes dtypes, and torch's `input + residual` promotes: so does the sum under it, and the
 // parameters follow.
@@ -91,6 +95,8 @@ GroupNormResults group_norm_of_promoted(GroupNorm args) {
   return group_norm_of(args);
 }
 
+}  // namespace
+
 std::tuple<at::Tensor, at::Tensor> add_group_norm(const at::Tensor& input,
                                                   const at::Tensor& residual, int64_t num_groups,
                                                   const OptionalTensor& weight,
@@ -105,8 +111,6 @@ std::tuple<at::Tensor, at::Tensor> add_group_norm(const at::Tensor& input,
       is_mixed_by_autocast(*args) ? group_norm_of_promoted(*args) : group_norm_of(*args);
   return {std::move(out), std::move(sum)};
 }
-
-}  // namespace
 
 const char* name_of(const GroupNorm& args) {
   return args.residual ? "cudnn_ops.add_group_norm" : "cudnn_ops.group_norm";

@@ -59,6 +59,15 @@ using GroupNormResults = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tens
 // Of input, weight and bias; [0] where nobody asks for it.
 using GroupNormGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
+// The public operators.
+at::Tensor group_norm(const at::Tensor& input, int64_t num_groups, const OptionalTensor& weight,
+                      const OptionalTensor& bias, double eps, std::string_view activation);
+std::tuple<at::Tensor, at::Tensor> add_group_norm(const at::Tensor& input,
+                                                  const at::Tensor& residual, int64_t num_groups,
+                                                  const OptionalTensor& weight,
+                                                  const OptionalTensor& bias, double eps,
+                                                  std::string_view activation);
+
 // The public operator's.
 const char* name_of(const GroupNorm& args);
 void check_group_norm(const GroupNorm& args);

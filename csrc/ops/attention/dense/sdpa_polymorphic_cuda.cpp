@@ -3,9 +3,11 @@
 
 #include "ops/attention/dense/sdpa_cuda.h"
 #include "ops/attention/polymorphic.h"
+#include "ops/attention/polymorphic_cost.h"
 
 #include "graph/offset_table.h"
 
+#include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/cuda/EmptyTensor.h>
 
 #include <limits>
@@ -149,6 +151,23 @@ bool run(const SdpaBackwardParams& declared, SdpaBackwardTensors tensors, const 
   return true;
 }
 
+AttentionStep step_of(const SdpaForwardParams& params) {
+  return params.with_lse ? AttentionStep::kTraining : AttentionStep::kInference;
+}
+
+AttentionStep step_of(const SdpaBackwardParams& /*params*/) {
+  return AttentionStep::kBackward;
+}
+
+template <class Params>
+double lost_seconds(const Params& params, const Band& band) {
+  const auto* gpu = at::cuda::getCurrentDeviceProperties();
+  const auto &query = params.query.sizes, &key = params.key.sizes;
+  const double pairs = attended_pairs(query[2], key[2], band.left, band.right, band.bottom_right);
+  return lost_seconds(step_of(params), pairs, query[0], query[1], query[3],
+                      gpu->multiProcessorCount, gpu->major * 10 + gpu->minor);
+}
+
 template <class Params, class Tensors>
 bool run_if_taken(const Params& params, const graph::PlanKey& exact, const Tensors& tensors,
                   const Band& band) {
@@ -156,7 +175,7 @@ bool run_if_taken(const Params& params, const graph::PlanKey& exact, const Tenso
   if (!declared) return false;
   const auto general = graph::PlanKey::of(*declared, exact.target());
   const auto family = graph::PlanKey::of(family_of(*declared), exact.target());
-  if (!graph::takes_polymorphic(exact, general, family)) return false;
+  if (!graph::takes_polymorphic(exact, general, family, lost_seconds(params, band))) return false;
   return run(*declared, tensors, [&](const graph::Call& call) {
     return graph::polymorphic_plan(call, general, family);
   });
