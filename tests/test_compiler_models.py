@@ -25,6 +25,7 @@ SMALL: dict[str, Any] = {
     "pad_token_id": 0,
 }
 GROUPED = SMALL | {"num_key_value_heads": 2, "head_dim": 8}
+PARTIAL: dict[str, Any] = SMALL | {"rotary_pct": 0.5}
 EAGER: dict[str, Any] = {"attn_implementation": "eager"}
 IDS = torch.randint(1, 64, (2, 12), generator=torch.Generator().manual_seed(0))
 
@@ -56,6 +57,14 @@ def gpt2() -> tuple[Any, ...]:
         embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     return hf.GPT2Model(config), {"input_ids": IDS, "use_cache": False}, lambda out: out[0]
+
+
+def gptj() -> tuple[Any, ...]:
+    config = hf.GPTJConfig(
+        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return hf.GPTJModel(config), {"input_ids": IDS, "use_cache": False}, lambda out: out[0]
 
 
 def t5() -> tuple[Any, ...]:
@@ -116,31 +125,44 @@ def autoencoder() -> tuple[Any, ...]:
 MODELS: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, int]]] = {
     "llama": (
         language(hf.LlamaForCausalLM, hf.LlamaConfig(**GROUPED)),
-        {"attention": 2, "rms_norm": 5, "rotary": 4, "gated": 2},
+        {"attention": 2, "rms_norm": 5, "rotary_qk": 2, "gated": 2},
     ),
     "llama, padded": (
         language(hf.LlamaForCausalLM, hf.LlamaConfig(**GROUPED), attention_mask=padded()),
-        {"attention": 2, "rms_norm": 5, "rotary": 4, "gated": 2},
+        {"attention": 2, "rms_norm": 5, "rotary_qk": 2, "gated": 2},
     ),
     "llama, eager attention": (
         language(hf.LlamaForCausalLM, hf.LlamaConfig(**GROUPED, **EAGER)),
-        {"attention_by_matmul": 2, "rms_norm": 5, "rotary": 4, "gated": 2},
+        {"attention_by_matmul": 2, "rms_norm": 5, "rotary_qk": 2, "gated": 2},
     ),
     "qwen3": (
         language(hf.Qwen3ForCausalLM, hf.Qwen3Config(**GROUPED)),
-        {"attention": 2, "rms_norm": 9, "rotary": 4, "gated": 2},
+        {"attention": 2, "rms_norm": 9, "rotary_qk": 2, "gated": 2},
     ),
     "mistral, windows": (
         language(hf.MistralForCausalLM, hf.MistralConfig(**GROUPED, sliding_window=4)),
-        {"attention": 2, "rms_norm": 5, "rotary": 4, "gated": 2},
+        {"attention": 2, "rms_norm": 5, "rotary_qk": 2, "gated": 2},
     ),
     "gemma 3": (
         language(hf.Gemma3ForCausalLM, hf.Gemma3TextConfig(**GROUPED, sliding_window=4)),
-        {"attention": 2, "rms_norm": 13, "rotary": 4, "gated": 2},
+        {"attention": 2, "rms_norm": 13, "rotary_qk": 2, "gated": 2},
     ),
     "phi 3": (
         language(hf.Phi3ForCausalLM, hf.Phi3Config(**(GROUPED | {"head_dim": 8}))),
-        {"attention": 2, "rms_norm": 5, "rotary": 4, "gated": 2},
+        {"attention": 2, "rms_norm": 5, "rotary_qk": 2, "gated": 2},
+    ),
+    "gpt neox, a part of each head": (
+        language(hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig(**PARTIAL)),
+        {"attention": 2, "layer_norm": 5, "rotary_qk": 2, "mlp": 2},
+    ),
+    "gpt j, neighbours": (gptj, {"layer_norm": 3, "rotary_qk": 2, "mlp": 2}),
+    "cohere, neighbours": (
+        language(hf.CohereForCausalLM, hf.CohereConfig(**SMALL)),
+        {"attention": 2, "layer_norm": 3, "rotary_qk": 2, "gated": 2},
+    ),
+    "glm, neighbours of a part": (
+        language(hf.GlmForCausalLM, hf.GlmConfig(**GROUPED, attention_dropout=0.0)),
+        {"attention": 2, "rms_norm": 5, "rotary_qk": 2, "gated": 2},
     ),
     "bert": (bert, {"attention": 2, "layer_norm": 5, "mlp": 2}),
     "gpt 2": (gpt2, {"attention": 2, "layer_norm": 5}),

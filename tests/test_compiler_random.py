@@ -80,7 +80,9 @@ def _rotary(rng: random.Random) -> Step:
         out = part * cos[..., : D // 2] + turned * sin[..., : D // 2]
         return torch.cat((out, x[..., D // 2 :]), -1)
 
-    return step
+    if rng.random() < 0.5:
+        return step
+    return lambda x, other: step(x, other) * step(other.sin(), x)
 
 
 def _gated(rng: random.Random) -> Step:
@@ -219,5 +221,5 @@ def test_these_functions_have_every_pattern():
         rewritten(*_inputs(seed))
         found.update(rewritten.swapped)
     norms = {"adaptive_norm", "group_norm", "layer_norm", "rms_norm"}
-    assert set(found) >= {"attention", "convolution", "gated", "rotary", *norms}
+    assert set(found) >= {"attention", "convolution", "gated", "rotary", "rotary_qk", *norms}
     assert found.total() > 2 * len(SEEDS)

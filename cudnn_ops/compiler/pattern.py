@@ -23,6 +23,8 @@ class Found:
             are outputs.
         note: what readers of a report should know of it.
         written: inputs that it writes to, as the nodes do, and that nothing else may read.
+        unchanged: what nothing may write to, beside the inputs; what is left of it without a user
+            goes away.
     """
 
     nodes: Sequence[fx.Node]
@@ -31,6 +33,7 @@ class Found:
     build: Callable[..., Any]
     note: str = ""
     written: Sequence[fx.Node] = ()
+    unchanged: Sequence[fx.Node] = ()
 
     def built(self, *inputs: Any) -> tuple[Any, ...]:
         """The replacement's results for these inputs, which are tensors or stand for them."""

@@ -44,10 +44,10 @@ class GraphFacts:
 
     def __init__(self, graph: fx.Graph):
         self.place: dict[fx.Node, int] = {}
+        self.number(graph)
         self.mode: dict[fx.Node, tuple[fx.Node, ...]] = {}
         modes: list[fx.Node] = []
-        for place, node in enumerate(graph.nodes):
-            self.place[node] = place
+        for node in graph.nodes:
             if changes_mode(node):
                 modes.append(node)
             self.mode[node] = tuple(modes)
@@ -59,6 +59,10 @@ class GraphFacts:
         #: The graph as it was, from the first swap on.
         self.before: fx.Graph | None = None
         self.swapped: list[Candidate] = []
+
+    def number(self, graph: fx.Graph) -> None:
+        """Notes the places of nodes, after some were moved."""
+        self.place.update((node, place) for place, node in enumerate(graph.nodes))
 
     def add(self, node: fx.Node, like: fx.Node) -> None:
         self.place[node] = self.place[like]
@@ -182,13 +186,12 @@ def objection(found: Found, facts: GraphFacts) -> str:
     if len({facts.mode[node] for node in computed}) > 1:
         return "gradients or autocast are switched on or off within it"
     own = {node for node in found.written if _is_read_within(node, inside, facts)}
-    is_input_changed = not facts.mutated.isdisjoint(set(found.inputs) - own)
+    read = {*found.inputs, *found.unchanged}
+    is_input_changed = not facts.mutated.isdisjoint(read - own)
     changed = facts.mutated & inside
     if is_input_changed or not all(_is_changed_within(node, inside, facts) for node in changed):
         return "a tensor that it reads is changed in place"
-    first = facts.place[_place_of(found, facts)]
-    users = {user for node in found.outputs for user in node.users}.difference(inside)
-    if any(facts.place[user] < first for user in users):
+    if _too_early(found, facts) is None:
         return "an input is computed only after a result is used"
     try:
         with _unlogged():
@@ -208,6 +211,33 @@ def _place_of(found: Found, facts: GraphFacts) -> fx.Node:
     computed = (node for node in found.nodes if not _is_constant(node))
     after = (node for node in computed if facts.place[node] >= least)
     return min(after, key=facts.place.__getitem__)
+
+
+#: What can as well be computed later: no products, whose results would be kept for longer.
+_MOVES = {
+    *("transpose", "unsqueeze", "getitem", "narrow", "split", "chunk", "unbind", "expand"),
+    *("reshape", "permute", "flatten", "unflatten", "contiguous", "cat", "cast", "mul"),
+}
+
+
+def _too_early(found: Found, facts: GraphFacts) -> list[fx.Node] | None:
+    """What reads a result before all inputs are computed; None where it cannot be moved."""
+    place, inside = facts.place, set(found.nodes)
+    behind = _place_of(found, facts)
+    early: set[fx.Node] = set()
+    waiting = list(found.outputs)
+    while waiting:
+        users = set(waiting.pop().users).difference(inside)
+        waiting += (user for user in users - early if place[user] < place[behind])
+        early.update(user for user in users if place[user] < place[behind])
+    for node in early:
+        call = call_of(node)
+        if call is None or call.name not in _MOVES or call.in_place or node in facts.mutated:
+            return None
+        is_read_by_it = node in found.inputs or not inside.isdisjoint(node.users)
+        if is_read_by_it or facts.mode[node] != facts.mode[behind]:
+            return None
+    return sorted(early, key=place.__getitem__)
 
 
 @contextlib.contextmanager
@@ -305,14 +335,19 @@ def _autocast(modes: Sequence[fx.Node]) -> Iterator[None]:
 def _replace(graph: fx.Graph, facts: GraphFacts, found: Found) -> None:
     if facts.before is None:
         facts.before = _copy_of(graph)
-    like = _place_of(found, facts)
-    last_before = like.prev
-    with graph.inserting_before(like):
+    like = behind = _place_of(found, facts)
+    if early := _too_early(found, facts):
+        behind = early[0]
+        for node in early:
+            like.prepend(node)
+        facts.number(graph)
+    last_before = behind.prev
+    with graph.inserting_before(behind):
         tracer = fx.proxy.GraphAppendingTracer(graph)
         results = found.built(*(fx.Proxy(node, tracer) for node in found.inputs))
     node = last_before.next
-    while node is not like:
-        facts.add(node, like)
+    while node is not behind:
+        facts.add(node, behind)
         node.meta = {**like.meta, "example_value": _run(node, facts)}
         node = node.next
     for output, result in zip(found.outputs, results, strict=True):
@@ -324,7 +359,8 @@ def _replace(graph: fx.Graph, facts: GraphFacts, found: Found) -> None:
         facts.stock[node] = stock
         output.replace_all_uses_with(node)
     # In reverse, so that users go first. What something else still reads stays.
-    for node in sorted(found.nodes, key=facts.place.__getitem__, reverse=True):
+    gone = {*found.nodes, *found.unchanged}
+    for node in sorted(gone, key=facts.place.__getitem__, reverse=True):
         if not node.users and not node.is_impure():
             facts.place.pop(node)
             graph.erase_node(node)
