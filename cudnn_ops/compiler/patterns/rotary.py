@@ -1,4 +1,4 @@
-"""Rotary embedding: ``x * cos + rotate(x) * sin``, of one tensor, or of queries and keys at once."""
+"""Rotary embedding: ``x * cos + rotate(x) * sin``, of one tensor or of queries and keys at once."""
 
 from __future__ import annotations
 
