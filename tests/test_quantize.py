@@ -202,6 +202,25 @@ def test_compiled(device):
             torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dim", [None, 1])
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_exported_by_torch_s_operators(power_of_two, dim, device):
+    class Round(torch.nn.Module):
+        def forward(self, x):
+            options = {"dim": dim, "power_of_two": power_of_two}
+            data, descale, amax = cudnn_ops.quantize_fp8(x, **options)
+            return data, cudnn_ops.dequantize_fp8(data, descale, dim=dim), descale, amax
+
+    x = torch.randn(2, 7, 3, 16, device=device).transpose(1, 2)
+    program = torch.export.export(Round(), (x,))
+    program = program.run_decompositions(cudnn_ops.decompositions())
+    assert "cudnn_ops" not in str(program.graph)
+    for found, expected in zip(program.module()(x), Round()(x), strict=True):
+        assert torch.equal(found.float(), expected.float())
+        assert found.stride() == expected.stride()
+
+
 def test_float64_on_a_cpu():
     x = torch.randn(5, 16, dtype=torch.float64)
     same_bits(cudnn_ops.quantize_fp8(x).data, cudnn_ops.quantize_fp8(x.float()).data)

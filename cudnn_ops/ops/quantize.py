@@ -299,8 +299,7 @@ def quantize_in_torch(
         scale = scale_of(amax, dtype)
         scale = _power_below(scale) if power_of_two else scale
     scale = scale.reshape(groups)
-    data = round_to_fp8(x * _along(scale, input, dim), dtype)
-    return torch.empty_like(input, dtype=dtype).copy_(data), scale.reciprocal(), amax
+    return round_to_fp8(x * _along(scale, input, dim), dtype), scale.reciprocal(), amax
 
 
 def _quantize_cpu(
@@ -311,7 +310,8 @@ def _quantize_cpu(
     power_of_two: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _ops._quantize_fp8_check.default(input, scale, dim, dtype, power_of_two)
-    return quantize_in_torch(input, scale, dim, dtype, power_of_two)
+    data, descale, amax = quantize_in_torch(input, scale, dim, dtype, power_of_two)
+    return torch.empty_like(input, dtype=dtype).copy_(data), descale, amax
 
 
 def _dequantize_fake(input: Tensor, descale: Tensor, dim: int | None, dtype: torch.dtype) -> Tensor:
@@ -323,13 +323,13 @@ def dequantize_in_torch(
     input: Tensor, descale: Tensor, dim: int | None, dtype: torch.dtype
 ) -> Tensor:
     """The result of ``_dequantize_fp8`` by torch's operators."""
-    wide = input.float() * _along(descale, input, dim)
-    return torch.empty_like(input, dtype=dtype).copy_(wide)
+    return (input.float() * _along(descale, input, dim)).to(dtype)
 
 
 def _dequantize_cpu(input: Tensor, descale: Tensor, dim: int | None, dtype: torch.dtype) -> Tensor:
     _ops._dequantize_fp8_check.default(input, descale, dim, dtype)
-    return dequantize_in_torch(input, descale, dim, dtype)
+    wide = dequantize_in_torch(input, descale, dim, dtype)
+    return torch.empty_like(input, dtype=dtype).copy_(wide)
 
 
 register("_quantize_fp8", fake=_quantize_fake, cpu=_quantize_cpu)
