@@ -66,10 +66,11 @@ def register(
             and avoids that mask. Without effect outside of ``torch.compile``.
         fp8_from: the number of queries from which attention is computed in FP8, by
             :func:`cudnn_ops.scaled_dot_product_attention_fp8`, in training too; None: never. Of
-            few queries, as in decoding, rounding costs more than it saves. What FP8 does not have
-            (packed sequences, dropout, softcap, sinks, masks other than causal ones, windows and
-            padding at the end; heads over 128, but for 192 with values of 128) is computed in 16
-            bits, with a warning once for each reason. Needs compute capability 9.0 or newer.
+            few queries, as in decoding, rounding costs more than it saves. FP8 supports no packed
+            sequences, dropout, softcap or sinks, no masks other than causal ones, windows and
+            padding at the end, and no heads over 128 but those of 192 with values of 128: such
+            calls are computed in 16 bits, with one warning for each reason. FP8 requires compute
+            capability 9.0 or newer.
 
     Raises:
         ValueError: ``fp8_from`` is less than 2.

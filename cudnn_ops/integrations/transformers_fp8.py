@@ -10,7 +10,7 @@ from torch import Tensor
 
 import cudnn_ops
 
-#: Options of attention that FP8 does not have, and how they are off.
+#: Options of attention that FP8 does not support, and their values where they are off.
 _WITHOUT = {"dropout_p": 0.0, "softcap": 0.0, "sinks": None}
 _HOPPER = 9
 
