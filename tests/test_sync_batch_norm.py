@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -154,6 +155,84 @@ def test_groups():
     for rank, mean in enumerate(found):
         of_group = 0.5 + (0.5 if rank < 2 else 2.5)
         torch.testing.assert_close(mean, torch.full((C,), 0.1 * of_group))
+
+
+class _Block(nn.Module):
+    """A convolution, and the norm with what is added behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(C, C, 3, padding=1)
+        self.norm = SyncBatchNorm(C, activation="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.conv(x), x)
+        return out
+
+
+def _step(model: nn.Module, x: Tensor) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    out = model(x)
+    grads = torch.autograd.grad(out.sin().sum(), [x, *model.parameters()])
+    return [out.detach(), *grads, *(buffer.clone() for buffer in model.buffers())]
+
+
+def _compiled(shares: tuple[int, ...], compiler: str, is_dynamic: bool) -> list[float]:
+    """How far a compiled step is from one in eager mode, the second one of another size."""
+    rank = distributed.get_rank()
+    torch.manual_seed(0)
+    model = _Block().to(device())
+    stock = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=compiler, fullgraph=True, dynamic=is_dynamic or None)
+    differences = []
+    for turn in range(2):
+        samples = [share * (turn + 1) for share in shares]
+        x = torch.randn(sum(samples), C, 5, 4).split(samples)[rank].to(device())
+        for mine, right in zip(_step(compiled, x), _step(stock, x), strict=True):
+            assert mine.shape == right.shape
+            differences.append((mine - right).abs().sum().item())
+    return differences
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("name", "compiler", "is_dynamic"),
+    [
+        ("uneven", "aot_eager", True),
+        ("one is empty", "aot_eager", False),
+        ("four", "aot_eager", False),
+        ("even", "inductor", False),
+        ("uneven", "cudnn_ops", True),
+    ],
+)
+def test_compiled_as_one_graph(name, compiler, is_dynamic, backend):
+    shares = SHARES[name]
+    for found in run_in_processes(
+        _compiled, len(shares), shares, compiler, is_dynamic, backend=backend
+    ):
+        assert max(found) < 1e-2  # of sums over all numbers
+
+
+def _compiled_under_ddp() -> list[Tensor]:
+    rank = distributed.get_rank()
+    torch.manual_seed(0)
+    model = _Block().to(device())
+    stock = copy.deepcopy(model)
+    x = torch.randn(6, C, 5, 4).split((2, 4))[rank].to(device())
+    found = []
+    for one in (model, stock):
+        parallel = nn.parallel.DistributedDataParallel(one)
+        call = torch.compile(parallel, backend="aot_eager") if one is model else parallel
+        call(x).sin().sum().backward()
+        found.append(torch.cat([p.grad.flatten() for p in one.parameters() if p.grad is not None]))
+    return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_under_ddp(backend):
+    for mine, right in run_in_processes(_compiled_under_ddp, 2, backend=backend):
+        assert mine.numel() == sum(p.numel() for p in _Block().parameters())
+        torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-4)
 
 
 def _mistakes() -> list[str]:

@@ -74,8 +74,10 @@ __device__ void uncast(const Fp8Call& call) {
   const long long step = (long long)gridDim.x * blockDim.x;
   for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < call.pieces; i += step) {
     const Fp8Place place(call, group, i);
+    // A copy is loaded at once; numbers of 8 bits that are read where they lie, one by one.
+    const Fp8Piece<Fp8, kWidth> piece = ((const Fp8Piece<Fp8, kWidth>*)call.input)[place.in];
     float values[kWidth];
-    ((const Fp8Piece<Fp8, kWidth>*)call.input)[place.in].read(values);
+    piece.read(values);
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) values[k] *= scale;
     ((Piece<Type, kWidth>*)call.out)[place.out] = Piece<Type, kWidth>::of(values);

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -90,6 +89,16 @@ def _joint_moments(input: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Ten
     return joint, ((variances + (means - joint).square()) * shares).sum(0), counts.squeeze(1)
 
 
+class _Saved(NamedTuple):
+    """What a backward reads. A tuple, since Dynamo traces no other class of ours there."""
+
+    input: Tensor
+    weight: Tensor | None
+    mean: Tensor
+    rstd: Tensor
+    counts: Tensor
+
+
 class _SyncBatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -129,7 +138,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         if wants_input:
             joint = torch.cat([of_bias, of_weight])
             dist.all_reduce(joint, group=ctx.group)
-            saved = SimpleNamespace(input=input, weight=weight, mean=mean, rstd=rstd, counts=counts)
+            saved = _Saved(input, weight, mean, rstd, counts)
             of_input = _input_gradient(saved, grad, *joint.chunk(2))
         return (
             of_input,
@@ -140,9 +149,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         )
 
 
-def _input_gradient(
-    saved: SimpleNamespace, grad: Tensor, of_bias: Tensor, of_weight: Tensor
-) -> Tensor:
+def _input_gradient(saved: _Saved, grad: Tensor, of_bias: Tensor, of_weight: Tensor) -> Tensor:
     """From the sums of all processes."""
     input, weight, mean, rstd = saved.input, saved.weight, saved.mean, saved.rstd
     if input.numel() == 0:
