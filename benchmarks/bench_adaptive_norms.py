@@ -124,7 +124,15 @@ def measure(case: Case, rows: Rows, rounds: int) -> None:
     for name, function in functions.items():
         results = function(*leaves)
         grad = partial(torch.autograd.grad, results, wanted, by, retain_graph=True)
-        found = (*results, *grad())
+        try:
+            found = (*results, *grad())
+        except RuntimeError as error:
+            # AOTAutograd of torch 2.11 gives the gradient of a [1, 1, columns] another shape.
+            if name != "compile":
+                raise
+            print(f"{case}: {name} is left out: {error}")
+            del forward[name]
+            continue
         expected = expected or found
         verify(f"{case}: {name}", found, expected)
         backward[name] = grad

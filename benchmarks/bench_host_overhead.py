@@ -1,25 +1,31 @@
 """Host time of one small attention call, where the GPU's own time does not matter.
 
 [1, 8, 64, 64] bf16, causal, in both memory orders. The whole call counts, from Python and back.
+Ours runs with plans of its own, as for a shape that comes often; `polymorphic` with the plan of a
+shape that does not.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor
 
+import cudnn_ops
 from benchmarks import peers
-from benchmarks.harness import Functions, Rows, host_us, main
+from benchmarks.harness import OURS, Functions, Rows, host_us, main
 
+POLYMORPHIC = "polymorphic"
 BATCH, HEADS, LENGTH, DIM = 1, 8, 64, 64
 
 
 def run(rows: Rows, rounds: int) -> None:
     attentions = peers.sdpa("cudnn_ops", "cudnn_ops_function", "torch_cudnn", "torch_flash")
+    attentions[POLYMORPHIC] = attentions[OURS]
 
     def add(case: str, functions: Functions) -> None:
-        for name, us in host_us(functions, rounds=rounds, around=peers.backend).items():
+        for name, us in host_us(functions, rounds=rounds, around=settings).items():
             rows.add(case, name, "host_us", us)
 
     for layout in ("BSHD", "BHSD"):
@@ -32,6 +38,13 @@ def run(rows: Rows, rounds: int) -> None:
         add(f"{layout} forward, grad", forward)
         step = {name: partial(training_step, f, inputs, grad_out) for name, f in forward.items()}
         add(f"{layout} forward + backward", step)
+
+
+@contextmanager
+def settings(name: str) -> Iterator[None]:
+    policy = "polymorphic" if name == POLYMORPHIC else "exact"
+    with peers.backend(name), cudnn_ops.using_plan_policy(policy):
+        yield
 
 
 def tensor(layout: str) -> Tensor:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import gc
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -47,6 +49,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 #: Parametrize with this: the CPU everywhere, the GPU with ``-m gpu``. Asking for the GPU where
 #: there is none is an error of the run, not a skip.
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+#: Bytes that a GPU has free before a test with `much_memory` begins.
+MUCH_MEMORY = 45 << 30
+#: Bytes that a process may keep from one test to the next: a GPU has as many processes as a CPU has
+#: cores, and 80 GB.
+KEPT_MEMORY = 1 << 30
+
+
+def give_memory_back() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > KEPT_MEMORY:
+        give_memory_back()
 
 
 @contextmanager
@@ -165,11 +185,18 @@ def poisoned(request):
 
 @pytest.fixture
 def much_memory():
-    """Of the tests that take a large share of a GPU's memory one at a time, in all processes."""
+    """Of the tests that take a large share of a GPU's memory one at a time, in all processes.
+
+    Each waits until there is so much, as long as that may help.
+    """
     with open(Path(tempfile.gettempdir()) / "cudnn_ops-tests-much-memory", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        give_memory_back()
+        end = time.monotonic() + 60
+        while torch.cuda.mem_get_info()[0] < MUCH_MEMORY and time.monotonic() < end:
+            time.sleep(0.2)
         yield
-        torch.cuda.empty_cache()
+        give_memory_back()
 
 
 @pytest.fixture

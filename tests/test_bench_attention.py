@@ -193,8 +193,8 @@ def test_bench_host_overhead_rows_make_its_table() -> None:
     passes = ("forward, no grad", "forward, grad", "forward + backward")
     cases = [f"{layout} {which}" for layout in ("BSHD", "BHSD") for which in passes]
     assert tables.host_overhead(rows.rows) == [
-        ["", "cudnn_ops", "cudnn_ops_function", "torch_cudnn", "torch_flash"],
-        *([case, *["2.00"] * 4] for case in cases),
+        ["", "cudnn_ops", "cudnn_ops_function", "torch_cudnn", "torch_flash", "polymorphic"],
+        *([case, *["2.00"] * 5] for case in cases),
     ]
 
 

@@ -1,14 +1,12 @@
 """The benchmark of attention over several GPUs, as one process on a CPU: its rows and its table."""
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn import functional as F
 
 from benchmarks import bench_distributed, harness, tables
 from benchmarks.harness import Rows
@@ -29,8 +27,7 @@ def test_rows_make_the_table(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(bench_distributed, "interleaved", lambda names, rounds: [*names] * rounds)
     monkeypatch.setattr(bench_distributed, "_sample", lambda step: 1e3 * next(times))
     monkeypatch.setattr(bench_distributed, "peak_bytes", lambda step: next(mib) * 2**20)
-    theirs = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-    monkeypatch.setattr(bench_distributed, "_torch", lambda mesh, *inputs: theirs(*inputs))
+    monkeypatch.setattr(bench_distributed, "_torch", lambda mesh, step: step())
     rows = Rows(ENV)
     bench_distributed.measure(SHAPE, mesh, rows, rounds=3)
     case = "ring 2,4,2,48,16 causal, 1 GPUs"
@@ -58,6 +55,23 @@ def test_who_does_not_support_a_shape_is_left_out(
     assert "torch does not support 2,4,2,48,16 causal, and is left out: no grouped" in (
         capsys.readouterr().out
     )
+
+
+def test_a_peer_that_is_wrong_is_left_out(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        bench_distributed, "_torch", lambda mesh, step: [tensor * 1.1 for tensor in step()]
+    )
+    monkeypatch.setattr(bench_distributed, "step_seconds", lambda steps, _: dict.fromkeys(steps, 1))
+    monkeypatch.setattr(bench_distributed, "peak_bytes", lambda step: 2**20)
+    rows = Rows(ENV)
+    bench_distributed.measure(SHAPE, mesh, rows, rounds=1)
+    assert {row["impl"] for row in rows.rows} == {"cudnn_ops", "all_to_all", "one gpu"}
+    assert "out is 0.1 away from one GPU's: it is left out" in capsys.readouterr().out
+    monkeypatch.setattr(bench_distributed, "MINE", ("torch",))
+    with pytest.raises(ArithmeticError, match=r"torch at .* is 0.1 away"):
+        bench_distributed.measure(SHAPE, mesh, rows, rounds=1)
 
 
 def test_rows_of_serving(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,13 +115,13 @@ def test_training_is_verified() -> None:
         bench_distributed.verify_training("ours", (float("nan"), 3.0), (2.0, 3.0))
 
 
-def test_results_are_verified() -> None:
+def test_results_are_verified(mesh: DeviceMesh) -> None:
     right = [torch.ones(3)] * 4
     bench_distributed.verify("same", right, right)
     for place, name in enumerate(("out", "dq", "dk", "dv")):
         wrong = list(right)
         wrong[place] = right[place] * 1.1
-        with pytest.raises(RuntimeError, match=f"ours: {name} is 0.1 away from one GPU's"):
+        with pytest.raises(ArithmeticError, match=f"ours: {name} is 0.1 away from one GPU's"):
             bench_distributed.verify("ours", wrong, right)
 
 

@@ -72,6 +72,9 @@ SIZES = [
     (300, 16384),
     (17, 12288),
     (2049, 4096),
+    (513, 1536),
+    (1030, 1152),
+    (600, 1048),
     (513, 4095),
     (1025, 4100),
     (8193, 2056),
@@ -187,7 +190,7 @@ def test_with_less_shared_memory(is_layer, kilobytes, device, poisoned):
 
 
 #: Widths that every way to spread a row takes.
-WIDTHS = (1, 7, 64, 100, 1000, 1024, 4096, 4100, 8192, 16384, 20000, 32768, 40000)
+WIDTHS = (1, 7, 64, 100, 1000, 1024, 1152, 4096, 4100, 8192, 16384, 20000, 32768, 40000)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -99,6 +99,25 @@ def test_where_the_epilogue_is_another_pass(name):
     assert re.search("for groups and for channels .* the one that torch runs", answer.reason)
 
 
+@pytest.mark.parametrize(
+    ("inputs", "kernel", "stride", "is_bare"),
+    [(512, 2, 2, True), (504, 2, 2, False), (128, 4, 2, True), (504, 1, 1, False)],
+)
+def test_images_with_many_products_a_number(inputs, kernel, stride, is_bare):
+    shapes = ((2, inputs, 14, 14), BF16), ((inputs, 64, kernel, kernel), BF16)
+    options = {"stride": stride, "bias": True, "activation": "relu", "device": "h200"}
+    answer = explain("conv_transpose2d", *shapes, **options)
+    assert answer.supported
+    assert ("and a pass behind it" in answer.reason) == is_bare
+
+
+def test_rows_with_many_products_a_number():
+    shapes = ((2, 2048, 140), BF16), ((2048, 64, 4), BF16)
+    answer = explain("conv_transpose1d", *shapes, stride=2, bias=True, device="h200")
+    assert answer.supported
+    assert not answer.reason
+
+
 def test_float32_without_tf32():
     op, x, weight, options = CASES[0]
     shapes = (x, torch.float32), (weight, torch.float32)

@@ -224,6 +224,18 @@ std::string_view reason_for_bare_transposed(const ConvParams& params) {
     return "in float32 without TF32, transposed convolutions run in cuDNN's kernel without an "
            "epilogue, the one that torch runs";
   }
+  // For images the compiled kernels took 1.3 to 1.9 times as long as those without an epilogue
+  // (H100, cuDNN 9.19, 9 shapes of benchmarks/bench_conv_transpose.py). A pass over the result takes
+  // less than that from so many products a number on.
+  constexpr int64_t kPassProducts = 512;
+  const auto& kernel = params.weight.sizes;
+  const bool is_row = params.input.sizes[2] == 1 && kernel[2] == 1;
+  if (params.steps.dims == 2 && !is_row &&
+      inputs * kernel[2] * kernel[3] >=
+          kPassProducts * params.steps.stride[0] * params.steps.stride[1]) {
+    return "for many channels, transposed convolutions of images are faster in cuDNN's kernel "
+           "without an epilogue, the one that torch runs, and a pass behind it";
+  }
   // 9.19 refuses it and 9.28 does not. Known here, so that whoever asks for plans ahead of the
   // calls gets the one that runs.
   constexpr size_t kFirstWithVolumes = 92800;
