@@ -83,9 +83,10 @@ def run_parts(parts: Sequence[str], rows: Rows, rounds: int) -> None:
     if gpus < 2:
         print("a sequence is split over two GPUs or more: nothing is measured on one")
         sys.exit(0)
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(_started, (gpus, Path(folder), parts, rounds), nprocs=gpus)
-        rows.rows += json.loads((Path(folder) / "rows.json").read_text())
+    for part in parts:  # one that fails leaves the rows of those before
+        with tempfile.TemporaryDirectory() as folder:
+            spawn(_started, (gpus, Path(folder), (part,), rounds), nprocs=gpus)
+            rows.rows += json.loads((Path(folder) / "rows.json").read_text())
     return None
 
 

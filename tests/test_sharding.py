@@ -103,7 +103,13 @@ def check(case: cases.Case, mesh: DeviceMesh, compiled: bool) -> None:
     whole = case.make(device(), dtype)
     for name, tensor in whole.items():
         tensor.requires_grad_(has_gradient(case, name, tensor))
-    expected = as_tuple(case.call(**whole))
+    try:
+        expected = as_tuple(case.call(**whole))
+    except NotImplementedError:
+        # Of some cases a GPU supports none, sharded or not.
+        if device().type == "cpu":
+            raise
+        return
     weights = [some_weights(out.detach()) for out in expected]
     expected_gradients = gradients_of(expected, whole, weights)
     sharded = {
@@ -132,13 +138,15 @@ def check(case: cases.Case, mesh: DeviceMesh, compiled: bool) -> None:
 
 
 def run_cases(some: Sequence[cases.Case], mesh: DeviceMesh) -> None:
+    failures = []
     for case in some:
         for compiled in (False, True) if case.name in COMPILED else (False,):
             try:
                 check(case, mesh, compiled)
             except Exception as error:
                 mode = "compiled" if compiled else "eager"
-                raise AssertionError(f"in {case.name!r}, {mode}") from error
+                failures.append(f"in {case.name!r}, {mode}: {error!r}")
+    assert not failures, "\n".join(failures)
 
 
 def check_everything() -> None:

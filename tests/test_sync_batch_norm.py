@@ -180,6 +180,8 @@ def _step(model: nn.Module, x: Tensor) -> list[Tensor]:
 def _compiled(shares: tuple[int, ...], compiler: str, is_dynamic: bool) -> list[float]:
     """How far a compiled step is from one in eager mode, the second one of another size."""
     rank = distributed.get_rank()
+    # Convolutions in another layout round to TF32 in other places.
+    torch.backends.cudnn.allow_tf32 = False
     torch.manual_seed(0)
     model = _Block().to(device())
     stock = copy.deepcopy(model)
@@ -190,7 +192,9 @@ def _compiled(shares: tuple[int, ...], compiler: str, is_dynamic: bool) -> list[
         x = torch.randn(sum(samples), C, 5, 4).split(samples)[rank].to(device())
         for mine, right in zip(_step(compiled, x), _step(stock, x), strict=True):
             assert mine.shape == right.shape
-            differences.append((mine - right).abs().sum().item())
+            if right.numel() > 0:
+                largest = 1 + right.abs().max().item()
+                differences.append((mine - right).abs().max().item() / largest)
     return differences
 
 
@@ -210,7 +214,7 @@ def test_compiled_as_one_graph(name, compiler, is_dynamic, backend):
     for found in run_in_processes(
         _compiled, len(shares), shares, compiler, is_dynamic, backend=backend
     ):
-        assert max(found) < 1e-2  # of sums over all numbers
+        assert max(found) < 1e-4
 
 
 def _compiled_under_ddp() -> list[Tensor]:

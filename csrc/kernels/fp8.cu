@@ -71,6 +71,9 @@ template <class Fp8, class Type, int kWidth>
 __device__ void uncast(const Fp8Call& call) {
   const unsigned group = blockIdx.y;
   const float scale = call.scales[group];
+  if (call.amax != nullptr && blockIdx.x == 0 && group == 0 && threadIdx.x == 0) {
+    *(float*)call.amax *= scale;
+  }
   const long long step = (long long)gridDim.x * blockDim.x;
   for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < call.pieces; i += step) {
     const Fp8Place place(call, group, i);
@@ -90,11 +93,16 @@ extern "C" __global__ void __launch_bounds__(256)
     fp8_numbers(const __grid_constant__ Fp8NumbersCall call) {
   if (threadIdx.x == 0) {
     const float descale_value = call.descale_value == nullptr ? 1 : *call.descale_value;
-    const float scale_out = !call.is_scaled             ? 1
-                            : call.scale_out == nullptr ? 1 / descale_value
-                                                        : *call.scale_out;
-    const float numbers[] = {*call.descale_query, *call.descale_key, descale_value, 1 / call.scale,
-                             call.scale,          scale_out,         1 / scale_out};
+    const float scale_out = !call.is_scaled || call.is_widened ? 1
+                            : call.scale_out == nullptr        ? 1 / descale_value
+                                                               : *call.scale_out;
+    const float numbers[] = {*call.descale_query,
+                             *call.descale_key,
+                             call.is_widened ? 1 : descale_value,
+                             1 / call.scale,
+                             call.scale,
+                             scale_out,
+                             call.is_widened ? descale_value : 1 / scale_out};
     for (int i = 0; i < 7; ++i) call.numbers[4 * i] = numbers[i];
     *call.amax = 0;
     *call.amax_out = 0;

@@ -18,9 +18,10 @@ void round_to_fp8(const at::Tensor& input, const std::optional<at::Tensor>& scal
                   std::optional<int64_t> dim, bool is_power, const at::Tensor& out,
                   const at::Tensor& descale, const at::Tensor& amax);
 
-// `input` of 8 bits times `descale`, float32 [groups], to `out`, likewise.
+// `input` of 8 bits times `descale`, float32 [groups], to `out`, likewise; and `amax`, if defined,
+// times the only one.
 void widen_fp8(const at::Tensor& input, const at::Tensor& descale, std::optional<int64_t> dim,
-               const at::Tensor& out);
+               const at::Tensor& out, const at::Tensor& amax = {});
 
 // What a plan of FP8 attention reads beside its operands.
 struct Fp8Numbers {
@@ -36,6 +37,9 @@ struct Fp8NumbersGiven {
   at::Tensor descale_value;  // undefined: 1
   std::optional<at::Tensor> scale_out;
   bool is_scaled;  // whether the output is rounded to 8 bits
+  // Whether that is widened behind the plan: until then it is in the value's units, for cuDNN
+  // multiplies the descales first, and products of small ones would be 0. So is amax_out.
+  bool is_widened;
   float scale;     // of the probabilities
   // int32, of sequences in a batch of so many queries and keys; undefined for all of them.
   at::Tensor lengths, lengths_kv;

@@ -25,6 +25,7 @@ struct Fp8NumbersCall {
   float *amax, *amax_out;      // set to 0
   float scale;                 // of the probabilities
   bool is_scaled;              // whether the output is: else scale_o is 1
+  bool is_widened;             // both are 1, and the last number is descale_value
   // The lengths of the sequences, or null: all have `queries` and `keys`.
   const int *lengths, *lengths_kv;
   int *told, *told_kv;  // null: there are none

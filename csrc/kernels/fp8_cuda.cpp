@@ -181,8 +181,9 @@ void round_to_fp8(const at::Tensor& input, const std::optional<at::Tensor>& scal
 }
 
 void widen_fp8(const at::Tensor& input, const at::Tensor& descale, std::optional<int64_t> dim,
-               const at::Tensor& out) {
+               const at::Tensor& out, const at::Tensor& amax) {
   Pieces pieces(input, dim, out, out);
+  if (amax.defined()) pieces.call.amax = static_cast<unsigned*>(amax.mutable_data_ptr());
   const at::Tensor descales = descale.contiguous();
   pieces.call.scales = descales.const_data_ptr<float>();
   pieces.launch(uncast_kernel(input.scalar_type(), out.scalar_type(), pieces.is_wide));
@@ -209,6 +210,7 @@ Fp8Numbers make_fp8_numbers(const Fp8NumbersGiven& given) {
   call.amax_out = made.amax_out.mutable_data_ptr<float>();
   call.scale = given.scale;
   call.is_scaled = given.is_scaled;
+  call.is_widened = given.is_widened;
   if (given.lengths.defined() || given.lengths_kv.defined()) {
     made.lengths = empty_numbers(given.batch, at::kInt, like);
     made.lengths_kv = empty_numbers(given.batch, at::kInt, like);

@@ -147,6 +147,14 @@ PACKED = [
         },
         every(S1, *"qkv"),
     ),
+    # As a GPU supports them.
+    Case(
+        "packed sinks",
+        packed_with_lse,
+        {**TOKENS, "sinks": (H,), "seqused_k": lengths(3, 0, 2)},
+        every(S1, *"qkv"),
+    ),
+    Case("packed slopes", packed_with_lse, {**TOKENS, "alibi_slopes": SLOPES}, every(S1, *"qkv")),
 ]
 
 PAGES = torch.tensor([[3, 0], [7, 5]], dtype=torch.int32)

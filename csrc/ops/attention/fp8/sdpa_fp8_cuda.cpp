@@ -42,10 +42,12 @@ at::Tensor lengths_of(const OptionalTensor& lengths) {
 Fp8Numbers numbers_of(const SdpaFp8& given, const Sdpa& args, at::ScalarType written) {
   // cuDNN knows one descale of the value alone: its output is over those of heads, see in_dtype().
   const at::Tensor of_value = given.has_descales() ? at::Tensor() : at::Tensor(given.descale_value);
+  const bool is_widened =
+      written != given.out_dtype && !given.has_descales() && !given.scale_out;
   return make_fp8_numbers({given.descale_query, given.descale_key, of_value, given.scale_out,
-                           is_fp8(written), kFp8ScaleOfProbabilities, lengths_of(args.seq_lens_q),
-                           lengths_of(args.seq_lens_kv), args.query.size(0), args.query.size(2),
-                           args.key.size(2)});
+                           is_fp8(written), is_widened, kFp8ScaleOfProbabilities,
+                           lengths_of(args.seq_lens_q), lengths_of(args.seq_lens_kv),
+                           args.query.size(0), args.query.size(2), args.key.size(2)});
 }
 
 // What a part of a call gives: [B, H, rows, Dv] in the type that cuDNN writes, [B, H, rows].
@@ -119,7 +121,9 @@ at::Tensor in_dtype(const SdpaFp8& given, const Written& written) {
   if (given.has_descales()) {
     widen_fp8(out, descales_of_heads(given), 1, wide);
   } else {
-    widen_fp8(out, numbers.numbers.back(), std::nullopt, wide);
+    const bool is_in_units = !given.scale_out;  // of the value: see Fp8NumbersGiven
+    widen_fp8(out, numbers.numbers.back(), std::nullopt, wide,
+              is_in_units ? numbers.amax_out : at::Tensor());
   }
   return wide;
 }
