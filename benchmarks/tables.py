@@ -185,6 +185,38 @@ def conv(rows: Sequence[Row]) -> Lines:
     return lines
 
 
+def beside_peers(rows: Sequence[Row]) -> Lines:
+    """A line a case: ours, and each other's time over ours; forward and backward side by side.
+
+    The last line has the geometric means of those.
+    """
+    times = pivot(rows, "gpu_ms")
+    others = [o for o in unique(r["impl"] for r in rows if r["metric"] == "gpu_ms") if o != OURS]
+    gains: dict[tuple[str, str], list[float]] = {}
+
+    def cell(other: str, steps: Mapping[str, Mapping[str, float]]) -> str:
+        cells = []
+        for step, ms in steps.items():
+            if other in ms:
+                gain = ms[other] / ms[OURS]
+                gains.setdefault((other, step), []).append(gain)
+            cells.append(f"{gain:.2f}x" if other in ms else "-")
+        return "" if set(cells) == {"-"} else " / ".join(cells)
+
+    lines = [["", "ms", *(f"vs {other}" for other in others)]]
+    for case in unique(re.sub(" (fwd|bwd)$", "", case) for case in times):
+        found = ((step, times.get(case + step)) for step in (" fwd", " bwd", ""))
+        steps = {step: ms for step, ms in found if ms is not None}
+        ours = " / ".join(short(ms[OURS]) for ms in steps.values())
+        lines.append([_spaced(case), ours, *(cell(other, steps) for other in others)])
+    means = {key: f"{statistics.geometric_mean(found):.2f}x" for key, found in gains.items()}
+    if any(step for _, step in means):
+        steps_of = (" fwd", " bwd")
+        ends = (" / ".join(means.get((other, step), "-") for step in steps_of) for other in others)
+        lines.append(["geometric mean", "", *ends])
+    return lines
+
+
 def linear(rows: Sequence[Row]) -> Lines:
     """A line a layer and direction: ours, over the bare product, and each peer's over ours."""
     times = {c: ms for c, ms in pivot(rows, "gpu_ms").items() if not c.startswith("MLP ")}
@@ -356,6 +388,38 @@ TABLES = {
     ),
     "conv": Table(
         conv, "GPU time in ms, bf16, channels last, engines measured.", "conv", samples=1 / 3
+    ),
+    "conv_transpose": Table(
+        beside_peers,
+        "GPU time of forward / backward in ms, bf16, channels last, engines measured; N, C, size, "
+        "K, kernel, stride, padding. x is the other's time over ours.",
+        "conv_transpose",
+        samples=1 / 3,
+    ),
+    "depthwise": Table(
+        beside_peers,
+        "GPU time of forward / backward in ms, bf16, channels last, with a bias; N, C, size, "
+        "kernel. x is the other's time over ours.",
+        "depthwise",
+        samples=1 / 3,
+    ),
+    "image_norms": Table(
+        beside_peers,
+        "GPU time of forward / backward in ms, bf16. x is the other's time over ours.",
+        "image_norms",
+        samples=1 / 5,
+    ),
+    "adaptive_norms": Table(
+        beside_peers,
+        "GPU time of forward / backward in ms, bf16; samples, tokens, columns. x is the other's "
+        "time over ours.",
+        "adaptive_norms",
+        samples=1 / 5,
+    ),
+    "fp8": Table(
+        beside_peers,
+        "GPU time in ms, from bf16 to bf16; B, Hq, Hkv, S, D. x is the other's time over ours.",
+        "fp8",
     ),
     "linear": Table(linear, "GPU time in ms, bf16.", "linear", samples=1 / 3),
     "mlp": Table(mlp, "GPU time of forward and backward in ms, bf16.", "linear", samples=1 / 3),

@@ -413,3 +413,28 @@ def test_resnet_table() -> None:
         ["", "cudnn_ops", "eager", "vs eager"],
         ["inference", "1.00", "1.50", "1.50x"],
     ]
+
+
+def test_a_table_beside_peers() -> None:
+    rows = Rows(ENV)
+    for case, impl, ms in (
+        ("a 8,2 fwd", "cudnn_ops", 2.0),
+        ("a 8,2 fwd", "eager", 4.0),
+        ("a 8,2 fwd", "compile", 1.0),
+        ("a 8,2 bwd", "cudnn_ops", 1.0),
+        ("a 8,2 bwd", "eager", 3.0),
+        ("b fwd", "cudnn_ops", 1.0),
+        ("b fwd", "eager", 8.0),
+        ("alone", "cudnn_ops", 0.5),
+        ("alone", "copy", 0.25),
+    ):
+        rows.add(case, impl, "gpu_ms", ms)
+    rows.add("alone", "other", "error", 0.1)
+    assert tables.beside_peers(rows.rows) == [
+        ["", "ms", "vs eager", "vs compile", "vs copy"],
+        ["a 8, 2", "2.00 / 1.00", "2.00x / 3.00x", "0.50x / -", ""],
+        ["b", "1.00", "8.00x", "", ""],
+        ["alone", "0.500", "", "", "0.50x"],
+        ["geometric mean", "", "4.00x / 3.00x", "0.50x / -", "- / -"],
+    ]
+    assert tables.beside_peers(rows.rows[7:])[-1][0] == "alone"
