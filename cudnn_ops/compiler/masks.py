@@ -107,7 +107,7 @@ def _compute(parts: Sequence[fx.Node], length: int, length_kv: int, is_hidden: b
         if value is None:
             unknown.append(index)
         else:
-            value = _as_bool(value)
+            value = _as_bool(_without_batch(value))
             if value is None:
                 return _Known(None)
             value = ~value if is_hidden else value
@@ -239,6 +239,14 @@ def _as_bool(mask: Tensor) -> Tensor | None:
     return seen if bool((seen | (mask < _lowest(mask.dtype))).all()) else None
 
 
+def _without_batch(mask: Tensor) -> Tensor:
+    """One matrix where all are that one: what follows takes milliseconds for each."""
+    if mask.dim() <= 2 or mask.numel() == 0:
+        return mask
+    first, *others = mask.flatten(0, -3)
+    return first if all(torch.equal(first, other) for other in others) else mask
+
+
 def _lowest(dtype: torch.dtype) -> float:
     """Below this, a number that is added to a score leaves nothing of its weight."""
     return max(_HIDDEN, torch.finfo(dtype).min / 2)
@@ -252,17 +260,18 @@ def _classify(mask: Tensor) -> Visible | None:
     length, length_kv = mask.shape[-2:]
     if mask.numel() == 0:
         return None
-    first = mask.reshape(-1, length, length_kv)[0]
-    if not bool((mask == first).all()):
+    first = _without_batch(mask)
+    if first.dim() > 2:
         return None
-    if bool(first.all()):
+    count = int(first.count_nonzero())
+    if count == first.numel():
         return Visible()
-    columns = torch.arange(length_kv)
     rows = torch.arange(length)
-    count = first.sum(-1)
-    low = torch.where(first, columns, length_kv).amin(-1)
-    high = torch.where(first, columns, -1).amax(-1)
-    if bool((count == 0).any()) or not bool((count == high - low + 1).all()):
+    # The first and the last True of each row: of several maxima torch gives the first. A row
+    # without one, or with a gap, has fewer of them than these say.
+    seen = first.contiguous().view(torch.uint8)
+    low, high = seen.max(-1).indices, length_kv - 1 - seen.flip(-1).max(-1).indices
+    if count != int((high - low + 1).sum()):
         return None
     right = _bound(high - rows, high == length_kv - 1)
     left = _bound(rows - low, low == 0)

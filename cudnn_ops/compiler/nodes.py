@@ -239,6 +239,22 @@ def call_of(node: fx.Node) -> Call | None:
     Of further names are ``cast`` (``input`` and ``dtype``), and ``reshape``, ``expand`` and
     ``permute`` (``input`` and ``sizes``).
     """
+    # Kept with the node, since every pattern asks for it. Changed arguments are another tuple.
+    kept = vars(node).get(_KEPT)
+    value = node.meta.get("example_value")
+    if kept is not None:
+        target, args, kwargs, same, call = kept
+        if target is node.target and args is node.args and kwargs is node.kwargs and same is value:
+            return call
+    call = _call_of(node)
+    vars(node)[_KEPT] = node.target, node.args, node.kwargs, value, call
+    return call
+
+
+_KEPT = "_cudnn_ops_call"
+
+
+def _call_of(node: fx.Node) -> Call | None:
     spelling: Any = node.target
     if node.op == "call_method":
         spelling = f".{node.target}"

@@ -151,13 +151,12 @@ def _try(
     report: CompileReport,
 ) -> None:
     """A failure inside a pattern costs that pattern's swap and nothing else."""
-    candidate, recognized = Candidate.of(pattern.name, node), False
+    candidate: Candidate | None = None
     try:
         for found in pattern.find(node):
             candidate = Candidate.of(pattern.name, node)
             candidate.note = found.note
             candidate.reason = objection(found, facts)
-            recognized = True
             if candidate.reason:
                 continue
             if decide(pattern, found, candidate):
@@ -167,12 +166,14 @@ def _try(
                 break
             facts.declined.update(found.nodes)
     except Refusal as refusal:
-        recognized, candidate.reason = True, str(refusal)
+        candidate = candidate or Candidate.of(pattern.name, node)
+        candidate.reason = str(refusal)
     except Exception as error:  # whatever goes wrong in a pattern, the stock graph is right
         log.info("pattern %s failed", pattern.name, exc_info=error)
         warn(f"the pattern {pattern.name} failed, and that part of the graph stays as it is", error)
-        recognized, candidate.reason = True, f"the pattern failed: {first_line(error)}"
-    if recognized:
+        candidate = candidate or Candidate.of(pattern.name, node)
+        candidate.reason = f"the pattern failed: {first_line(error)}"
+    if candidate is not None:
         report.add(candidate)
 
 
