@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cudnn_ops import _C
-from cudnn_ops.compiler.nodes import value_of
+from cudnn_ops.compiler.nodes import is_same, value_of
 from cudnn_ops.compiler.options import Settings
 from cudnn_ops.compiler.pattern import Found, Pattern
 from cudnn_ops.compiler.report import Candidate, CompileReport
@@ -119,8 +119,15 @@ def replacement_of(found: Found) -> fx.GraphModule:
 def _stock_graph(found: Found) -> fx.Graph:
     graph = fx.Graph()
     values = {node: graph.placeholder(node.name) for node in found.inputs}
+
+    def read(node: fx.Node) -> fx.Node:
+        if node not in values:  # something once more, such as a slice that is taken twice
+            same = next(one for one in (*values, *found.alike) if is_same(one, node))
+            values[node] = values[found.alike.get(same, same)]
+        return values[node]
+
     for node in sorted(found.nodes):  # as they are in their graph
-        values[node] = graph.node_copy(node, values.__getitem__)
+        values[node] = graph.node_copy(node, read)
     graph.output(tuple(values[node] for node in found.outputs))
     return graph
 

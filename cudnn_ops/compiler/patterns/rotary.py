@@ -51,6 +51,7 @@ class RotaryQk(Pattern):
                             _build_both(first, second),
                             note=f"together with one of [{sizes}]",
                             unchanged=copies,
+                            alike={second.cos: first.cos, second.sin: first.sin},
                         )
 
 
