@@ -326,6 +326,46 @@ def _signs_of_gpt_oss(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos - first * sin), dim=-1)
 
 
+def _complex(one: Tensor, other: Tensor) -> Tensor:
+    return torch.complex(one[..., : D // 2].contiguous(), other[..., : D // 2].contiguous())[
+        :, None
+    ]
+
+
+def _complex_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The halves are a complex number's parts, and its parts are neighbours."""
+    numbers = torch.view_as_complex(x.unflatten(-1, (2, -1)).transpose(-1, -2).contiguous())
+    return torch.view_as_real(numbers * _complex(cos, sin)).flatten(-2)
+
+
+def _complex_by_real(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    numbers = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(numbers * cos[..., : D // 2].unsqueeze(1)).flatten(-2)
+
+
+def _complex_sum(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    numbers = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(numbers + _complex(cos, sin)).flatten(-2)
+
+
+def _complex_conjugated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    numbers = torch.view_as_complex(x.unflatten(-1, (-1, 2))).conj().resolve_conj()
+    return torch.view_as_real(numbers * _complex(cos, sin)).flatten(-2)
+
+
+def _complex_of_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    angles = _complex(cos, sin).repeat(1, H, 1, 1)
+    numbers = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(numbers * angles).flatten(-2)
+
+
+def _complex_tokens(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Of one pair for each head, whose dimension is joined with that of tokens."""
+    x, angles = x[..., :2], _complex(cos, sin)[..., :1]
+    numbers = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(numbers * angles).flatten(2).view(x.shape)
+
+
 def _used_elsewhere(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     turned = rotate_half(x)
     return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1) + turned
@@ -355,6 +395,8 @@ NEAR_MISSES = [
     *(_stacked_before, _flattened_before, _neighbours_of_another, _signs_of_neighbours),
     *(_thirds, _other_dimension, _subtracted, _of_another, _angles_of_heads, _one_angle),
     *(_angles_of_pairs, _other_shapes, _signs_of_gpt_oss, _used_elsewhere, _changed),
+    *(_complex_halves, _complex_by_real, _complex_sum, _complex_conjugated, _complex_of_heads),
+    _complex_tokens,
     _five_dimensions,
     _parts,
 ]

@@ -187,6 +187,10 @@ OPERATIONS: dict[str, Operation] = {
         "input start_dim end_dim", torch.flatten, ".flatten", start_dim=0, end_dim=-1
     ),
     "unflatten": _operation("input dim sizes", torch.unflatten, ".unflatten"),
+    "complex": _operation("real imag", torch.complex),
+    "conj": _operation("input", torch.conj, ".conj"),
+    "view_as_complex": _operation("input", torch.view_as_complex),
+    "view_as_real": _operation("input", torch.view_as_real),
     "contiguous": _operation(
         "input memory_format", ".contiguous", memory_format=torch.contiguous_format
     ),

@@ -101,18 +101,21 @@ def _neighbour(which: int) -> Cast:
         last = _last_index(index, node)
         return type(last) is int and last in (which, which - 2)
 
-    def are_pairs(_: Any, node: fx.Node) -> bool:
-        value, half = value_of(node), _half_size(node)
-        return value is not None and half is not None and value.shape[-2:] == (half, 2)
-
-    pairs = OneOf(Op("reshape", _X, are_pairs), Op("unflatten", _X, anything, are_pairs))
     return Cast(
         OneOf(
             Op("getitem", _X, is_slice),
-            Op("getitem", pairs, is_one),
-            Op("getitem", Op("unbind", pairs, is_last_dim), which),
+            Op("getitem", _PAIRS, is_one),
+            Op("getitem", Op("unbind", _PAIRS, is_last_dim), which),
         )
     )
+
+
+def _are_pairs(_: Any, node: fx.Node) -> bool:
+    value, half = value_of(node), _half_size(node)
+    return value is not None and half is not None and value.shape[-2:] == (half, 2)
+
+
+_PAIRS = OneOf(Op("reshape", _X, _are_pairs), Op("unflatten", _X, anything, _are_pairs))
 
 
 def _last_index(index: Any, node: fx.Node) -> Any:
@@ -155,6 +158,12 @@ def _by_turns(first: Any, second: Any) -> OneOf:
         value = value_of(node)
         return value is not None and dim in (-1, value.dim() - 1)
 
+    return _joined(Cast(Op("stack", [first, second], is_behind_all)))
+
+
+def _joined(pairs: Expression) -> OneOf:
+    """``pairs.flatten(-2)``."""
+
     def is_last_but_one(dim: Any, node: fx.Node) -> bool:
         source = value_of(node.args[0])
         return source is not None and dim in (-2, source.dim() - 2)
@@ -167,8 +176,20 @@ def _by_turns(first: Any, second: Any) -> OneOf:
             and value.shape == (*source.shape[:-2], 2 * source.shape[-2])
         )
 
-    both = Cast(Op("stack", [first, second], is_behind_all))
-    return OneOf(Op("flatten", both, is_last_but_one), Op("reshape", both, joins_two))
+    return OneOf(Op("flatten", pairs, is_last_but_one), Op("reshape", pairs, joins_two))
+
+
+def _is_complex(node: fx.Node) -> bool:
+    value = value_of(node)
+    return value is not None and value.is_complex()
+
+
+#: Of complex numbers: neighbours are one, and so are a cosine and a sine.
+_BY_COMPLEX = Cast(
+    _joined(
+        Op("view_as_real", Op("mul", Op("view_as_complex", _PAIRS), Var("angles", _is_complex)))
+    )
+)
 
 
 def _whole(turned: Any) -> Cast:
@@ -190,7 +211,7 @@ class Spelling(NamedTuple):
     """One of the ways to write it.
 
     Attributes:
-        expression: of ``x``, ``cos`` and ``sin``.
+        expression: of ``x``, and of ``cos`` and ``sin`` or of ``angles``, which are both.
         is_half: whether there is one angle for each pair.
         is_back: whether it turns the other way.
         is_interleaved: whether neighbours are pairs.
@@ -202,18 +223,21 @@ class Spelling(NamedTuple):
     is_interleaved: bool = False
 
 
-SPELLINGS = tuple(
-    spelling
-    for join, part, is_interleaved in (
-        (_side_by_side, _half, False),
-        (_by_turns, _neighbour, True),
-    )
-    for spelling in (
-        Spelling(_whole(join(_negated(part(1)), part(0))), False, False, is_interleaved),
-        Spelling(_whole(join(part(1), _negated(part(0)))), False, True, is_interleaved),
-        Spelling(_by_parts(join, part, "sub", "add"), True, False, is_interleaved),
-        Spelling(_by_parts(join, part, "add", "sub"), True, True, is_interleaved),
-    )
+SPELLINGS = (
+    *(
+        spelling
+        for join, part, is_interleaved in (
+            (_side_by_side, _half, False),
+            (_by_turns, _neighbour, True),
+        )
+        for spelling in (
+            Spelling(_whole(join(_negated(part(1)), part(0))), False, False, is_interleaved),
+            Spelling(_whole(join(part(1), _negated(part(0)))), False, True, is_interleaved),
+            Spelling(_by_parts(join, part, "sub", "add"), True, False, is_interleaved),
+            Spelling(_by_parts(join, part, "add", "sub"), True, True, is_interleaved),
+        )
+    ),
+    Spelling(_BY_COMPLEX, is_half=True, is_interleaved=True),
 )
 
 
@@ -227,8 +251,7 @@ class Rotation(NamedTuple):
     Attributes:
         spelling: how it is written.
         x: the heads, all of them.
-        cos: of tokens.
-        sin: likewise.
+        angles: cosines and sines of tokens, as two tensors or as a complex one.
         heads: the dimension of heads in x.
         size: how many numbers at the start of each head turn.
         nodes: what computes it.
@@ -236,8 +259,7 @@ class Rotation(NamedTuple):
 
     spelling: Spelling
     x: fx.Node
-    cos: fx.Node
-    sin: fx.Node
+    angles: tuple[fx.Node, ...]
     heads: int
     size: Any
     nodes: tuple[fx.Node, ...]
@@ -264,10 +286,11 @@ _WITH_REST = Cast(Op("cat", [Var("turned", is_tensor), Var("rest", is_tensor)], 
 def _rotations_of_all(node: fx.Node) -> Iterator[Rotation]:
     for spelling in SPELLINGS:
         for bound in match(spelling.expression, node):
-            x, cos, sin = bound["x"], bound["cos"], bound["sin"]
-            heads = _heads_of(shape_of(x), spelling, shape_of(cos), shape_of(sin))
+            x = bound["x"]
+            angles = tuple(bound[name] for name in ("cos", "sin", "angles") if name in bound)
+            heads = _heads_of(shape_of(x), spelling, *map(shape_of, angles))
             if heads is not None:
-                yield Rotation(spelling, x, cos, sin, heads, shape_of(x)[-1], bound.nodes)
+                yield Rotation(spelling, x, angles, heads, shape_of(x)[-1], bound.nodes)
 
 
 def _heads_of(shape: tuple[Any, ...], spelling: Spelling, *angles: tuple[Any, ...]) -> int | None:
