@@ -367,7 +367,59 @@ def test_a_mask_that_is_changed_in_place_is_not_known():
         mask[0] = True
         return sdpa(q, k, v, attn_mask=mask)
 
-    check_swap(attend, *_qkv(), expect=[])
+    assert _options(check_swap(attend, *_qkv(), expect=["attention"])) == _expect(mask=True)
+
+    def attend_by_a_copy(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+        mask[0].fill_(True)
+        return sdpa(q, k, v, attn_mask=mask & mask.any(-1, keepdim=True))
+
+    found = check_swap(attend_by_a_copy, *_qkv(), expect=["attention"])
+    assert _options(found) == _expect(mask=True)
+
+
+def test_keys_that_are_filled_part_by_part():
+    """As in DeepSeek V3: all writes come before, and what is written after the match is refused."""
+
+    def filled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys = k.new_empty(k.shape)
+        keys[..., :3] = k[..., :3]
+        keys[..., 3:] = k[..., 3:].sin()
+        return sdpa(q, keys, v)
+
+    check_swap(filled, *_qkv(), expect=["attention"])
+
+    def written_after(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        keys = k * 1.0
+        found = sdpa(q, keys, v)
+        keys[..., :3] = 0
+        return found, keys
+
+    found = check_swap(written_after, *_qkv(), expect=[], gradients=False)
+    assert "changed in place" in found.report.candidates[0].reason
+
+    def written_within(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        values = v * 1.0
+        weights = torch.softmax(q @ k.transpose(-2, -1), -1)
+        values[..., :3] = 0
+        return weights @ values
+
+    found = check_swap(written_within, *_qkv(), expect=[])
+    assert "changed in place" in found.report.candidates[0].reason
+
+
+def test_lengths_that_change_after_their_mask_was_made():
+    """The operator would read them after the write, and the mask was made before it."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        lengths = lengths + 1
+        mask = (torch.arange(k.shape[2]) < lengths[:, None])[:, None, None]
+        lengths.sub_(1)
+        return sdpa(q, k, v, attn_mask=mask)
+
+    inputs = *_qkv(), torch.tensor([2, 4])
+    found = check_swap(attend, *inputs, expect=[])
+    assert "changed in place" in found.report.candidates[0].reason
 
 
 def test_a_mask_of_dynamic_sizes_is_not_known():

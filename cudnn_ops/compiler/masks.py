@@ -17,7 +17,14 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from cudnn_ops.compiler.nodes import call_of, target_name, value_of, writes_by_name
+from cudnn_ops.compiler.nodes import (
+    call_of,
+    memory_of,
+    target_name,
+    value_of,
+    writes_by_name,
+    written_by,
+)
 
 #: Numbers of a mask up to which it is computed.
 _MOST_NUMBERS = 1 << 28
@@ -201,7 +208,10 @@ def computed(node: fx.Node) -> Tensor | None:
 
 
 def _needed(node: fx.Node) -> list[fx.Node]:
-    """All that a node is computed of, in the graph's order; empty where it reads an input."""
+    """All that a node is computed of, in the graph's order.
+
+    Empty where it reads an input, or something that is changed in place.
+    """
     found: set[fx.Node] = set()
     open_ = [node]
     while open_:
@@ -213,6 +223,11 @@ def _needed(node: fx.Node) -> list[fx.Node]:
             return []
         found.add(one)
         open_ += one.all_input_nodes
+    memory = set().union(*(memory_of(one.meta.get("example_value")) for one in found))
+    for writer in node.graph.nodes:
+        for one in written_by(writer):
+            if memory & memory_of(one.meta.get("example_value")):
+                return []
     return [one for one in node.graph.nodes if one in found]
 
 

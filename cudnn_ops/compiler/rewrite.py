@@ -187,8 +187,8 @@ def objection(found: Found, facts: GraphFacts) -> str:
     if len({facts.mode[node] for node in computed}) > 1:
         return "gradients or autocast are switched on or off within it"
     own = {node for node in found.written if _is_read_within(node, inside, facts)}
-    read = {*found.inputs, *found.unchanged}
-    is_input_changed = not facts.mutated.isdisjoint(read - own)
+    read = facts.mutated.intersection((*found.inputs, *found.unchanged)) - own
+    is_input_changed = not all(_is_changed_before(node, found, facts) for node in read)
     changed = facts.mutated & inside
     if is_input_changed or not all(_is_changed_within(node, inside, facts) for node in changed):
         return "a tensor that it reads is changed in place"
@@ -268,6 +268,22 @@ def _is_changed_within(node: fx.Node, inside: set[fx.Node], facts: GraphFacts) -
         if not inside.issuperset((writer, *before)) or any(facts.place[u] > last for u in users):
             return False
     return True
+
+
+def _is_changed_before(node: fx.Node, found: Found, facts: GraphFacts) -> bool:
+    """Whether all writes to its memory come before the match, which reads what they leave.
+
+    Models fill keys part by part. What the match does not read itself may have been read earlier.
+    """
+    if node in found.unchanged or node.users.keys().isdisjoint(found.nodes):
+        return False
+    begin = min(facts.place[one] for one in found.nodes if not _is_constant(one))
+    memory = memory_of(node.meta.get("example_value"))
+    sharing = {one for one in facts.place if memory & memory_of(one.meta.get("example_value"))}
+    return all(
+        place < begin or sharing.isdisjoint(written_by(writer))
+        for writer, place in facts.place.items()
+    )
 
 
 def _is_read_within(node: fx.Node, inside: set[fx.Node], facts: GraphFacts) -> bool:
