@@ -648,6 +648,28 @@ def test_a_learned_bias_gets_its_gradient():
     check_swap(attend, *_qkv(), bias, expect=["attention_by_matmul"])
 
 
+@pytest.mark.parametrize("sizes", [(HEADS, 1, 1), (1, HEADS, 1, 1), (BATCH, 1, LENGTH, 1), (1, 1)])
+def test_factors_of_heads_or_queries(sizes):
+    """As in Swin V2, whose scale is learned; in another precision than the product's, too."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, factors: Tensor, bias: Tensor) -> Tensor:
+        scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
+        return F.softmax(scores * factors.exp() + bias.unsqueeze(0), dim=-1) @ v
+
+    factors = torch.randn(sizes, dtype=torch.float64)
+    bias = torch.randn(HEADS, LENGTH, LENGTH, dtype=torch.float64)
+    check_swap(attend, *_qkv(), factors, bias, expect=["attention_by_matmul"])
+    narrow = [x.float() for x in _qkv()]
+    check_swap(
+        lambda q, k, v, factors: (
+            F.softmax((q @ k.transpose(-2, -1) * factors.to(q.dtype)), dim=-1) @ v
+        ),
+        *(*narrow, factors),
+        expect=["attention_by_matmul"],
+        tolerance=1e-4,
+    )
+
+
 def test_dropout_while_training():
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.dropout(F.softmax(q @ k.transpose(-2, -1), -1), 0.25, training=True) @ v
@@ -684,6 +706,19 @@ def _doubled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (F.softmax(q @ k.transpose(-2, -1), -1) * 2) @ v
 
 
+def _factors_of_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax((q @ k.transpose(-2, -1)) * k.sum(-1).unsqueeze(-2), -1) @ v
+
+
+def _factors_of_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax((q @ k.transpose(-2, -1)) * _slopes(q, q), -1) @ v
+
+
+def _factors_of_new_samples(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    factors = q.sum((1, 2, 3), keepdim=True)
+    return F.softmax((q[:1] @ k[:1].transpose(-2, -1)) * factors, -1) @ v
+
+
 def _added_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = torch.add(q @ k.transpose(-2, -1), _slopes(q, q), alpha=2)
     return F.softmax(scores, -1) @ v
@@ -699,6 +734,9 @@ def _added_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         _masked_behind,
         _doubled,
         _added_twice,
+        _factors_of_keys,
+        _factors_of_scores,
+        _factors_of_new_samples,
     ],
     ids=lambda f: f.__name__,
 )

@@ -194,6 +194,12 @@ def vllm(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).flatten(-2)
 
 
+def deepseek_v3(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Neighbours are moved into halves, which is no part of it."""
+    b, h, s, d = x.shape
+    return llama(x.view(b, h, s, d // 2, 2).transpose(4, 3).reshape(b, h, s, d), cos, sin)
+
+
 def _complex(cos: Tensor, sin: Tensor) -> Tensor:
     """Of each pair, [B, S, D / 2]."""
     return torch.complex(cos[..., : D // 2].contiguous(), sin[..., : D // 2].contiguous())
@@ -228,5 +234,5 @@ SPELLINGS = [
     *(llama, one_batch, in_place, timm, dinov3, gpt_neox, tokens_first, tokens_first_in_memory),
     *(vision, heads_first, gpt_oss, gpt_oss_back, nanochat, flash_attention),
     *(cohere, cohere_back, gptj, flux, llama_of_meta, vllm, llama4, deepseek_v2, qwen_image),
-    complex_back,
+    *(complex_back, deepseek_v3),
 ]
