@@ -25,6 +25,8 @@ class Found:
         written: inputs that it writes to, as the nodes do, and that nothing else may read.
         unchanged: what nothing may write to, beside the inputs; what is left of it without a user
             goes away.
+        filled: tensors among the nodes that these fill part by part, and nothing else reads or
+            writes; the last node reads all of them.
         alike: what the nodes read beside the inputs, with the inputs that are computed alike.
     """
 
@@ -35,6 +37,7 @@ class Found:
     note: str = ""
     written: Sequence[fx.Node] = ()
     unchanged: Sequence[fx.Node] = ()
+    filled: Sequence[fx.Node] = ()
     alike: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
 
     def built(self, *inputs: Any) -> tuple[Any, ...]:

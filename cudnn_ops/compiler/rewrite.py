@@ -190,6 +190,7 @@ def objection(found: Found, facts: GraphFacts) -> str:
     read = facts.mutated.intersection((*found.inputs, *found.unchanged)) - own
     is_input_changed = not all(_is_changed_before(node, found, facts) for node in read)
     changed = facts.mutated & inside
+    changed -= _filled_within(found, facts)
     if is_input_changed or not all(_is_changed_within(node, inside, facts) for node in changed):
         return "a tensor that it reads is changed in place"
     if _too_early(found, facts) is None:
@@ -268,6 +269,19 @@ def _is_changed_within(node: fx.Node, inside: set[fx.Node], facts: GraphFacts) -
         if not inside.issuperset((writer, *before)) or any(facts.place[u] > last for u in users):
             return False
     return True
+
+
+def _filled_within(found: Found, facts: GraphFacts) -> set[fx.Node]:
+    """The tensors that the match fills, and views of them, where all writes to them are its own."""
+    inside = set(found.nodes)
+    filled: set[fx.Node] = set()
+    for node in found.filled:
+        memory = memory_of(node.meta.get("example_value"))
+        sharing = {one for one in facts.place if memory & memory_of(one.meta.get("example_value"))}
+        writers = {one for one in facts.place if not sharing.isdisjoint(written_by(one))}
+        if inside.issuperset(sharing | writers):
+            filled |= sharing
+    return filled
 
 
 def _is_changed_before(node: fx.Node, found: Found, facts: GraphFacts) -> bool:
@@ -378,7 +392,8 @@ def _replace(graph: fx.Graph, facts: GraphFacts, found: Found) -> None:
     # In reverse, so that users go first. What something else still reads stays.
     gone = {*found.nodes, *found.unchanged}
     for node in sorted(gone, key=facts.place.__getitem__, reverse=True):
-        if not node.users and not node.is_impure():
+        fills = not set(found.filled).isdisjoint(written_by(node))
+        if not node.users and (fills or not node.is_impure()):
             facts.place.pop(node)
             graph.erase_node(node)
 

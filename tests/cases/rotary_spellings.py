@@ -230,9 +230,20 @@ def complex_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.view_as_real(numbers * _complex(cos, sin)[:, None].conj()).flatten(-2)
 
 
+def wan(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[batch, tokens, heads, size], whose pairs are written into a tensor."""
+    x, cos, sin = x.transpose(1, 2), cos[:1, :, None], sin[:1, :, None]
+    x1, x2 = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos[..., 0::2], sin[..., 1::2]
+    out = torch.empty_like(x)
+    out[..., 0::2] = x1 * cos - x2 * sin
+    out[..., 1::2] = x1 * sin + x2 * cos
+    return out.type_as(x)
+
+
 SPELLINGS = [
     *(llama, one_batch, in_place, timm, dinov3, gpt_neox, tokens_first, tokens_first_in_memory),
     *(vision, heads_first, gpt_oss, gpt_oss_back, nanochat, flash_attention),
     *(cohere, cohere_back, gptj, flux, llama_of_meta, vllm, llama4, deepseek_v2, qwen_image),
-    *(complex_back, deepseek_v3),
+    *(complex_back, deepseek_v3, wan),
 ]

@@ -25,7 +25,8 @@ class Rotary(Pattern):
             if _has_gradient_of_angles(rotation):
                 raise Refusal("cos or sin requires a gradient")
             inputs = [rotation.x, *rotation.angles]
-            yield Found(rotation.nodes, [node], inputs, _build_one(rotation))
+            build = _build_one(rotation)
+            yield Found(rotation.nodes, [node], inputs, build, filled=rotation.filled)
 
 
 class RotaryQk(Pattern):
@@ -51,6 +52,7 @@ class RotaryQk(Pattern):
                             _build_both(first, second),
                             note=f"together with one of [{sizes}]",
                             unchanged=copies,
+                            filled=(*first.filled, *second.filled),
                             alike=dict(zip(second.angles, first.angles, strict=True)),
                         )
 

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
-from cudnn_ops.compiler.match import Bound, Cast, Expression, Number, OneOf, Op, Var, match
-from cudnn_ops.compiler.nodes import call_of, value_of
+from cudnn_ops.compiler.match import (
+    Bound,
+    Cast,
+    Expression,
+    Number,
+    OneOf,
+    Op,
+    Var,
+    match,
+    match_all,
+)
+from cudnn_ops.compiler.nodes import call_of, is_same, value_of
 from cudnn_ops.compiler.pattern import anything, is_last_dim, is_tensor, shape_of
 
 _X = Cast(Var("x", is_tensor))
@@ -198,13 +210,17 @@ def _whole(turned: Any) -> Cast:
 
 def _by_parts(join: Any, part: Callable[[int], Any], first: str, second: str) -> Cast:
     """``join(x1 * cos first x2 * sin, x2 * cos second x1 * sin)``."""
+    return Cast(join(*_parts(part, first, second)))
+
+
+def _parts(part: Callable[[int], Any], first: str, second: str) -> list[Cast]:
     parts = []
     for which, name in enumerate((first, second)):
         by_cos, by_sin = (
             Cast(Op("mul", part(i), angle)) for i, angle in ((which, _COS), (1 - which, _SIN))
         )
         parts.append(Cast(Op(name, by_cos, by_sin)))
-    return Cast(join(*parts))
+    return parts
 
 
 class Spelling(NamedTuple):
@@ -255,6 +271,7 @@ class Rotation(NamedTuple):
         heads: the dimension of heads in x.
         size: how many numbers at the start of each head turn.
         nodes: what computes it.
+        filled: the tensor among them that is filled with the numbers of pairs, where there is one.
     """
 
     spelling: Spelling
@@ -263,6 +280,7 @@ class Rotation(NamedTuple):
     heads: int
     size: Any
     nodes: tuple[fx.Node, ...]
+    filled: tuple[fx.Node, ...] = ()
 
 
 def rotations(node: fx.Node) -> Iterator[Rotation]:
@@ -286,11 +304,43 @@ _WITH_REST = Cast(Op("cat", [Var("turned", is_tensor), Var("rest", is_tensor)], 
 def _rotations_of_all(node: fx.Node) -> Iterator[Rotation]:
     for spelling in SPELLINGS:
         for bound in match(spelling.expression, node):
-            x = bound["x"]
-            angles = tuple(bound[name] for name in ("cos", "sin", "angles") if name in bound)
-            heads = _heads_of(shape_of(x), spelling, *map(shape_of, angles))
-            if heads is not None:
-                yield Rotation(spelling, x, angles, heads, shape_of(x)[-1], bound.nodes)
+            yield from _rotation_of(spelling, bound)
+    yield from _filled(node)
+
+
+def _rotation_of(spelling: Spelling, bound: Bound) -> Iterator[Rotation]:
+    x = bound["x"]
+    angles = tuple(bound[name] for name in ("cos", "sin", "angles") if name in bound)
+    heads = _heads_of(shape_of(x), spelling, *map(shape_of, angles))
+    if heads is not None:
+        yield Rotation(spelling, x, angles, heads, shape_of(x)[-1], bound.nodes)
+
+
+def _filled(node: fx.Node) -> Iterator[Rotation]:
+    """``out = empty_like(x); out[..., 0::2] = ...; out[..., 1::2] = ...; out.type_as(x)`` (Wan)."""
+    call = call_of(node)
+    whole = call["input"] if call is not None and call.name == "cast" else None
+    if whole is None or whole.target is not torch.empty_like or len(whole.args) != 1:
+        return
+    writers: dict[Any, fx.Node] = {}
+    for user in whole.users:
+        if user is not node:
+            last = _last_index(user.args[1], user) if user.target is operator.setitem else None
+            if not isinstance(last, slice) or (last.stop, last.step) != (None, 2) or user > node:
+                return
+            writers[last.start or 0] = user
+    if len(whole.users) != 3 or writers.keys() != {0, 1}:
+        return
+    values = [writers[which].args[2] for which in (0, 1)]
+    for bound in match_all(_FILLED.expression, values, node):
+        x = bound["x"]
+        if is_same(whole.args[0], x) and shape_of(whole) == shape_of(x):
+            for rotation in _rotation_of(_FILLED, bound):
+                nodes = (*rotation.nodes, whole, *writers.values(), node)
+                yield rotation._replace(nodes=nodes, filled=(whole,))
+
+
+_FILLED = Spelling(_parts(_neighbour, "sub", "add"), is_half=True, is_interleaved=True)
 
 
 def _heads_of(shape: tuple[Any, ...], spelling: Spelling, *angles: tuple[Any, ...]) -> int | None:
