@@ -8,15 +8,15 @@ twice the error of eager mode.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.bench_zoo import FLOOR, TIMES_EAGER, error, in_float32, results_of, step_of
 from benchmarks.harness import OURS, Rows, main, step_ms
+from benchmarks.whole_models import checked_steps
 from benchmarks.zoo_models import ZOO, Entry
 from cudnn_ops.integrations.optimize import optimize_
 
@@ -43,23 +43,7 @@ def run_part(name: str, rows: Rows, rounds: int) -> None:
 
 def measure(entry: Entry, rows: Rows, rounds: int, device: str = "cuda") -> None:
     torch._dynamo.reset()
-    torch.manual_seed(0)
-    reference = entry.make().to(device).eval().requires_grad_(False)
-    inputs = entry.inputs(torch.device(device))
-    model = copy.deepcopy(reference).to(torch.bfloat16)
-    (exact,) = results_of(entry, reference, in_float32(inputs), trains=False)
-    del reference
-    (eager,) = results_of(entry, model, inputs, trains=False)
-    allowed = TIMES_EAGER * error(eager, exact) + FLOOR
-    steps: dict[str, Callable[[], object]] = {}
-    for name, variant in variants(model).items():
-        (result,) = results_of(entry, variant, inputs, trains=False)
-        found = error(result, exact)
-        if not found <= allowed:  # written so that NaN fails
-            raise RuntimeError(
-                f"{entry.name}: {name} is off by {found:.2g}, eager by {allowed:.2g} / 2"
-            )
-        steps[name] = step_of(entry, variant, inputs, trains=False)
+    steps, _ = checked_steps(entry.name, entry, False, device, variants)
     if device == "cuda":
         for name, ms in step_ms(steps, rounds=rounds).items():
             rows.add(entry.name, name, "step_ms", ms)
@@ -67,7 +51,7 @@ def measure(entry: Entry, rows: Rows, rounds: int, device: str = "cuda") -> None
 
 def variants(model: nn.Module) -> dict[str, Any]:
     """Ours first, and those that it is compared with."""
-    adapted = copy.deepcopy(model)
+    adapted = copy.deepcopy(model.requires_grad_(False))
     report = optimize_(adapted)
     print(f"{len(report.diffusers)} modules are adapted", *report.notes, sep="\n", flush=True)
     compiled: dict[str, Any] = {

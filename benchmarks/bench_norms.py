@@ -1,11 +1,12 @@
-"""Norms and gated activations: GPU time beside that of moving the same bytes, and host time.
+"""Norms, gated activations, rotary embedding: GPU time beside that of the same bytes, host time.
 
 bf16; a training forward, and the backward with the gradients of weight and bias. All read each
 number once and compute little, so that the bound is the memory's: a copy (one tensor read, one
 written), or torch.add (`three_pass`) where the operator reads two and writes one.
 
 `cudnn_ops` is a size that is called often, which may have got a plan of cuDNN's; `cudnn_ops_new`
-one that is called for the first time, and every new one of many.
+one that is called for the first time, and every new one of many. Queries and keys are turned by
+one kernel, and beside it by `two_launches`, one for each.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from benchmarks.peers import RowOps
 # Of two results, as a share of the first one's norm.
 TOLERANCE = 2e-2
 NEW = f"{OURS}_new"
+TWO_LAUNCHES = "two_launches"
 
 
 class Shape(NamedTuple):
@@ -69,6 +71,7 @@ QK = (8, 2048, 16, 128)  # batch, tokens, heads, head size
 PARTS = 3  # of the projection that the heads are part of: query, key and value
 ADDED = (8192, 4096)
 GATED = (8192, 11008)
+ROTARY = ((4, 2048, 32, 8, 128), (1, 512, 32, 8, 128))  # batch, tokens, heads, key heads, size
 # Where a call is all that counts, and where the GPU takes as long.
 HOST = ((256, 4096), (2048, 4096))
 
@@ -82,12 +85,13 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One operator at one shape. The bounds are one function each way; no grad_out: no backward."""
+    """One operator at one shape. The bounds are one function each way; no grads: no backward."""
 
     name: str
     calls: Mapping[str, Call]
     forward_bound: Functions
-    grad_out: Tensor | None = None
+    grads: Sequence[Tensor] = ()
+    """Of the first results."""
     backward_bound: Functions | None = None
 
 
@@ -108,9 +112,10 @@ def measure(case: Case, rows: Rows, rounds: int) -> None:
     for name, call in case.calls.items():
         found = call.forward()
         results = found if isinstance(found, tuple) else (found,)
-        if case.grad_out is not None:
+        if case.grads:
+            roots = results[: len(case.grads)]
             backward[name] = partial(
-                torch.autograd.grad, results[0], call.leaves, case.grad_out, retain_graph=True
+                torch.autograd.grad, roots, call.leaves, case.grads, retain_graph=True
             )
             results = (*results, *backward[name]())
         ours = ours or results
@@ -155,6 +160,8 @@ def cases(ops: Mapping[str, RowOps]) -> Iterator[Case]:
     yield norm_case(f"rms QK {','.join(map(str, QK))}", "rms", heads_of_it, ops, compiled=True)
     yield add_case(ops)
     yield gated_case(ops)
+    for sizes in ROTARY:
+        yield rotary_case(*sizes)
 
 
 def norm_case(name: str, kind: str, x: Tensor, ops: Mapping[str, RowOps], compiled: bool) -> Case:
@@ -174,7 +181,7 @@ def norm_case(name: str, kind: str, x: Tensor, ops: Mapping[str, RowOps], compil
         name,
         calls,
         {"copy": partial(target.copy_, data)},
-        grad_out,
+        [grad_out],
         {"three_pass": partial(torch.add, data, grad_out, out=target)},
     )
 
@@ -202,10 +209,35 @@ def gated_case(ops: Mapping[str, RowOps]) -> Case:
         f"swiglu {GATED[0]},{GATED[1]}",
         calls,
         {"three_pass": partial(torch.add, gate, up, out=target)},
-        random_tensor(*GATED),
+        [random_tensor(*GATED)],
         # Three tensors are read, and two written.
         copy_of(5 * gate.numel() // 2),
     )
+
+
+def rotary_case(batch: int, tokens: int, heads: int, key_heads: int, size: int) -> Case:
+    def heads_of(count: int) -> Tensor:
+        return random_tensor(batch, tokens, count, size).transpose(1, 2)
+
+    def by_itself(x: Tensor) -> Tensor:
+        return cudnn_ops.rotary_embedding(x, cos, sin)
+
+    def by_torch(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
+
+    leaves = [heads_of(count).requires_grad_() for count in (heads, key_heads)]
+    angles = random_tensor(1, tokens, size // 2).repeat(1, 1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    functions: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+        OURS: partial(cudnn_ops.rotary_embedding_qk, cos=cos, sin=sin),
+        TWO_LAUNCHES: lambda query, key: (by_itself(query), by_itself(key)),
+        "eager": lambda query, key: (by_torch(query), by_torch(key)),
+    }
+    bound = copy_of(sum(leaf.numel() for leaf in leaves))
+    name = f"rotary_qk {batch},{tokens},{heads},{key_heads},{size}"
+    grads = [heads_of(count) for count in (heads, key_heads)]
+    return Case(name, calls_of(functions, leaves, compiled=True), bound, grads, bound)
 
 
 def calls_of(

@@ -10,24 +10,18 @@ to the file.
 
 from __future__ import annotations
 
-import copy
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import cudnn_ops
 from benchmarks.harness import OURS, Rows, main, peak_bytes, step_ms
+from benchmarks.whole_models import checked_steps
 from benchmarks.zoo_models import ZOO, Entry
 
-# Of a result's error in eager mode, with a floor for what eager mode gets right by chance.
-TIMES_EAGER, FLOOR = 2.0, 1e-3
-#: What models call the probability by which they drop numbers, rows or whole branches.
-PROBABILITIES = ("p", "drop_prob", "dropout")
 COMPILERS: Mapping[str, dict[str, Any]] = {
     OURS: {"backend": "cudnn_ops"},
     "compile": {},
@@ -65,35 +59,9 @@ def measure(entry: Entry, rows: Rows, rounds: int) -> None:
 def measure_case(entry: Entry, trains: bool, rows: Rows, rounds: int, device: str = "cuda") -> None:
     """One model, in inference or training, by every compiler."""
     case = f"{entry.name}, {'training' if trains else 'inference'}"
-    torch.manual_seed(0)
-    reference = entry.make().to(device).train(trains)
-    inputs = entry.inputs(torch.device(device))
-    model = copy.deepcopy(reference).to(torch.bfloat16)
-    with nothing_dropped(reference), nothing_dropped(model):
-        exact = results_of(entry, reference, in_float32(inputs), trains)
-        eager = results_of(entry, model, inputs, trains)
-    del reference
-    allowed = [TIMES_EAGER * error(*pair) + FLOOR for pair in zip(eager, exact, strict=True)]
-    steps: dict[str, Callable[[], object]] = {"eager": step_of(entry, model, inputs, trains)}
-    for name, options in COMPILERS.items():
-        compiled = torch.compile(model, dynamic=False, **options)
-        step = step_of(entry, compiled, inputs, trains)
-        start = time.perf_counter()
-        step()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        rows.add(case, name, "compile_s", time.perf_counter() - start)
-        with nothing_dropped(model):
-            found = results_of(entry, compiled, inputs, trains)
-        for what, mine, right, most in zip(
-            ("result", "gradients"), found, exact, allowed, strict=False
-        ):
-            off = error(mine, right)
-            if not off <= most:  # written so that NaN fails
-                raise RuntimeError(
-                    f"{case}: the {what} of {name} differ by {off:.2g}; allowed: {most:.2g}"
-                )
-        steps[name] = step
+    steps, seconds = checked_steps(case, entry, trains, device, variants)
+    for name in COMPILERS:
+        rows.add(case, name, "compile_s", seconds[name])
     if device != "cuda":
         return
     for name, ms in step_ms(steps, rounds=rounds).items():
@@ -102,68 +70,11 @@ def measure_case(entry: Entry, trains: bool, rows: Rows, rounds: int, device: st
         rows.add(case, name, "peak_mib", peak_bytes(call) / 2**20)
 
 
-@contextmanager
-def nothing_dropped(model: nn.Module) -> Iterator[None]:
-    """While it lasts, the model drops nothing at random."""
-    kept: list[tuple[nn.Module, str, float]] = []
-    for module in model.modules():
-        for name in PROBABILITIES:
-            value = getattr(module, name, None)
-            if isinstance(value, float) and (name != "p" or is_dropout(module)):
-                kept.append((module, name, value))
-                setattr(module, name, 0.0)
-    try:
-        yield
-    finally:
-        for module, name, value in kept:
-            setattr(module, name, value)
-
-
-def is_dropout(module: nn.Module) -> bool:
-    """Whether its ``p`` is a probability: poolings have exponents of that name."""
-    kind = type(module).__name__
-    return "Drop" in kind or kind == "StochasticDepth"
-
-
-def step_of(
-    entry: Entry, model: Any, inputs: Mapping[str, Any], trains: bool
-) -> Callable[[], Tensor]:
-    def infer() -> Tensor:
-        with torch.no_grad():
-            return entry.result(model(**inputs))
-
-    def train() -> Tensor:
-        for parameter in parameters:
-            parameter.grad = None
-        result = entry.result(model(**inputs))
-        # The sum of what a norm returns does not depend on what it is given, nor does that of
-        # the squares.
-        result.float().sin().mean().backward()
-        return result.detach()
-
-    parameters = list(model.parameters()) if trains else []
-    return train if trains else infer
-
-
-def results_of(entry: Entry, model: Any, inputs: Mapping[str, Any], trains: bool) -> list[Tensor]:
-    """The result in float32, and in training all gradients as one vector."""
-    found = [step_of(entry, model, inputs, trains)().float()]
-    if trains:
-        grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-        found.append(torch.cat(grads).float())
-    return found
-
-
-def in_float32(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
-        for name, x in inputs.items()
+def variants(model: nn.Module) -> dict[str, Any]:
+    compiled: dict[str, Any] = {
+        name: torch.compile(model, dynamic=False, **options) for name, options in COMPILERS.items()
     }
-
-
-def error(result: Tensor, exact: Tensor) -> float:
-    """As a share of the exact result's norm."""
-    return float((result - exact).norm() / exact.norm())
+    return {"eager": model, **compiled}
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+import cudnn_ops
 from benchmarks import (
     bench_adaptive_norms,
     bench_conv,
@@ -166,6 +168,7 @@ def small_norms(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, peer
         monkeypatch.setattr(bench, name, (3, 8))
     monkeypatch.setattr(bench, "HOST", ((3, 8),))
     monkeypatch.setattr(bench, "QK", (2, 3, 4, 8))
+    monkeypatch.setattr(bench, "ROTARY", ((2, 3, 4, 2, 8),))
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr(peers, "LIGER_WIDEST", 63)
     ops = peers.row_ops("cudnn_ops", "eager")
@@ -191,11 +194,14 @@ def test_bench_norms_rows_make_its_tables(small_norms: dict[str, peers.RowOps]) 
         ["rms QK", "1", *[both] * 4],
         ["add + rms", "1", *["1.00x"] * 4],
         ["swiglu", "1", *[both] * 4],
+        ["rotary_qk", "1", *[both] * 3, ""],
     ]
     cases = harness.pivot(rows.rows, "gpu_ms")
     impls = ["cudnn_ops", "eager", "three_pass", "cudnn_ops_new"]
     assert list(cases["rms wide 2,64 bwd"]) == impls
     assert list(cases["swiglu 3,8 bwd"])[-3:] == ["compile", "copy", "cudnn_ops_new"]
+    impls = ["cudnn_ops", "two_launches", "eager", "compile", "copy", "cudnn_ops_new"]
+    assert list(cases["rotary_qk 2,3,4,2,8 bwd"]) == impls
     header, *lines = tables.host_overhead(rows.rows)
     assert header == ["", "cudnn_ops", "eager"]
     functions = ("rms_norm", "layer_norm", "swiglu")
@@ -204,6 +210,22 @@ def test_bench_norms_rows_make_its_tables(small_norms: dict[str, peers.RowOps]) 
         for which in ("no grad", "grad")
         for function in functions
     ]
+
+
+def test_a_key_that_turns_back_is_not_timed(
+    small_norms: dict[str, peers.RowOps], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both results are held to those of ours, and both gradients."""
+    turn = cudnn_ops.rotary_embedding
+
+    def backward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return turn(x, cos, sin if x.shape[1] == 4 else -sin)
+
+    monkeypatch.setattr(cudnn_ops, "rotary_embedding", backward)
+    case = list(bench_norms.cases(small_norms))[-1]
+    with pytest.raises(RuntimeError, match=r"rotary_qk .*: two_launches differs in result 1"):
+        bench_norms.measure(case, Rows(ENV), 1)
+    assert len(case.grads) == 2
 
 
 def test_means_of_norms_are_geometric() -> None:

@@ -367,7 +367,59 @@ def test_a_mask_that_is_changed_in_place_is_not_known():
         mask[0] = True
         return sdpa(q, k, v, attn_mask=mask)
 
-    check_swap(attend, *_qkv(), expect=[])
+    assert _options(check_swap(attend, *_qkv(), expect=["attention"])) == _expect(mask=True)
+
+    def attend_by_a_copy(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+        mask[0].fill_(True)
+        return sdpa(q, k, v, attn_mask=mask & mask.any(-1, keepdim=True))
+
+    found = check_swap(attend_by_a_copy, *_qkv(), expect=["attention"])
+    assert _options(found) == _expect(mask=True)
+
+
+def test_keys_that_are_filled_part_by_part():
+    """As in DeepSeek V3: all writes come before, and what is written after the match is refused."""
+
+    def filled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys = k.new_empty(k.shape)
+        keys[..., :3] = k[..., :3]
+        keys[..., 3:] = k[..., 3:].sin()
+        return sdpa(q, keys, v)
+
+    check_swap(filled, *_qkv(), expect=["attention"])
+
+    def written_after(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        keys = k * 1.0
+        found = sdpa(q, keys, v)
+        keys[..., :3] = 0
+        return found, keys
+
+    found = check_swap(written_after, *_qkv(), expect=[], gradients=False)
+    assert "changed in place" in found.report.candidates[0].reason
+
+    def written_within(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        values = v * 1.0
+        weights = torch.softmax(q @ k.transpose(-2, -1), -1)
+        values[..., :3] = 0
+        return weights @ values
+
+    found = check_swap(written_within, *_qkv(), expect=[])
+    assert "changed in place" in found.report.candidates[0].reason
+
+
+def test_lengths_that_change_after_their_mask_was_made():
+    """The operator would read them after the write, and the mask was made before it."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        lengths = lengths + 1
+        mask = (torch.arange(k.shape[2]) < lengths[:, None])[:, None, None]
+        lengths.sub_(1)
+        return sdpa(q, k, v, attn_mask=mask)
+
+    inputs = *_qkv(), torch.tensor([2, 4])
+    found = check_swap(attend, *inputs, expect=[])
+    assert "changed in place" in found.report.candidates[0].reason
 
 
 def test_a_mask_of_dynamic_sizes_is_not_known():
@@ -596,6 +648,28 @@ def test_a_learned_bias_gets_its_gradient():
     check_swap(attend, *_qkv(), bias, expect=["attention_by_matmul"])
 
 
+@pytest.mark.parametrize("sizes", [(HEADS, 1, 1), (1, HEADS, 1, 1), (BATCH, 1, LENGTH, 1), (1, 1)])
+def test_factors_of_heads_or_queries(sizes):
+    """As in Swin V2, whose scale is learned; in another precision than the product's, too."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, factors: Tensor, bias: Tensor) -> Tensor:
+        scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
+        return F.softmax(scores * factors.exp() + bias.unsqueeze(0), dim=-1) @ v
+
+    factors = torch.randn(sizes, dtype=torch.float64)
+    bias = torch.randn(HEADS, LENGTH, LENGTH, dtype=torch.float64)
+    check_swap(attend, *_qkv(), factors, bias, expect=["attention_by_matmul"])
+    narrow = [x.float() for x in _qkv()]
+    check_swap(
+        lambda q, k, v, factors: (
+            F.softmax((q @ k.transpose(-2, -1) * factors.to(q.dtype)), dim=-1) @ v
+        ),
+        *(*narrow, factors),
+        expect=["attention_by_matmul"],
+        tolerance=1e-4,
+    )
+
+
 def test_dropout_while_training():
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.dropout(F.softmax(q @ k.transpose(-2, -1), -1), 0.25, training=True) @ v
@@ -632,6 +706,19 @@ def _doubled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (F.softmax(q @ k.transpose(-2, -1), -1) * 2) @ v
 
 
+def _factors_of_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax((q @ k.transpose(-2, -1)) * k.sum(-1).unsqueeze(-2), -1) @ v
+
+
+def _factors_of_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax((q @ k.transpose(-2, -1)) * _slopes(q, q), -1) @ v
+
+
+def _factors_of_new_samples(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    factors = q.sum((1, 2, 3), keepdim=True)
+    return F.softmax((q[:1] @ k[:1].transpose(-2, -1)) * factors, -1) @ v
+
+
 def _added_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = torch.add(q @ k.transpose(-2, -1), _slopes(q, q), alpha=2)
     return F.softmax(scores, -1) @ v
@@ -647,6 +734,9 @@ def _added_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         _masked_behind,
         _doubled,
         _added_twice,
+        _factors_of_keys,
+        _factors_of_scores,
+        _factors_of_new_samples,
     ],
     ids=lambda f: f.__name__,
 )

@@ -46,6 +46,15 @@ def padded() -> Tensor:
     return mask
 
 
+def llama4() -> tuple[Any, ...]:
+    config = hf.Llama4TextConfig(
+        **GROUPED, intermediate_size_mlp=48, moe_layers=[], attention_chunk_size=8,
+        use_qk_norm=False,
+    )  # fmt: skip
+    arguments = {"input_ids": IDS, "use_cache": False}
+    return hf.Llama4ForCausalLM(config), arguments, lambda out: out[0]
+
+
 def bert() -> tuple[Any, ...]:
     config = hf.BertConfig(**SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     return hf.BertModel(config), {"input_ids": IDS, "attention_mask": padded()}, lambda out: out[0]
@@ -162,6 +171,10 @@ MODELS: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, int]]] = {
     ),
     "glm, neighbours of a part": (
         language(hf.GlmForCausalLM, hf.GlmConfig(**GROUPED, attention_dropout=0.0)),
+        {"attention": 2, "rms_norm": 5, "rotary_qk": 2, "gated": 2},
+    ),
+    "llama 4, complex angles": (
+        llama4,
         {"attention": 2, "rms_norm": 5, "rotary_qk": 2, "gated": 2},
     ),
     "bert": (bert, {"attention": 2, "layer_norm": 5, "mlp": 2}),

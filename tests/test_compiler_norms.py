@@ -60,7 +60,17 @@ def function_no_weight(x: Tensor, w: Tensor) -> Tensor:
     return torch.rms_norm(x, [x.shape[-1]], None, EPS) + w.sum()
 
 
+def function_and_weight(x: Tensor, w: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), eps=EPS) * w
+
+
+def function_above_one(x: Tensor, w: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), eps=EPS) * (w + 1)
+
+
 RMS = [
+    function_and_weight,
+    function_above_one,
     llama,
     gemma,
     squared,
@@ -111,7 +121,18 @@ def cohere(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return (w.to(torch.float64) * ((wide - mean) * torch.rsqrt(variance + EPS))).to(x.dtype) + b
 
 
+def chameleon(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """The function, with weight and bias behind it."""
+    return F.layer_norm(x, (x.shape[-1],), None, None, eps=EPS) * w + b
+
+
+def moonshine(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.layer_norm(x, (x.shape[-1],), eps=EPS) * (w + 1.0) + b.sum()
+
+
 LAYER = [
+    chameleon,
+    moonshine,
     layer,
     layer_no_bias,
     layer_written_out,
@@ -181,6 +202,92 @@ def test_sums_that_broadcast_or_are_scaled_stay_alone():
     for block, other in ((broadcast, y), (scaled, torch.randn_like(x))):
         found = check_swap(block, x, other, w, expect=["rms_norm"])
         assert [str(node.target) for node in found.ours] == ["cudnn_ops.rms_norm.default"]
+
+
+@pytest.mark.parametrize(
+    ("norm", "weights"),
+    [(function_and_weight, 1), (function_above_one, 1), (chameleon, 2), (moonshine, 2)],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_weights_behind_the_function(norm, weights):
+    found = check_swap(
+        norm, *_inputs(*[24] * weights), expect=["rms_norm" if norm in RMS else "layer_norm"]
+    )
+    (call,) = found.ours
+    assert len(call.all_input_nodes) == (3 if norm is chameleon else 2)
+
+    def used_elsewhere(x: Tensor, w: Tensor) -> Tensor:
+        normed = F.layer_norm(x, (x.shape[-1],), eps=EPS)
+        return normed * w + normed.relu()
+
+    (call,) = check_swap(used_elsewhere, *_inputs(24), expect=["layer_norm"]).ours
+    assert len(call.all_input_nodes) == 1
+
+
+def deepseek_v4(x: Tensor, w: Tensor) -> Tensor:
+    """The root alone in another precision."""
+    return w * (x * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + EPS).to(x.dtype))
+
+
+def root_in_double(x: Tensor, w: Tensor) -> Tensor:
+    return x / torch.sqrt(x.double().pow(2).mean(-1, keepdim=True) + EPS).to(x.dtype) * w
+
+
+def rms_in_double(x: Tensor, w: Tensor) -> Tensor:
+    return F.rms_norm(x.double(), (x.shape[-1],), w.double(), EPS).to(x.dtype)
+
+
+def rms_in_double_no_weight(x: Tensor, w: Tensor) -> Tensor:
+    return F.rms_norm(x.double(), (x.shape[-1],), eps=EPS).type_as(x) * w
+
+
+def olmo(x: Tensor, w: Tensor) -> Tensor:
+    wide = x.to(dtype=torch.float64)
+    return F.layer_norm(wide, (x.shape[-1],), None, None, eps=EPS).to(x.dtype) * w
+
+
+def wan(x: Tensor, w: Tensor) -> Tensor:
+    wide = F.layer_norm(x.double(), (x.shape[-1],), w.double(), w.double(), EPS)
+    return wide.to(x.dtype)
+
+
+def wan_no_bias(x: Tensor, w: Tensor) -> Tensor:
+    return F.layer_norm(x.double(), (x.shape[-1],), w.double(), None, EPS).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("norm", "pattern"),
+    [
+        *((norm, "rms_norm") for norm in (deepseek_v4, root_in_double)),
+        *((norm, "rms_norm") for norm in (rms_in_double, rms_in_double_no_weight)),
+        *((norm, "layer_norm") for norm in (olmo, wan, wan_no_bias)),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_computed_in_another_precision(norm, pattern):
+    """The operator reads and writes what the model has, and nothing is left beside it."""
+    found = check_swap(norm, *_inputs(24, dtype=torch.float32), expect=[pattern])
+    calls = [node for node in found.graphs[0].graph.nodes if node.op.startswith("call_")]
+    assert [node.target for node in calls] == [getattr(torch.ops.cudnn_ops, pattern).default]
+    assert calls[0].meta["example_value"].dtype == torch.float32
+
+
+def _function_of_two_dimensions(x: Tensor, w: Tensor) -> Tensor:
+    return F.layer_norm(x.double(), x.shape[1:], eps=EPS).to(x.dtype) * w
+
+
+def _function_without_eps(x: Tensor, w: Tensor) -> Tensor:
+    """That of float64, which is not that of the input."""
+    return F.rms_norm(x.double(), (x.shape[-1],)).to(x.dtype) * w
+
+
+@pytest.mark.parametrize(
+    "near_miss", [_function_of_two_dimensions, _function_without_eps], ids=lambda f: f.__name__
+)
+def test_what_is_no_norm_of_the_input_itself(near_miss):
+    alone = ["rms_norm"] if near_miss is _function_without_eps else []
+    found = check_swap(near_miss, *_inputs(24, dtype=torch.float32), expect=alone)
+    assert all(node.meta["example_value"].dtype == torch.float64 for node in found.ours)
 
 
 def _wrong_axis(x: Tensor, w: Tensor) -> Tensor:

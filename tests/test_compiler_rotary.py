@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import pytest
@@ -326,6 +327,114 @@ def _signs_of_gpt_oss(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos - first * sin), dim=-1)
 
 
+def _complex(one: Tensor, other: Tensor) -> Tensor:
+    return torch.complex(one[..., : D // 2].contiguous(), other[..., : D // 2].contiguous())[
+        :, None
+    ]
+
+
+def _complex_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The halves are a complex number's parts, and its parts are neighbours."""
+    numbers = torch.view_as_complex(x.unflatten(-1, (2, -1)).transpose(-1, -2).contiguous())
+    return torch.view_as_real(numbers * _complex(cos, sin)).flatten(-2)
+
+
+def _complex_by_real(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    numbers = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(numbers * cos[..., : D // 2].unsqueeze(1)).flatten(-2)
+
+
+def _complex_sum(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    numbers = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(numbers + _complex(cos, sin)).flatten(-2)
+
+
+def _complex_conjugated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    numbers = torch.view_as_complex(x.unflatten(-1, (-1, 2))).conj().resolve_conj()
+    return torch.view_as_real(numbers * _complex(cos, sin)).flatten(-2)
+
+
+def _complex_of_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    angles = _complex(cos, sin).repeat(1, H, 1, 1)
+    numbers = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(numbers * angles).flatten(-2)
+
+
+def _complex_tokens(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Of one pair for each head, whose dimension is joined with that of tokens."""
+    x, angles = x[..., :2], _complex(cos, sin)[..., :1]
+    numbers = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(numbers * angles).flatten(2).view(x.shape)
+
+
+def _fill(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    out[..., 0::2] = first
+    out[..., 1::2] = second
+    return out
+
+
+def _numbers(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = cos[..., : D // 2].unsqueeze(1), sin[..., : D // 2].unsqueeze(1)
+    first, second = x[..., 0::2], x[..., 1::2]
+    return first * cos - second * sin, first * sin + second * cos
+
+
+def _filled_the_other_way(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = _numbers(x, cos, sin)
+    return _fill(x, second, first).type_as(x)
+
+
+def _filled_and_written_before(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    out = _fill(x, *_numbers(x, cos, sin))
+    out[..., 0] = 1
+    return out.type_as(x)
+
+
+def _filled_and_written_behind(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Of one memory, as the cast is none."""
+    out = _fill(x, *_numbers(x, cos, sin)).type_as(x)
+    out[..., 0] = 1
+    return out
+
+
+def _filled_late(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The result is read after the last write all the same: it is one with what is filled."""
+    first, second = _numbers(x, cos, sin)
+    out = torch.zeros_like(x)
+    out = torch.empty_like(out)
+    out[..., 0::2] = first
+    result = out.type_as(x)
+    out[..., 1::2] = second
+    return result
+
+
+def _filled_and_read(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    out = _fill(x, *_numbers(x, cos, sin))
+    return out.type_as(x) + out.flip(-1)
+
+
+def _filled_in_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = _numbers(x, cos, sin)
+    out = torch.empty_like(x)
+    out[..., : D // 2] = first
+    out[..., D // 2 :] = second
+    return out.type_as(x)
+
+
+def test_pairs_that_are_written_into_a_tensor():
+    """Nothing is left of that, with angles in the same precision or in another one."""
+
+    def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return _fill(x, *_numbers(x, cos.to(wide), sin.to(wide))).type_as(x)
+
+    for dtype, tolerance in ((torch.float64, 1e-5), (torch.bfloat16, 3e-2)):
+        found = _check(turned, dtype=dtype, tolerance=tolerance)
+        targets = {node.target for node in found.graphs[0].graph.nodes}
+        assert targets.isdisjoint({operator.setitem, torch.empty_like, operator.mul, "type_as"})
+
+
 def _used_elsewhere(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     turned = rotate_half(x)
     return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1) + turned
@@ -355,6 +464,10 @@ NEAR_MISSES = [
     *(_stacked_before, _flattened_before, _neighbours_of_another, _signs_of_neighbours),
     *(_thirds, _other_dimension, _subtracted, _of_another, _angles_of_heads, _one_angle),
     *(_angles_of_pairs, _other_shapes, _signs_of_gpt_oss, _used_elsewhere, _changed),
+    *(_complex_halves, _complex_by_real, _complex_sum, _complex_conjugated, _complex_of_heads),
+    *(_filled_the_other_way, _filled_and_written_before, _filled_and_written_behind),
+    *(_filled_late, _filled_and_read, _filled_in_halves),
+    _complex_tokens,
     _five_dimensions,
     _parts,
 ]

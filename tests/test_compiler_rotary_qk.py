@@ -10,6 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import cudnn_ops
+from cudnn_ops.compiler import choice
+from cudnn_ops.compiler.choice import Chooser
+from cudnn_ops.compiler.options import settings_of
+from cudnn_ops.compiler.pattern import Found, shape_of
 from tests.cases.compiler import Rewritten, check_swap
 from tests.cases.rotary_spellings import (
     SPELLINGS,
@@ -203,6 +208,29 @@ def test_other_modes():
     _check(modes, expect=["rotary"] * 2)
 
 
+def test_each_gets_a_trial_of_its_own_where_both_together_are_slower(monkeypatch):
+    """The times of the pair say nothing of the query alone, nor those of the query of the key."""
+    trials: list[tuple[int, int]] = []  # results, heads
+
+    def times(_: Chooser, found: Found) -> choice.Times:
+        trials.append((len(found.outputs), shape_of(found.inputs[0])[1]))
+        return {(2, H): (3.0, 2.0), (1, H): (1.0, 2.0), (1, 2): (2.0, 1.0)}[trials[-1]]
+
+    monkeypatch.setattr(Chooser, "_measure", times)
+    monkeypatch.setattr(choice, "_in_memory", {})
+    monkeypatch.setattr(choice, "_path", lambda: None)
+    angles = torch.randn(B, S, D)
+    inputs = torch.randn(B, H, S, D), torch.randn(B, 2, S, D), angles.cos(), angles.sin()
+    found = Rewritten(_of_each(llama))
+    found.chooser = Chooser(settings_of(None, None), found.report, lambda _: {})
+    torch.testing.assert_close(found(*inputs), _of_each(llama)(*inputs))
+    assert sorted(trials) == [(1, 2), (1, H), (2, H)]
+    assert found.swapped == ["rotary"]
+    reasons = {(c.pattern, c.shape[1]): c.reason for c in found.report.candidates}
+    slower = "not faster here"
+    assert reasons == {("rotary_qk", 2): slower, ("rotary", 2): slower, ("rotary", H): ""}
+
+
 def _other_cos(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
     return llama(query, cos, sin), llama(key, cos + 1, sin)
 
@@ -327,3 +355,33 @@ def test_angles_that_need_a_gradient():
 
     inputs = (torch.randn(B, H, S, D), torch.randn(B, 1, S, D), torch.randn(B, S, D))
     check_swap(both, *(x.double() for x in inputs), expect=[])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "rotary", [llama, gpt_neox, cohere, tokens_first], ids=lambda f: f.__name__
+)
+def test_on_a_gpu(rotary):
+    """Compiled by inductor, forward and backward: results are as near to float64 as eager ones."""
+    tokens, size = 300, D * 8
+    angles = torch.rand(B, tokens, size // 2, device="cuda").repeat(1, 1, 2)
+    inputs = [
+        torch.randn(B, tokens, heads, size, device="cuda").transpose(1, 2) for heads in (H, 1)
+    ]
+    grads = [torch.randn(B, heads, tokens, size, device="cuda") for heads in (H, 1)]
+
+    def run(function: Callable[..., Any], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        results = function(*leaves, angles.cos().to(dtype), angles.sin().to(dtype))
+        found = torch.autograd.grad(results, leaves, [grad.to(dtype) for grad in grads])
+        return [x.double() for x in (*results, *found)]
+
+    both = _of_each(rotary)
+    options = {"swap": ["rotary_qk"]}
+    torch._dynamo.reset()
+    cudnn_ops.compile_report().clear()
+    ours = run(torch.compile(both, backend="cudnn_ops", options=options), torch.bfloat16)
+    assert [c.pattern for c in cudnn_ops.compile_report().swapped] == ["rotary_qk"]
+    exact, eager = run(both, torch.float64), run(both, torch.bfloat16)
+    for mine, theirs, right in zip(ours, eager, exact, strict=True):
+        assert (mine - right).norm() <= 2 * (theirs - right).norm()

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cudnn_ops import _C
-from cudnn_ops.compiler.nodes import value_of
+from cudnn_ops.compiler.nodes import is_same, value_of
 from cudnn_ops.compiler.options import Settings
 from cudnn_ops.compiler.pattern import Found, Pattern
 from cudnn_ops.compiler.report import Candidate, CompileReport
@@ -108,22 +108,36 @@ class Chooser:
 
 def module_of(found: Found) -> fx.GraphModule:
     """The nodes of a match as a graph of its own, from its inputs to its outputs."""
-    graph = fx.Graph()
-    values = {node: graph.placeholder(node.name) for node in found.inputs}
-    place = {node: i for i, node in enumerate(found.nodes[0].graph.nodes)}
-    for node in sorted(found.nodes, key=place.__getitem__):
-        values[node] = graph.node_copy(node, values.__getitem__)
-    graph.output(tuple(values[node] for node in found.outputs))
-    return fx.GraphModule({}, graph)
+    return fx.GraphModule({}, _stock_graph(found))
 
 
 def replacement_of(found: Found) -> fx.GraphModule:
     """Likewise what replaces them."""
+    return fx.GraphModule({}, _our_graph(found))
+
+
+def _stock_graph(found: Found) -> fx.Graph:
+    graph = fx.Graph()
+    values = {node: graph.placeholder(node.name) for node in found.inputs}
+
+    def read(node: fx.Node) -> fx.Node:
+        if node not in values:  # something once more, such as a slice that is taken twice
+            same = next(one for one in (*values, *found.alike) if is_same(one, node))
+            values[node] = values[found.alike.get(same, same)]
+        return values[node]
+
+    for node in sorted(found.nodes):  # as they are in their graph
+        values[node] = graph.node_copy(node, read)
+    graph.output(tuple(values[node] for node in found.outputs))
+    return graph
+
+
+def _our_graph(found: Found) -> fx.Graph:
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
     proxies = [fx.Proxy(graph.placeholder(node.name), tracer) for node in found.inputs]
     graph.output(tuple(result.node for result in found.built(*proxies)))
-    return fx.GraphModule({}, graph)
+    return graph
 
 
 def key_of(pattern: Pattern, found: Found) -> str:
@@ -135,7 +149,9 @@ def key_of(pattern: Pattern, found: Found) -> str:
     ]
     device = next((v.device for v in values if v is not None), torch.device("cpu"))
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    computations = module_of(found).code, replacement_of(found).code
+    # Not of modules, whose making compiles them.
+    graphs = _stock_graph(found), _our_graph(found)
+    computations = tuple(graph.python_code("self").src for graph in graphs)
     facts = (
         *(pattern.name, computations, tensors, torch.is_grad_enabled(), where),
         *(torch.__version__, _C.cudnn_version(), _C.versions()["graphs"]),

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from cudnn_ops.compiler.nodes import call_of, target_name, value_of, writes_by_name
+from cudnn_ops.compiler.nodes import (
+    call_of,
+    memory_of,
+    target_name,
+    value_of,
+    writes_by_name,
+    written_by,
+)
 
 #: Numbers of a mask up to which it is computed.
 _MOST_NUMBERS = 1 << 28
@@ -107,7 +114,7 @@ def _compute(parts: Sequence[fx.Node], length: int, length_kv: int, is_hidden: b
         if value is None:
             unknown.append(index)
         else:
-            value = _as_bool(value)
+            value = _as_bool(_without_batch(value))
             if value is None:
                 return _Known(None)
             value = ~value if is_hidden else value
@@ -201,7 +208,10 @@ def computed(node: fx.Node) -> Tensor | None:
 
 
 def _needed(node: fx.Node) -> list[fx.Node]:
-    """All that a node is computed of, in the graph's order; empty where it reads an input."""
+    """All that a node is computed of, in the graph's order.
+
+    Empty where it reads an input, or something that is changed in place.
+    """
     found: set[fx.Node] = set()
     open_ = [node]
     while open_:
@@ -213,6 +223,11 @@ def _needed(node: fx.Node) -> list[fx.Node]:
             return []
         found.add(one)
         open_ += one.all_input_nodes
+    memory = set().union(*(memory_of(one.meta.get("example_value")) for one in found))
+    for writer in node.graph.nodes:
+        for one in written_by(writer):
+            if memory & memory_of(one.meta.get("example_value")):
+                return []
     return [one for one in node.graph.nodes if one in found]
 
 
@@ -239,6 +254,14 @@ def _as_bool(mask: Tensor) -> Tensor | None:
     return seen if bool((seen | (mask < _lowest(mask.dtype))).all()) else None
 
 
+def _without_batch(mask: Tensor) -> Tensor:
+    """One matrix where all are that one: what follows takes milliseconds for each."""
+    if mask.dim() <= 2 or mask.numel() == 0:
+        return mask
+    first, *others = mask.flatten(0, -3)
+    return first if all(torch.equal(first, other) for other in others) else mask
+
+
 def _lowest(dtype: torch.dtype) -> float:
     """Below this, a number that is added to a score leaves nothing of its weight."""
     return max(_HIDDEN, torch.finfo(dtype).min / 2)
@@ -252,17 +275,18 @@ def _classify(mask: Tensor) -> Visible | None:
     length, length_kv = mask.shape[-2:]
     if mask.numel() == 0:
         return None
-    first = mask.reshape(-1, length, length_kv)[0]
-    if not bool((mask == first).all()):
+    first = _without_batch(mask)
+    if first.dim() > 2:
         return None
-    if bool(first.all()):
+    count = int(first.count_nonzero())
+    if count == first.numel():
         return Visible()
-    columns = torch.arange(length_kv)
     rows = torch.arange(length)
-    count = first.sum(-1)
-    low = torch.where(first, columns, length_kv).amin(-1)
-    high = torch.where(first, columns, -1).amax(-1)
-    if bool((count == 0).any()) or not bool((count == high - low + 1).all()):
+    # The first and the last True of each row: of several maxima torch gives the first. A row
+    # without one, or with a gap, has fewer of them than these say.
+    seen = first.contiguous().view(torch.uint8)
+    low, high = seen.max(-1).indices, length_kv - 1 - seen.flip(-1).max(-1).indices
+    if count != int((high - low + 1).sum()):
         return None
     right = _bound(high - rows, high == length_kv - 1)
     left = _bound(rows - low, low == 0)

@@ -8,7 +8,7 @@ names stand for and the nodes that were passed; a name that occurs twice stands 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -138,6 +138,11 @@ class Cast(Expression):
 def match(expression: Any, value: Any) -> Iterator[Bound]:
     """Each way in which a node is such an expression."""
     yield from _match(expression, value, Bound(), None)
+
+
+def match_all(expressions: Sequence[Any], values: Sequence[Any], node: fx.Node) -> Iterator[Bound]:
+    """Each way in which several values, arguments of a node, are these expressions."""
+    yield from _all(list(zip(expressions, values, strict=True)), Bound(), node)
 
 
 def first_match(expression: Any, value: Any) -> Bound | None:

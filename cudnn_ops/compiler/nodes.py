@@ -187,6 +187,10 @@ OPERATIONS: dict[str, Operation] = {
         "input start_dim end_dim", torch.flatten, ".flatten", start_dim=0, end_dim=-1
     ),
     "unflatten": _operation("input dim sizes", torch.unflatten, ".unflatten"),
+    "complex": _operation("real imag", torch.complex),
+    "conj": _operation("input", torch.conj, ".conj"),
+    "view_as_complex": _operation("input", torch.view_as_complex),
+    "view_as_real": _operation("input", torch.view_as_real),
     "contiguous": _operation(
         "input memory_format", ".contiguous", memory_format=torch.contiguous_format
     ),
@@ -239,6 +243,22 @@ def call_of(node: fx.Node) -> Call | None:
     Of further names are ``cast`` (``input`` and ``dtype``), and ``reshape``, ``expand`` and
     ``permute`` (``input`` and ``sizes``).
     """
+    # Kept with the node, since every pattern asks for it. Changed arguments are another tuple.
+    kept = vars(node).get(_KEPT)
+    value = node.meta.get("example_value")
+    if kept is not None:
+        target, args, kwargs, same, call = kept
+        if target is node.target and args is node.args and kwargs is node.kwargs and same is value:
+            return call
+    call = _call_of(node)
+    vars(node)[_KEPT] = node.target, node.args, node.kwargs, value, call
+    return call
+
+
+_KEPT = "_cudnn_ops_call"
+
+
+def _call_of(node: fx.Node) -> Call | None:
     spelling: Any = node.target
     if node.op == "call_method":
         spelling = f".{node.target}"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx
@@ -25,6 +25,9 @@ class Found:
         written: inputs that it writes to, as the nodes do, and that nothing else may read.
         unchanged: what nothing may write to, beside the inputs; what is left of it without a user
             goes away.
+        filled: tensors among the nodes that these fill part by part, and nothing else reads or
+            writes; the last node reads all of them.
+        alike: what the nodes read beside the inputs, with the inputs that are computed alike.
     """
 
     nodes: Sequence[fx.Node]
@@ -34,6 +37,8 @@ class Found:
     note: str = ""
     written: Sequence[fx.Node] = ()
     unchanged: Sequence[fx.Node] = ()
+    filled: Sequence[fx.Node] = ()
+    alike: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
 
     def built(self, *inputs: Any) -> tuple[Any, ...]:
         """The replacement's results for these inputs, which are tensors or stand for them."""

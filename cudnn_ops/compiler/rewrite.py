@@ -151,13 +151,12 @@ def _try(
     report: CompileReport,
 ) -> None:
     """A failure inside a pattern costs that pattern's swap and nothing else."""
-    candidate, recognized = Candidate.of(pattern.name, node), False
+    candidate: Candidate | None = None
     try:
         for found in pattern.find(node):
             candidate = Candidate.of(pattern.name, node)
             candidate.note = found.note
             candidate.reason = objection(found, facts)
-            recognized = True
             if candidate.reason:
                 continue
             if decide(pattern, found, candidate):
@@ -167,12 +166,14 @@ def _try(
                 break
             facts.declined.update(found.nodes)
     except Refusal as refusal:
-        recognized, candidate.reason = True, str(refusal)
+        candidate = candidate or Candidate.of(pattern.name, node)
+        candidate.reason = str(refusal)
     except Exception as error:  # whatever goes wrong in a pattern, the stock graph is right
         log.info("pattern %s failed", pattern.name, exc_info=error)
         warn(f"the pattern {pattern.name} failed, and that part of the graph stays as it is", error)
-        recognized, candidate.reason = True, f"the pattern failed: {first_line(error)}"
-    if recognized:
+        candidate = candidate or Candidate.of(pattern.name, node)
+        candidate.reason = f"the pattern failed: {first_line(error)}"
+    if candidate is not None:
         report.add(candidate)
 
 
@@ -186,9 +187,10 @@ def objection(found: Found, facts: GraphFacts) -> str:
     if len({facts.mode[node] for node in computed}) > 1:
         return "gradients or autocast are switched on or off within it"
     own = {node for node in found.written if _is_read_within(node, inside, facts)}
-    read = {*found.inputs, *found.unchanged}
-    is_input_changed = not facts.mutated.isdisjoint(read - own)
+    read = facts.mutated.intersection((*found.inputs, *found.unchanged)) - own
+    is_input_changed = not all(_is_changed_before(node, found, facts) for node in read)
     changed = facts.mutated & inside
+    changed -= _filled_within(found, facts)
     if is_input_changed or not all(_is_changed_within(node, inside, facts) for node in changed):
         return "a tensor that it reads is changed in place"
     if _too_early(found, facts) is None:
@@ -267,6 +269,35 @@ def _is_changed_within(node: fx.Node, inside: set[fx.Node], facts: GraphFacts) -
         if not inside.issuperset((writer, *before)) or any(facts.place[u] > last for u in users):
             return False
     return True
+
+
+def _filled_within(found: Found, facts: GraphFacts) -> set[fx.Node]:
+    """The tensors that the match fills, and views of them, where all writes to them are its own."""
+    inside = set(found.nodes)
+    filled: set[fx.Node] = set()
+    for node in found.filled:
+        memory = memory_of(node.meta.get("example_value"))
+        sharing = {one for one in facts.place if memory & memory_of(one.meta.get("example_value"))}
+        writers = {one for one in facts.place if not sharing.isdisjoint(written_by(one))}
+        if inside.issuperset(sharing | writers):
+            filled |= sharing
+    return filled
+
+
+def _is_changed_before(node: fx.Node, found: Found, facts: GraphFacts) -> bool:
+    """Whether all writes to its memory come before the match, which reads what they leave.
+
+    Models fill keys part by part. What the match does not read itself may have been read earlier.
+    """
+    if node in found.unchanged or node.users.keys().isdisjoint(found.nodes):
+        return False
+    begin = min(facts.place[one] for one in found.nodes if not _is_constant(one))
+    memory = memory_of(node.meta.get("example_value"))
+    sharing = {one for one in facts.place if memory & memory_of(one.meta.get("example_value"))}
+    return all(
+        place < begin or sharing.isdisjoint(written_by(writer))
+        for writer, place in facts.place.items()
+    )
 
 
 def _is_read_within(node: fx.Node, inside: set[fx.Node], facts: GraphFacts) -> bool:
@@ -361,7 +392,8 @@ def _replace(graph: fx.Graph, facts: GraphFacts, found: Found) -> None:
     # In reverse, so that users go first. What something else still reads stays.
     gone = {*found.nodes, *found.unchanged}
     for node in sorted(gone, key=facts.place.__getitem__, reverse=True):
-        if not node.users and not node.is_impure():
+        fills = not set(found.filled).isdisjoint(written_by(node))
+        if not node.users and (fills or not node.is_impure()):
             facts.place.pop(node)
             graph.erase_node(node)
 

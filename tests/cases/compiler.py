@@ -12,13 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from cudnn_ops.compiler.choice import Chooser
+from cudnn_ops.compiler.choice import Chooser, key_of
 from cudnn_ops.compiler.options import settings_of
+from cudnn_ops.compiler.pattern import Found, Pattern
 from cudnn_ops.compiler.patterns import PATTERNS
-from cudnn_ops.compiler.report import CompileReport
+from cudnn_ops.compiler.report import Candidate, CompileReport
 from cudnn_ops.compiler.rewrite import rewrite
 
 NAMES = [pattern.name for pattern in PATTERNS]
+
+
+class Asked(Chooser):
+    """Swaps what is asked for, if it could be measured where nothing is asked for."""
+
+    def __call__(self, pattern: Pattern, found: Found, candidate: Candidate) -> bool:
+        if not self._unmeasurable(found):
+            key_of(pattern, found)
+        return super().__call__(pattern, found, candidate)
 
 
 class Rewritten:
@@ -27,6 +37,7 @@ class Rewritten:
     Attributes:
         report: what was found.
         graphs: Dynamo's, rewritten.
+        chooser: decides what is swapped; by default all that is asked for.
     """
 
     def __init__(
@@ -38,9 +49,10 @@ class Rewritten:
         self.report = CompileReport()
         self.graphs: list[fx.GraphModule] = []
         settings = settings_of(None, {"swap": NAMES if swap is None else list(swap)})
+        self.chooser: Chooser = Asked(settings, self.report, lambda _: {})
 
         def backend(module: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
-            rewrite(module, PATTERNS, Chooser(settings, self.report), self.report)
+            rewrite(module, PATTERNS, self.chooser, self.report)
             self.graphs.append(module)
             return module.forward
 

@@ -194,8 +194,56 @@ def vllm(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).flatten(-2)
 
 
+def deepseek_v3(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Neighbours are moved into halves, which is no part of it."""
+    b, h, s, d = x.shape
+    return llama(x.view(b, h, s, d // 2, 2).transpose(4, 3).reshape(b, h, s, d), cos, sin)
+
+
+def _complex(cos: Tensor, sin: Tensor) -> Tensor:
+    """Of each pair, [B, S, D / 2]."""
+    return torch.complex(cos[..., : D // 2].contiguous(), sin[..., : D // 2].contiguous())
+
+
+def llama4(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[batch, tokens, heads, size], by complex numbers."""
+    x, angles = x.transpose(1, 2), _complex(cos, sin)
+    numbers = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    out = torch.view_as_real(numbers * angles[:, :, None, :]).flatten(3)
+    return out.type_as(x)
+
+
+def deepseek_v2(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    numbers = torch.view_as_complex(x.double().reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(numbers * _complex(cos, sin).unsqueeze(1)).flatten(3).type_as(x)
+
+
+def qwen_image(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Angles without a batch; the product the other way round."""
+    x, angles = x.transpose(1, 2), _complex(cos, sin)[0].unsqueeze(1)
+    numbers = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(angles * numbers).reshape(x.shape)
+
+
+def complex_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    numbers = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(numbers * _complex(cos, sin)[:, None].conj()).flatten(-2)
+
+
+def wan(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[batch, tokens, heads, size], whose pairs are written into a tensor."""
+    x, cos, sin = x.transpose(1, 2), cos[:1, :, None], sin[:1, :, None]
+    x1, x2 = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos[..., 0::2], sin[..., 1::2]
+    out = torch.empty_like(x)
+    out[..., 0::2] = x1 * cos - x2 * sin
+    out[..., 1::2] = x1 * sin + x2 * cos
+    return out.type_as(x)
+
+
 SPELLINGS = [
     *(llama, one_batch, in_place, timm, dinov3, gpt_neox, tokens_first, tokens_first_in_memory),
     *(vision, heads_first, gpt_oss, gpt_oss_back, nanochat, flash_attention),
-    *(cohere, cohere_back, gptj, flux, llama_of_meta, vllm),
+    *(cohere, cohere_back, gptj, flux, llama_of_meta, vllm, llama4, deepseek_v2, qwen_image),
+    *(complex_back, deepseek_v3, wan),
 ]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from cudnn_ops.compiler.masks import Visible, visible_of
 from cudnn_ops.compiler.match import Bound, Cast, Number, OneOf, Op, Var, first_match, match
@@ -33,6 +34,7 @@ _SCALED = Cast(
     OneOf(
         Op("mul", Cast(_PRODUCT), Number("factor")),
         Op("div", Cast(_PRODUCT), Number("divisor")),
+        Op("mul", Cast(_PRODUCT), Cast(Var("factors", _is_float))),
         Cast(_PRODUCT),
     )
 )
@@ -88,6 +90,9 @@ def _found(node: fx.Node, bound: Bound) -> Found | None:
     if low > _LOW or bound.get("divisor") == 0:
         return None
     check_dtype(query)
+    factors = [bound["factors"]] if "factors" in bound else []
+    if not all(_are_of_rows(one, query) for one in factors):
+        return None
     nodes = list(bound.nodes)
     is_transposed = False
     # Heads that are repeated for groups of queries, where both keys and values are.
@@ -109,7 +114,10 @@ def _found(node: fx.Node, bound: Bound) -> Found | None:
     has_rest, dtype = visible.rest is not None, tensor(query).dtype
     hides = "hidden" in bound
 
-    def build(query: Any, key: Any, value: Any, *masks: Any) -> Any:
+    def build(query: Any, key: Any, value: Any, *given: Any) -> Any:
+        if factors:
+            query = (query * given[0]).to(dtype)
+        masks = given[len(factors) :]
         rest = masks[-1] if has_rest else None
         if has_rest and not is_bias:
             rest = _as_bias(rest, hides, low, dtype)
@@ -126,7 +134,20 @@ def _found(node: fx.Node, bound: Bound) -> Found | None:
         )
 
     note = note_of(mask, visible, is_transposed)
-    return Found(nodes, [node], [query, key, value, *masks], build, note)
+    return Found(nodes, [node], [query, key, value, *factors, *masks], build, note)
+
+
+def _are_of_rows(factors: fx.Node, query: fx.Node) -> bool:
+    """Whether scores times these, such as one of each head (Swin V2), are queries times these."""
+    sizes, rows = shape_of(factors), shape_of(query)
+    return (
+        1 < len(sizes) <= len(rows)
+        and statically_known_true(sizes[-1] == 1)
+        and all(
+            statically_known_true(size == 1) or statically_known_true(size == row)
+            for size, row in zip(reversed(sizes), reversed(rows), strict=False)
+        )
+    )
 
 
 def _mask_of(bound: Bound) -> tuple[fx.Node | None, bool]:

@@ -11,7 +11,7 @@ from torch import fx
 from cudnn_ops.compiler.match import Cast, Number, OneOf, Op, Var, match
 from cudnn_ops.compiler.nodes import call_of, number_of
 from cudnn_ops.compiler.pattern import Found, Pattern, is_last_dim, is_tensor, shape_of, spread
-from cudnn_ops.compiler.patterns.norm_inputs import is_scale, with_sum
+from cudnn_ops.compiler.patterns.norm_inputs import is_last, is_scale, with_sum
 
 _X = Cast(Var("x", is_tensor))
 _MEAN = Op("mean", _X, is_last_dim, True)
@@ -34,10 +34,18 @@ _BELOW = Op("add", _VARIANCE, Number("eps"))
 _NORMED = OneOf(
     Op("div", _CENTERED, Op("sqrt", _BELOW)),
     Op("mul", _CENTERED, OneOf(Op("rsqrt", _BELOW), Op("pow", _BELOW, -0.5))),
+    Op("layer_norm", _X, is_last, None, None, Number("eps")),
 )
 _WEIGHT, _BIAS = Cast(Var("weight", is_tensor)), Cast(Var("bias", is_tensor))
 _SCALED = OneOf(Op("mul", Cast(_NORMED), _WEIGHT), _NORMED)
-_WRITTEN_OUT = Cast(OneOf(Op("add", Cast(_SCALED), _BIAS), _SCALED))
+_WRITTEN_OUT = Cast(
+    OneOf(
+        Op("layer_norm", _X, is_last, _WEIGHT, _BIAS, Number("eps")),
+        Op("layer_norm", _X, is_last, _WEIGHT, None, Number("eps")),
+        Op("add", Cast(_SCALED), _BIAS),
+        _SCALED,
+    )
+)
 
 
 class LayerNormCall(NamedTuple):

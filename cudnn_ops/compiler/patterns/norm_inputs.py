@@ -11,6 +11,11 @@ from cudnn_ops.compiler.nodes import call_of
 from cudnn_ops.compiler.pattern import Found, is_tensor, shape_of, tensor
 
 
+def is_last(shape: Any, _: fx.Node) -> bool:
+    """For ``normalized_shape``: whether it is the last dimension alone."""
+    return len(shape) == 1
+
+
 def is_scale(weight: fx.Node, x: fx.Node) -> bool:
     """Whether it has a number for each column of x."""
     return shape_of(weight) == shape_of(x)[-1:]

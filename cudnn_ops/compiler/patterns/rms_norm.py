@@ -11,20 +11,25 @@ from torch import fx
 from cudnn_ops.compiler.match import Cast, Number, OneOf, Op, Var, match
 from cudnn_ops.compiler.nodes import call_of, number_of
 from cudnn_ops.compiler.pattern import Found, Pattern, is_last_dim, is_tensor, shape_of, tensor
-from cudnn_ops.compiler.patterns.norm_inputs import is_scale, with_sum
+from cudnn_ops.compiler.patterns.norm_inputs import is_last, is_scale, with_sum
 
 _X = Cast(Var("x", is_tensor))
 _SQUARE = OneOf(Op("pow", _X, 2), Op("square", _X), Op("mul", _X, _X))
 _MEAN = Cast(Op("mean", _SQUARE, is_last_dim, True))
 _BELOW = Op("add", _MEAN, Number("eps"))
-_NORMED = OneOf(
-    Op("mul", _X, OneOf(Op("rsqrt", _BELOW), Op("pow", _BELOW, -0.5))),
-    Op("mul", _X, OneOf(Op("div", 1, Op("sqrt", _BELOW)), Op("reciprocal", Op("sqrt", _BELOW)))),
-    Op("div", _X, Op("sqrt", _BELOW)),
+_ROOT = Op("sqrt", _BELOW)
+_INVERSE = OneOf(
+    *(Op("rsqrt", _BELOW), Op("pow", _BELOW, -0.5), Op("div", 1, _ROOT), Op("reciprocal", _ROOT))
 )
 _WEIGHT = Cast(Var("weight", is_tensor))
+_NORMED = OneOf(
+    Op("mul", _X, Cast(_INVERSE)),
+    Op("div", _X, Cast(_ROOT)),
+    Op("rms_norm", _X, is_last, None, Number("eps")),
+)
 _WRITTEN_OUT = Cast(
     OneOf(
+        Op("rms_norm", _X, is_last, _WEIGHT, Number("eps")),
         Op("mul", Cast(_NORMED), Cast(Op("add", _WEIGHT, Number("one", 1)))),
         Op("mul", Cast(_NORMED), _WEIGHT),
         _NORMED,

@@ -24,8 +24,9 @@ class Rotary(Pattern):
         for rotation in rotations(node):
             if _has_gradient_of_angles(rotation):
                 raise Refusal("cos or sin requires a gradient")
-            inputs = [rotation.x, rotation.cos, rotation.sin]
-            yield Found(rotation.nodes, [node], inputs, _build_one(rotation))
+            inputs = [rotation.x, *rotation.angles]
+            build = _build_one(rotation)
+            yield Found(rotation.nodes, [node], inputs, build, filled=rotation.filled)
 
 
 class RotaryQk(Pattern):
@@ -47,15 +48,17 @@ class RotaryQk(Pattern):
                         yield Found(
                             tuple(dict.fromkeys((*first.nodes, *second.nodes))),
                             [end, node],
-                            [first.x, second.x, first.cos, first.sin],
+                            [first.x, second.x, *first.angles],
                             _build_both(first, second),
                             note=f"together with one of [{sizes}]",
                             unchanged=copies,
+                            filled=(*first.filled, *second.filled),
+                            alike=dict(zip(second.angles, first.angles, strict=True)),
                         )
 
 
 def _has_gradient_of_angles(rotation: Rotation) -> bool:
-    return any(tensor(one).requires_grad for one in (rotation.cos, rotation.sin))
+    return any(tensor(one).requires_grad for one in rotation.angles)
 
 
 def _independent_of(node: fx.Node, own: list[Rotation]) -> Iterator[tuple[fx.Node, list[Rotation]]]:
@@ -91,8 +94,8 @@ def _common_angles(first: Rotation, second: Rotation) -> tuple[fx.Node, ...] | N
     if not all(statically_known_true(a == b) for a, b in [*same, (first.size, second.size)]):
         return None
     compared: dict[tuple[fx.Node, fx.Node], bool] = {}
-    angles = (first.cos, second.cos), (first.sin, second.sin)
-    if not all(_is_equal(a, b, compared) for a, b in angles):
+    pairs = zip(first.angles, second.angles, strict=True)  # of one spelling
+    if not all(_is_equal(a, b, compared) for a, b in pairs):
         return None
     return tuple(dict.fromkeys(node for pair in compared for node in pair))
 
@@ -151,7 +154,9 @@ def _turn(rotation: Rotation) -> tuple[Callable[..., Any], Callable[..., Any], d
 def _rows_of(rotation: Rotation) -> Callable[..., tuple[Any, Any]]:
     """The angles as [batch or 1, tokens, size]."""
     dims, is_back = len(shape_of(rotation.x)), rotation.spelling.is_back
-    ranks = [len(shape_of(one)) for one in (rotation.cos, rotation.sin)]
+    ranks = [len(shape_of(one)) for one in rotation.angles]
+    # The operator would copy such rows in every call; a graph does it once for all layers.
+    are_dense = [tensor(one).stride(-1) == 1 for one in rotation.angles]
 
     def rows(*angles: Any) -> tuple[Any, Any]:
         found = []
@@ -160,7 +165,14 @@ def _rows_of(rotation: Rotation) -> Callable[..., tuple[Any, Any]]:
                 angle = angle.unsqueeze(0)
             angle = angle.squeeze(rotation.heads)
             found.append(angle.unsqueeze(0) if dims == 3 else angle)
-        cos, sin = found
+        if len(found) == 1:
+            numbers = torch.view_as_real(found[0].resolve_conj())
+            cos, sin = (numbers[..., which].contiguous() for which in (0, 1))
+        else:
+            cos, sin = (
+                one if dense else one.contiguous()
+                for one, dense in zip(found, are_dense, strict=True)
+            )
         return cos, -sin if is_back else sin
 
     return rows

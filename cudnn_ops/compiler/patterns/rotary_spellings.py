@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
-from cudnn_ops.compiler.match import Bound, Cast, Expression, Number, OneOf, Op, Var, match
-from cudnn_ops.compiler.nodes import call_of, value_of
+from cudnn_ops.compiler.match import (
+    Bound,
+    Cast,
+    Expression,
+    Number,
+    OneOf,
+    Op,
+    Var,
+    match,
+    match_all,
+)
+from cudnn_ops.compiler.nodes import call_of, is_same, value_of
 from cudnn_ops.compiler.pattern import anything, is_last_dim, is_tensor, shape_of
 
 _X = Cast(Var("x", is_tensor))
@@ -101,18 +113,21 @@ def _neighbour(which: int) -> Cast:
         last = _last_index(index, node)
         return type(last) is int and last in (which, which - 2)
 
-    def are_pairs(_: Any, node: fx.Node) -> bool:
-        value, half = value_of(node), _half_size(node)
-        return value is not None and half is not None and value.shape[-2:] == (half, 2)
-
-    pairs = OneOf(Op("reshape", _X, are_pairs), Op("unflatten", _X, anything, are_pairs))
     return Cast(
         OneOf(
             Op("getitem", _X, is_slice),
-            Op("getitem", pairs, is_one),
-            Op("getitem", Op("unbind", pairs, is_last_dim), which),
+            Op("getitem", _PAIRS, is_one),
+            Op("getitem", Op("unbind", _PAIRS, is_last_dim), which),
         )
     )
+
+
+def _are_pairs(_: Any, node: fx.Node) -> bool:
+    value, half = value_of(node), _half_size(node)
+    return value is not None and half is not None and value.shape[-2:] == (half, 2)
+
+
+_PAIRS = OneOf(Op("reshape", _X, _are_pairs), Op("unflatten", _X, anything, _are_pairs))
 
 
 def _last_index(index: Any, node: fx.Node) -> Any:
@@ -155,6 +170,12 @@ def _by_turns(first: Any, second: Any) -> OneOf:
         value = value_of(node)
         return value is not None and dim in (-1, value.dim() - 1)
 
+    return _joined(Cast(Op("stack", [first, second], is_behind_all)))
+
+
+def _joined(pairs: Expression) -> OneOf:
+    """``pairs.flatten(-2)``."""
+
     def is_last_but_one(dim: Any, node: fx.Node) -> bool:
         source = value_of(node.args[0])
         return source is not None and dim in (-2, source.dim() - 2)
@@ -167,8 +188,20 @@ def _by_turns(first: Any, second: Any) -> OneOf:
             and value.shape == (*source.shape[:-2], 2 * source.shape[-2])
         )
 
-    both = Cast(Op("stack", [first, second], is_behind_all))
-    return OneOf(Op("flatten", both, is_last_but_one), Op("reshape", both, joins_two))
+    return OneOf(Op("flatten", pairs, is_last_but_one), Op("reshape", pairs, joins_two))
+
+
+def _is_complex(node: fx.Node) -> bool:
+    value = value_of(node)
+    return value is not None and value.is_complex()
+
+
+#: Of complex numbers: neighbours are one, and so are a cosine and a sine.
+_BY_COMPLEX = Cast(
+    _joined(
+        Op("view_as_real", Op("mul", Op("view_as_complex", _PAIRS), Var("angles", _is_complex)))
+    )
+)
 
 
 def _whole(turned: Any) -> Cast:
@@ -177,20 +210,24 @@ def _whole(turned: Any) -> Cast:
 
 def _by_parts(join: Any, part: Callable[[int], Any], first: str, second: str) -> Cast:
     """``join(x1 * cos first x2 * sin, x2 * cos second x1 * sin)``."""
+    return Cast(join(*_parts(part, first, second)))
+
+
+def _parts(part: Callable[[int], Any], first: str, second: str) -> list[Cast]:
     parts = []
     for which, name in enumerate((first, second)):
         by_cos, by_sin = (
             Cast(Op("mul", part(i), angle)) for i, angle in ((which, _COS), (1 - which, _SIN))
         )
         parts.append(Cast(Op(name, by_cos, by_sin)))
-    return Cast(join(*parts))
+    return parts
 
 
 class Spelling(NamedTuple):
     """One of the ways to write it.
 
     Attributes:
-        expression: of ``x``, ``cos`` and ``sin``.
+        expression: of ``x``, and of ``cos`` and ``sin`` or of ``angles``, which are both.
         is_half: whether there is one angle for each pair.
         is_back: whether it turns the other way.
         is_interleaved: whether neighbours are pairs.
@@ -202,18 +239,21 @@ class Spelling(NamedTuple):
     is_interleaved: bool = False
 
 
-SPELLINGS = tuple(
-    spelling
-    for join, part, is_interleaved in (
-        (_side_by_side, _half, False),
-        (_by_turns, _neighbour, True),
-    )
-    for spelling in (
-        Spelling(_whole(join(_negated(part(1)), part(0))), False, False, is_interleaved),
-        Spelling(_whole(join(part(1), _negated(part(0)))), False, True, is_interleaved),
-        Spelling(_by_parts(join, part, "sub", "add"), True, False, is_interleaved),
-        Spelling(_by_parts(join, part, "add", "sub"), True, True, is_interleaved),
-    )
+SPELLINGS = (
+    *(
+        spelling
+        for join, part, is_interleaved in (
+            (_side_by_side, _half, False),
+            (_by_turns, _neighbour, True),
+        )
+        for spelling in (
+            Spelling(_whole(join(_negated(part(1)), part(0))), False, False, is_interleaved),
+            Spelling(_whole(join(part(1), _negated(part(0)))), False, True, is_interleaved),
+            Spelling(_by_parts(join, part, "sub", "add"), True, False, is_interleaved),
+            Spelling(_by_parts(join, part, "add", "sub"), True, True, is_interleaved),
+        )
+    ),
+    Spelling(_BY_COMPLEX, is_half=True, is_interleaved=True),
 )
 
 
@@ -227,20 +267,20 @@ class Rotation(NamedTuple):
     Attributes:
         spelling: how it is written.
         x: the heads, all of them.
-        cos: of tokens.
-        sin: likewise.
+        angles: cosines and sines of tokens, as two tensors or as a complex one.
         heads: the dimension of heads in x.
         size: how many numbers at the start of each head turn.
         nodes: what computes it.
+        filled: the tensor among them that is filled with the numbers of pairs, where there is one.
     """
 
     spelling: Spelling
     x: fx.Node
-    cos: fx.Node
-    sin: fx.Node
+    angles: tuple[fx.Node, ...]
     heads: int
     size: Any
     nodes: tuple[fx.Node, ...]
+    filled: tuple[fx.Node, ...] = ()
 
 
 def rotations(node: fx.Node) -> Iterator[Rotation]:
@@ -264,10 +304,43 @@ _WITH_REST = Cast(Op("cat", [Var("turned", is_tensor), Var("rest", is_tensor)], 
 def _rotations_of_all(node: fx.Node) -> Iterator[Rotation]:
     for spelling in SPELLINGS:
         for bound in match(spelling.expression, node):
-            x, cos, sin = bound["x"], bound["cos"], bound["sin"]
-            heads = _heads_of(shape_of(x), spelling, shape_of(cos), shape_of(sin))
-            if heads is not None:
-                yield Rotation(spelling, x, cos, sin, heads, shape_of(x)[-1], bound.nodes)
+            yield from _rotation_of(spelling, bound)
+    yield from _filled(node)
+
+
+def _rotation_of(spelling: Spelling, bound: Bound) -> Iterator[Rotation]:
+    x = bound["x"]
+    angles = tuple(bound[name] for name in ("cos", "sin", "angles") if name in bound)
+    heads = _heads_of(shape_of(x), spelling, *map(shape_of, angles))
+    if heads is not None:
+        yield Rotation(spelling, x, angles, heads, shape_of(x)[-1], bound.nodes)
+
+
+def _filled(node: fx.Node) -> Iterator[Rotation]:
+    """``out = empty_like(x); out[..., 0::2] = ...; out[..., 1::2] = ...; out.type_as(x)`` (Wan)."""
+    call = call_of(node)
+    whole = call["input"] if call is not None and call.name == "cast" else None
+    if whole is None or whole.target is not torch.empty_like or len(whole.args) != 1:
+        return
+    writers: dict[Any, fx.Node] = {}
+    for user in whole.users:
+        if user is not node:
+            last = _last_index(user.args[1], user) if user.target is operator.setitem else None
+            if not isinstance(last, slice) or (last.stop, last.step) != (None, 2) or user > node:
+                return
+            writers[last.start or 0] = user
+    if len(whole.users) != 3 or writers.keys() != {0, 1}:
+        return
+    values = [writers[which].args[2] for which in (0, 1)]
+    for bound in match_all(_FILLED.expression, values, node):
+        x = bound["x"]
+        if is_same(whole.args[0], x) and shape_of(whole) == shape_of(x):
+            for rotation in _rotation_of(_FILLED, bound):
+                nodes = (*rotation.nodes, whole, *writers.values(), node)
+                yield rotation._replace(nodes=nodes, filled=(whole,))
+
+
+_FILLED = Spelling(_parts(_neighbour, "sub", "add"), is_half=True, is_interleaved=True)
 
 
 def _heads_of(shape: tuple[Any, ...], spelling: Spelling, *angles: tuple[Any, ...]) -> int | None:

@@ -1,0 +1,136 @@
+"""Steps of whole models, held to the same model in float32: benchmarks `zoo` and `diffusion`."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.zoo_models import Entry
+
+# Of a result's error in eager mode, with a floor for what eager mode gets right by chance.
+TIMES_EAGER, FLOOR = 2.0, 1e-3
+#: What models call the probability by which they drop numbers, rows or whole branches.
+PROBABILITIES = ("p", "drop_prob", "dropout")
+
+Step = Callable[[], Tensor]
+
+
+def checked_steps(
+    case: str,
+    entry: Entry,
+    trains: bool,
+    device: str,
+    variants: Callable[[nn.Module], Mapping[str, Any]],
+) -> tuple[dict[str, Step], dict[str, float]]:
+    """A step of each variant of a model in bfloat16, whose results are right.
+
+    Args:
+        case: what errors call it.
+        entry: the model.
+        trains: whether a step has a backward, and gradients are held to float32, too.
+        device: where.
+        variants: makes them of the model, by names.
+
+    Returns:
+        the steps, and how many seconds the first one of each took.
+
+    Raises:
+        RuntimeError: a variant is off by more than twice the error of eager mode.
+    """
+    torch.manual_seed(0)
+    reference = entry.make().to(device).train(trains)
+    inputs = entry.inputs(torch.device(device))
+    model = copy.deepcopy(reference).to(torch.bfloat16)
+    with nothing_dropped(reference), nothing_dropped(model):
+        exact = results_of(entry, reference, in_float32(inputs), trains)
+        eager = results_of(entry, model, inputs, trains)
+    del reference
+    allowed = [TIMES_EAGER * error(*pair) + FLOOR for pair in zip(eager, exact, strict=True)]
+    steps: dict[str, Step] = {}
+    seconds: dict[str, float] = {}
+    for name, variant in variants(model).items():
+        step = steps[name] = step_of(entry, variant, inputs, trains)
+        start = time.perf_counter()
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds[name] = time.perf_counter() - start
+        with nothing_dropped(model):
+            found = results_of(entry, variant, inputs, trains)
+        for what, mine, right, most in zip(
+            ("result", "gradients"), found, exact, allowed, strict=False
+        ):
+            off = error(mine, right)
+            if not off <= most:  # written so that NaN fails
+                raise RuntimeError(
+                    f"{case}: {name} is off by {off:.2g} in its {what}; allowed: {most:.2g}"
+                )
+    return steps, seconds
+
+
+@contextmanager
+def nothing_dropped(model: nn.Module) -> Iterator[None]:
+    """While it lasts, the model drops nothing at random."""
+    kept: list[tuple[nn.Module, str, float]] = []
+    for module in model.modules():
+        for name in PROBABILITIES:
+            value = vars(module).get(name)
+            if isinstance(value, float) and (name != "p" or is_dropout(module)):
+                kept.append((module, name, value))
+                setattr(module, name, 0.0)
+    try:
+        yield
+    finally:
+        for module, name, value in kept:
+            setattr(module, name, value)
+
+
+def is_dropout(module: nn.Module) -> bool:
+    """Whether its ``p`` is a probability: poolings have exponents of that name."""
+    kind = type(module).__name__
+    return "Drop" in kind or kind == "StochasticDepth"
+
+
+def step_of(entry: Entry, model: Any, inputs: Mapping[str, Any], trains: bool) -> Step:
+    def infer() -> Tensor:
+        with torch.no_grad():
+            return entry.result(model(**inputs))
+
+    def train() -> Tensor:
+        for parameter in parameters:
+            parameter.grad = None
+        result = entry.result(model(**inputs))
+        # The sum of what a norm returns does not depend on what it is given, nor does that of
+        # the squares.
+        result.float().sin().mean().backward()
+        return result.detach()
+
+    parameters = list(model.parameters()) if trains else []
+    return train if trains else infer
+
+
+def results_of(entry: Entry, model: Any, inputs: Mapping[str, Any], trains: bool) -> list[Tensor]:
+    """The result in float32, and in training all gradients as one vector."""
+    found = [step_of(entry, model, inputs, trains)().float()]
+    if trains:
+        grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        found.append(torch.cat(grads).float())
+    return found
+
+
+def in_float32(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in inputs.items()
+    }
+
+
+def error(result: Tensor, exact: Tensor) -> float:
+    """As a share of the exact result's norm."""
+    return float((result - exact).norm() / exact.norm())
