@@ -72,6 +72,7 @@ from cudnn_ops.ops.sdpa_fp8 import (
     sdpa_fp8,
     sdpa_fp8_with_stats,
 )
+from cudnn_ops.ops.sdpa_fp8_backward import AttentionFp8Gradients, sdpa_fp8_backward
 from cudnn_ops.ops.varlen import varlen_attention, varlen_attention_with_lse
 from cudnn_ops.ops.varlen_fp8 import PackedAttentionFp8, varlen_attention_fp8
 from cudnn_ops.plans import packaged as _packaged
@@ -135,6 +136,7 @@ _when_imported(
 
 __all__ = [
     "AttentionFp8",
+    "AttentionFp8Gradients",
     "BundleReport",
     "CacheInfo",
     "CacheUsage",
@@ -225,6 +227,7 @@ __all__ = [
     "scaled_dot_product_attention_fp8",
     "scaled_dot_product_attention_with_lse",
     "sdpa_fp8",
+    "sdpa_fp8_backward",
     "sdpa_fp8_with_stats",
     "set_autotune",
     "set_cache_limit",

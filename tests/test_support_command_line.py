@@ -11,6 +11,7 @@ from cudnn_ops.support import OPERATORS
 OPTIONS = {
     "sdpa": "--causal --layout bhsd -q 2,4,100,64",
     "sdpa_fp8": "--causal --dtype e5m2 --out-dtype fp16 --padding --lse -q 2,4,100,64",
+    "sdpa_fp8_backward": "--causal --padding --grad-out-dtype e5m2 --grad-dtype fp16 -q 2,4,100,64",
     "varlen_attention": "-q 500,8,64 --sequences 3 --max-length 200 --causal --sinks --top-left",
     "varlen_attention_fp8": "-q 500,8,64 --dtype e4m3 --sequences 3 --causal --out-dtype fp16",
     "paged_attention": "--window 64 0 --kv-layout HND --page-table 8,32 -q 8,1,32,128",
@@ -30,11 +31,12 @@ OPTIONS = {
 
 @pytest.mark.parametrize("op", OPERATORS)
 def test_explain(op, capsys):
-    options = OPTIONS[op.removeprefix("add_").removesuffix("_backward")]
+    forward = op.removeprefix("add_").removesuffix("_backward")
+    options = OPTIONS.get(op) or OPTIONS[forward]
     if op in ("sdpa", "varlen_attention", "layer_norm", "batch_norm", "conv2d", "linear"):
         options += " --training"
-    # Hopper is refused packed sequences of 8 bits (known_bad.json).
-    device = "B200" if op == "varlen_attention_fp8" else "H200"
+    # Hopper is refused packed sequences of 8 bits (known_bad.json), and gradients in them.
+    device = "B200" if op in ("varlen_attention_fp8", "sdpa_fp8_backward") else "H200"
     assert main(["explain", op, "--device", device, *options.split()]) == 0
     assert capsys.readouterr().out.startswith(f"{op} on NVIDIA {device}, cuDNN 9.")
 

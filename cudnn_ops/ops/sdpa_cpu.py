@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -162,7 +162,8 @@ def _kept(call: SimpleNamespace) -> Tensor | None:
     return kept.to(sdpa.lse_dtype(query.dtype)).div_(1 - call.dropout_p)
 
 
-def _has_no_scores(call: SimpleNamespace) -> bool:
+def has_no_scores(call: SimpleNamespace) -> bool:
+    """Whether there is no query, or no key."""
     return call.query.shape[:3].numel() == 0 or call.key.shape[2] == 0
 
 
@@ -180,47 +181,70 @@ def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     _ops._sdpa_check.default(*args, **kwargs)
     out = sdpa.empty_like_order([*query.shape[:3], call.value.shape[3]], query)
     lse = query.new_empty(query.shape[:3], dtype=sdpa.lse_dtype(query.dtype))
-    if _has_no_scores(call):
+    if has_no_scores(call):
         return without_keys(out, lse, call.sinks)
     wide, total = in_torch(call)
     return out.copy_(wide), lse.copy_(total)
 
 
-def backward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """Equations 1 to 5 of Dao et al., "FlashAttention", appendix B.2, without the tiles."""
-    call = bind(_ops._sdpa_backward.default, args, kwargs)
-    query, key, grad_out, attn_mask = call.query, call.key, call.grad_out, call.attn_mask
-    wanted_mask = attn_mask if call.grad_mask else None
-    grads = sdpa.empty_gradients(query, key, call.value, wanted_mask, call.sinks)
-    grad_query, grad_key, grad_value, grad_of_mask, grad_of_sinks = grads
-    if _has_no_scores(call):
-        return tuple(grad.zero_() for grad in grads)
-    dtype = sdpa.lse_dtype(query.dtype)
+class Gradients(NamedTuple):
+    """What :func:`gradients` returns, in the accumulation type."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scores: Tensor
+    """[B, Hq, Sq, Skv], of the products of queries and keys, before they are scaled."""
+    mask: Tensor
+    """Likewise, of the scores to which the mask is added."""
+    sinks: Tensor | None
+
+
+def gradients(call: SimpleNamespace) -> Gradients:
+    """Equations 1 to 5 of Dao et al., "FlashAttention", appendix B.2, without the tiles.
+
+    Args:
+        call: arguments of ``_sdpa_backward``, by name; there are queries and keys.
+    """
+    dtype = sdpa.lse_dtype(call.query.dtype)
     scores, tanh = _scores(call, *_positions(call))
     probabilities, of_sink, total, own_lse = _exponentials(scores, call.sinks)
     # Their sum where `lse` is over more than is given here: sinks, say, that want no gradient.
     share = (own_lse - call.lse).masked_fill(call.lse.isneginf(), -math.inf).exp_()
     share = share.unsqueeze(-1).div_(total)
     probabilities = probabilities.mul_(share)
-    grad_rows = _by_key_head(call, grad_out)
-    delta = (grad_out.to(dtype) * call.out.to(dtype)).sum(-1, keepdim=True)
+    grad_rows = _by_key_head(call, call.grad_out)
+    delta = (call.grad_out.to(dtype) * call.out.to(dtype)).sum(-1, keepdim=True)
     kept = _kept(call)
     weights = probabilities if kept is None else probabilities * kept
-    grad_value.copy_(_by_key_head(call, weights).transpose(-1, -2) @ grad_rows)
+    of_value = _by_key_head(call, weights).transpose(-1, -2) @ grad_rows
     grad_weights = _by_query_head(call, grad_rows @ call.value.to(dtype).transpose(-1, -2))
     if kept is not None:
         grad_weights = grad_weights * kept
-    grad_scores = probabilities * (grad_weights - delta)
+    of_mask = probabilities * (grad_weights - delta)
+    of_sinks = None if of_sink is None else -(of_sink * share * delta).sum((0, 2, 3))
+    of_scores = of_mask if tanh is None else of_mask * (1 - tanh.square())
+    of_scores = of_scores * _factor(call)
+    rows = _by_key_head(call, of_scores)
+    of_key = rows.transpose(-1, -2) @ _by_key_head(call, call.query)
+    of_query = _by_query_head(call, rows @ call.key.to(dtype))
+    return Gradients(of_query, of_key, of_value, of_scores, of_mask, of_sinks)
+
+
+def backward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    call = bind(_ops._sdpa_backward.default, args, kwargs)
+    wanted_mask = call.attn_mask if call.grad_mask else None
+    grads = sdpa.empty_gradients(call.query, call.key, call.value, wanted_mask, call.sinks)
+    if has_no_scores(call):
+        return tuple(grad.zero_() for grad in grads)
+    computed = gradients(call)
+    for grad, one in zip(grads, computed[:3], strict=False):
+        grad.copy_(one)
     if wanted_mask is not None:
         sizes = [1] * (4 - wanted_mask.dim()) + list(wanted_mask.shape)
-        grad_of_mask.copy_(grad_scores.sum_to_size(sizes).view(wanted_mask.shape))
-    if of_sink is not None:
-        grad_of_sinks.copy_(-(of_sink * share * delta).sum((0, 2, 3)))
-    if tanh is not None:
-        grad_scores = grad_scores * (1 - tanh.square())
-    grad_scores = _by_key_head(call, grad_scores.mul_(_factor(call)))
-    grad_key.copy_(grad_scores.transpose(-1, -2) @ _by_key_head(call, query))
-    grad_query.copy_(_by_query_head(call, grad_scores @ key.to(dtype)))
+        grads[3].copy_(computed.mask.sum_to_size(sizes).view(wanted_mask.shape))
+    if computed.sinks is not None:
+        grads[4].copy_(computed.sinks)
     return grads
 
 

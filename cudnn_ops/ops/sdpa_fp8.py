@@ -299,8 +299,8 @@ def _fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _empty_results(bind(_sdpa_fp8_op, args, kwargs))
 
 
-#: Options of attention that are not among those here.
-_WITHOUT = {
+#: Options of attention that FP8 attention does not have.
+OTHER_OPTIONS = {
     **dict.fromkeys(("attn_mask", "alibi_slopes", "sinks", "rng_state", "deterministic")),
     "dropout_p": 0.0,
     "softcap": 0.0,
@@ -319,7 +319,7 @@ def sdpa_fp8_in_torch(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor
     for name, descale in (("query", call.descale_q), ("key", call.descale_k)):
         setattr(call, name, getattr(call, name).float() * descale.reshape(()))
     call.value = call.value.float() * descale_v
-    vars(call).update(_WITHOUT)
+    vars(call).update(OTHER_OPTIONS)
     out, lse = sdpa_cpu.in_torch(call)
     amax, amax_out = sdpa_cpu.largest_probability(call).reshape(1), out.abs().amax().reshape(1)
     if has_descales and out_dtype.itemsize > 1:

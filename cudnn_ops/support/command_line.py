@@ -134,6 +134,16 @@ _SDPA_FP8 = Arguments(
     layouts=_SDPA.layouts,
     dtypes=tuple(_FP8),
 )
+_SDPA_FP8_BACKWARD = Arguments(
+    shapes=_SDPA.shapes,
+    options=(
+        *_SDPA_FP8.options[:4],
+        Option(("--grad-out-dtype",), "grad_out", {"choices": [*_FP8]}),
+        Option(("--grad-dtype",), "grad_dtype", {"choices": ["fp16", "bf16"]}),
+    ),
+    layouts=_SDPA.layouts,
+    dtypes=tuple(_FP8),
+)
 _PACKED = "tokens,heads,head_size"
 _VARLEN = Arguments(
     shapes=(
@@ -280,6 +290,7 @@ _MLP = Arguments(
 _ARGUMENTS = {
     "sdpa": _SDPA,
     "sdpa_fp8": _SDPA_FP8,
+    "sdpa_fp8_backward": _SDPA_FP8_BACKWARD,
     "varlen_attention": _VARLEN,
     "varlen_attention_fp8": _VARLEN_FP8,
     "paged_attention": _PAGED,
@@ -299,7 +310,8 @@ _ARGUMENTS = {
 
 def arguments_of(operator: Operator) -> Arguments:
     """What an operator, or a backward, has on the command line."""
-    return _ARGUMENTS[operator.name.removeprefix("add_").removesuffix("_backward")]
+    name = operator.name.removeprefix("add_")
+    return _ARGUMENTS.get(name) or _ARGUMENTS[name.removesuffix("_backward")]
 
 
 def add_shapes(
@@ -399,8 +411,9 @@ def options(args: argparse.Namespace, operator: Operator) -> dict[str, Any]:
         result["attn_mask"] = (result["attn_mask"], dtype)
     if "weight" in result:
         result["weight"] = DTYPES.get(result["weight"])
-    if "out_dtype" in result:
-        result["out_dtype"] = (DTYPES | _FP8)[result["out_dtype"]]
+    for name in ("out_dtype", "grad_out", "grad_dtype"):
+        if name in result:
+            result[name] = (DTYPES | _FP8)[result[name]]
     return {
         name: tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
         for name, value in result.items()

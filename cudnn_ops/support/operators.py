@@ -25,8 +25,9 @@ from cudnn_ops.ops.conv_transpose import conv_transpose1d, conv_transpose2d, con
 from cudnn_ops.ops.linear import linear, mlp
 from cudnn_ops.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from cudnn_ops.ops.paged import KVLayout, is_head_major, paged_attention
-from cudnn_ops.ops.sdpa import scaled_dot_product_attention
+from cudnn_ops.ops.sdpa import empty_like_order, scaled_dot_product_attention
 from cudnn_ops.ops.sdpa_fp8 import sdpa_fp8
+from cudnn_ops.ops.sdpa_fp8_backward import sdpa_fp8_backward
 from cudnn_ops.ops.varlen import varlen_attention
 from cudnn_ops.ops.varlen_fp8 import varlen_attention_fp8
 from cudnn_ops.support.attempts import Attempt, Kind, Parts
@@ -175,6 +176,31 @@ def _attention_fp8(
         *(query, key, value, one, one, one, out_dtype),
         **options,
         with_lse=kind.training,
+        sm_major=kind.sm // 10,
+    )
+    return _one(words, refusal)
+
+
+def _attention_fp8_backward(
+    kind: Kind,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    grad_out: TensorSpec | torch.dtype | None = None,
+    grad_dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
+) -> Parts:
+    _make_optional(options, ("seq_lens_q", "seq_lens_kv"), query.shape[0], torch.int32)
+    out = empty_like_order([*query.shape[:3], value.shape[3]], query)
+    if grad_out is None or isinstance(grad_out, torch.dtype):
+        grad_out = torch.empty_like(out, dtype=grad_out)
+    lse, one = (torch.empty(shape, device="meta") for shape in (query.shape[:3], 1))
+    words, refusal = _ops._sdpa_fp8_backward_plan_key(
+        *(meta_tensor(grad_out, "grad_out"), query, key, value, out, lse),
+        *([one] * 6),
+        grad_dtype,
+        **options,
         sm_major=kind.sm // 10,
     )
     return _one(words, refusal)
@@ -466,6 +492,18 @@ def _families() -> Iterator[Operator]:
         _attention_fp8,
         without_effect=("descale_q", "descale_k", "descale_v", "scale_o", "scale"),
         has_backward=False,
+    )
+    yield Operator(
+        "sdpa_fp8_backward",
+        sdpa_fp8_backward,
+        ("query", "key", "value"),
+        _attention_fp8_backward,
+        without_effect=(
+            *("out", "lse", "descale_q", "descale_k", "descale_v", "descale_o", "descale_do"),
+            *("scale_dp", "scale"),
+        ),
+        has_backward=False,
+        is_backward=True,
     )
     yield Operator(
         "varlen_attention",

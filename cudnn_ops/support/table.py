@@ -16,7 +16,7 @@ from cudnn_ops.ops.activation import ACTIVATIONS
 from cudnn_ops.support.attempts import Kind
 from cudnn_ops.support.device import prepare, sm_version
 from cudnn_ops.support.explanation import first_supported
-from cudnn_ops.support.operators import find_operator
+from cudnn_ops.support.operators import OPERATORS, find_operator
 from cudnn_ops.support.specs import TensorSpec
 
 DIRECTIONS = ("forward", "backward")
@@ -264,9 +264,10 @@ def _answer(table: Table, description: str, row: str, column: str, direction: st
     operator = find_operator(op)
     if direction == "forward":
         options.pop("grad_mask", None)
-    elif not operator.has_backward:
+    elif f"{op}_backward" not in OPERATORS:
         return Answer(row, column, direction, False, "it is for inference")
     else:
+        options.pop("out_dtype", None)
         operator = find_operator(f"{op}_backward")
     kind = Kind(training=operator.has_backward, sm=sm_version(description))
     answers = [

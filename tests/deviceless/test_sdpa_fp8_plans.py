@@ -126,3 +126,116 @@ def test_few_queries_of_192_on_blackwell(lengths):
 def test_plans_for_a_warm_up(device):
     requests = cudnn_ops.plan_requests("sdpa_fp8", tensor(64), is_causal=True, device=device)
     assert [str(request).partition("(")[0] for request in requests] == ["sdpa_fp8"]
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_gradients_on_blackwell(layout):
+    """Heads that share keys, lengths that are multiples of nothing, every mask."""
+    masks = (
+        {"is_causal": True, "bottom_right": True},
+        {"window_size": (50, 0)},
+        {"window_size": (50, 20)},
+        {},
+        {"is_causal": True},
+    )
+    sizes = ((1, 1, 4), (2, 129, 4), (77, 577, 2), (300, 300, 1), (4096, 4096, 1))
+    for (length, length_kv, heads_kv), options in zip(sizes, masks, strict=True):
+        query, key = (
+            tensor(n, heads, layout=layout) for n, heads in ((length, 4), (length_kv, heads_kv))
+        )
+        answer = explain("sdpa_fp8_backward", query, key, device="b200", **options)
+        assert answer.supported, (length, length_kv, options, answer.reason)
+        assert answer.engine.startswith("eng")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "grad_out", "grad_dtype"),
+    [(E4M3, E4M3, torch.float16), (E4M3, E5M2, torch.bfloat16), (E5M2, E5M2, torch.bfloat16)],
+    ids=str,
+)
+@pytest.mark.parametrize("sizes", [(16, 16), (64, 64), (80, 80), (128, 128), (128, 64), (192, 128)])
+def test_gradients_by_head_size_and_format(sizes, dtype, grad_out, grad_dtype):
+    size, value_size = sizes
+    query = tensor(300, 8, size, dtype)
+    key, value = (tensor(300, 2, one, dtype) for one in (size, value_size))
+    options = {"grad_out": grad_out, "grad_dtype": grad_dtype, "is_causal": True}
+    for device in ("b200", "b300")[: 1 + (size == 64)]:
+        answer = explain("sdpa_fp8_backward", query, key, value, device=device, **options)
+        assert answer.supported, (device, answer.reason)
+
+
+LENGTHS = {"seq_lens_q": True, "seq_lens_kv": True}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "reason"),
+    [
+        ((100, 130, 64), LENGTHS, ""),
+        ((100, 130, 64), {**LENGTHS, "is_causal": True}, ""),
+        ((130, 100, 64), {**LENGTHS, "window_size": (20, 0)}, ""),
+        ((128, 192, 64), {**LENGTHS, "is_causal": True, "bottom_right": True}, ""),
+        (
+            (100, 130, 64),
+            {**LENGTHS, "is_causal": True, "bottom_right": True},
+            "with s_q multiple of 64",
+        ),
+        ((130, 100, 64), {"window_size": (40, 0)}, "max_s_q <= max_s_kv"),
+        ((100, 100, 256), {}, "d_qk"),
+        ((100, 100, 192), {}, "d_v"),
+    ],
+)
+def test_what_gradients_are_refused(sizes, options, reason):
+    length, length_kv, size = sizes
+    query, key = tensor(length, size=size), tensor(length_kv, size=size)
+    answer = explain("sdpa_fp8_backward", query, key, device="b200", **options)
+    assert answer.supported != bool(reason)
+    assert reason in answer.reason
+
+
+@pytest.mark.parametrize("device", ["h200", "a100", "l40s"])
+def test_no_gradients_before_blackwell(device):
+    answer = explain("sdpa_fp8_backward", tensor(64, size=128), device=device)
+    assert not answer.supported
+    assert "needs a Blackwell" in answer.reason
+    assert "gradients of 8 bits alone, for heads of 128 alone" in answer.reason
+
+
+def test_gradients_of_what_is_visible_alone():
+    query, key = tensor(100), tensor(60)
+    for options, shapes in (
+        (
+            {"is_causal": True, "bottom_right": True},
+            ("query=e4m3[2, 4, 60, ", "grad_query=bf16[2, 4, 60, ", "right=0, "),
+        ),
+        ({"is_causal": True}, ("grad_out=e5m2[2, 4, 100, ", "grad_key=bf16[2, 4, 60, ")),
+    ):
+        words, refusal = support.plan_key(
+            "sdpa_fp8_backward",
+            *(query, key, None),
+            with_lse=False,
+            polymorphic=False,
+            sm=100,
+            grad_out=E5M2,
+            **options,
+        )
+        assert not refusal
+        plan = str(cudnn_ops.PlanRequest(tuple(words)))
+        assert all(shape in plan for shape in shapes), plan
+    words, _ = support.plan_key(
+        "sdpa_fp8_backward", tensor(1), tensor(9), None, with_lse=False, polymorphic=False, sm=100
+    )
+    assert "grad_query=bf16[2, 4, 2, 64]" in str(cudnn_ops.PlanRequest(tuple(words)))
+    _, refusal = support.plan_key(
+        "sdpa_fp8_backward", tensor(5), tensor(0), None, with_lse=False, polymorphic=False, sm=100
+    )
+    assert "needs no plan" in refusal
+
+
+def test_a_warm_up_of_gradients(fresh_cache):
+    requests = cudnn_ops.plan_requests("sdpa_fp8_backward", tensor(64), device="b200")
+    assert [request.op for request in requests] == ["sdpa_fp8_backward"]
+    report = cudnn_ops.warmup(requests, device="b200", progress=False)
+    assert report.refused == {}
+    assert cudnn_ops.warmup(requests, device="b200", progress=False).ready == 1
+    with pytest.raises(ValueError, match="needs a Blackwell"):
+        cudnn_ops.plan_requests("sdpa_fp8_backward", tensor(64), device="h200")

@@ -216,6 +216,7 @@ APPENDED: Tensors = {
 
 FP8_SIZES = (B, 4, S, 16)
 FP8: Tensors = {**dict.fromkeys(QKV, FP8_SIZES), "scale": torch.tensor([90.0])}
+FP8_GRADIENTS: Tensors = {**FP8, "grad": FP8_SIZES}
 HEADS: Tensors = {"x": FP8_SIZES, "scale": torch.tensor([90.0, 80.0, 70.0, 60.0])}
 
 
@@ -226,6 +227,23 @@ def _attend_fp8(query: Tensor, key: Tensor, value: Tensor, scale: Tensor, **rest
     of_query, of_key, of_value = descales
     return cudnn_ops.sdpa_fp8_with_stats(
         *data, descale_q=of_query, descale_k=of_key, descale_v=of_value, is_causal=True, **rest
+    )
+
+
+def _gradients_fp8(query: Tensor, key: Tensor, value: Tensor, grad: Tensor, scale: Tensor) -> Any:
+    q, k, v, g = (cudnn_ops.quantize_fp8(x, scale) for x in (query, key, value, grad))
+    options: dict[str, Any] = {
+        "descale_q": q.descale,
+        "descale_k": k.descale,
+        "descale_v": v.descale,
+        "is_causal": True,
+    }
+    found = cudnn_ops.sdpa_fp8_with_stats(
+        q.data, k.data, v.data, out_dtype=torch.float8_e4m3fn, **options
+    )
+    options |= {"descale_o": v.descale, "descale_do": g.descale, "scale_dp": scale}
+    return cudnn_ops.sdpa_fp8_backward(
+        *(g.data, q.data, k.data, v.data, found.out, found.lse), **options
     )
 
 
@@ -286,6 +304,14 @@ SERVING = [
         _attend_fp8,
         {**FP8, "seq_lens_kv": lengths(2, 6, 0, 5)},
         every(S0, *QKV),
+    ),
+    Case("FP8 gradients by batch", _gradients_fp8, FP8_GRADIENTS, every(S0, *QKV, "grad")),
+    Case("FP8 gradients by heads", _gradients_fp8, FP8_GRADIENTS, every(S1, *QKV, "grad")),
+    Case(
+        "FP8 gradients of one key head by heads",
+        _gradients_fp8,
+        {**FP8_GRADIENTS, **dict.fromkeys(("key", "value"), (B, 1, S, 16))},
+        every(S1, "query", "grad"),
     ),
     Case("gated rows by batch", _gated_fp8, GATED_FP8, every(S0, "gate", "up"), silent=True),
     Case(

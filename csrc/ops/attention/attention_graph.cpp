@@ -52,6 +52,17 @@ enum Uid : int64_t {
   kScaleOut,
   kAmaxProbabilities,
   kAmaxOut,
+  kDescaleOut,
+  kDescaleGradOut,
+  kDescaleGradScores,
+  kScaleGradScores,
+  kScaleGradQuery,
+  kScaleGradKey,
+  kScaleGradValue,
+  kAmaxGradScores,
+  kAmaxGradQuery,
+  kAmaxGradKey,
+  kAmaxGradValue,
 };
 
 // [B, Hq, Sq, 1], dense: before 9.26 cuDNN reads its "stats" with these strides and no others,
@@ -185,11 +196,14 @@ class Builder {
       lengths_kv = graph::index_input(*graph_, "seq_len_kv", kLengthsKv, at::kInt, batch);
       attributes.set_seq_len_q(lengths).set_seq_len_kv(lengths_kv);
     }
-    // The frontend lets nothing stand beside the bottom right alignment of its own.
-    const bool beside = mask_.bottom_right && (mask_.bias.rank != 0 || mask_.dropout_p != 0);
-    if (mask_.has_softcap || mask_.has_alibi || beside) {
-      set_modifier(attributes, lengths, lengths_kv);
-      return;
+    // FP8 attention's backward has none of these, and the frontend no modifiers for it.
+    if constexpr (!std::is_same_v<Attributes, fe::graph::SDPA_fp8_backward_attributes>) {
+      // The frontend lets nothing stand beside the bottom right alignment of its own.
+      const bool beside = mask_.bottom_right && (mask_.bias.rank != 0 || mask_.dropout_p != 0);
+      if (mask_.has_softcap || mask_.has_alibi || beside) {
+        set_modifier(attributes, lengths, lengths_kv);
+        return;
+      }
     }
     attributes.set_padding_mask(lengths != nullptr).set_diagonal_alignment(alignment(mask_));
     if (const auto left = left_bound(mask_)) {
@@ -314,6 +328,39 @@ std::shared_ptr<graph::FrontendGraph> make_fp8(const SdpaFp8Params& params,
   return builder.graph();
 }
 
+std::shared_ptr<graph::FrontendGraph> make_fp8_backward(const SdpaFp8BackwardParams& params,
+                                                        const graph::Target& target) {
+  Builder<fe::graph::SDPA_fp8_backward_attributes> builder(params, params.key.sizes[2], target);
+  auto& graph = *builder.graph();
+  const auto query = builder.input("query", kQuery, params.query);
+  const auto key = builder.input("key", kKey, params.key);
+  const auto value = builder.input("value", kValue, params.value);
+  const auto out = builder.input("out", kOut, params.out);
+  const auto lse = builder.lse_input(/*stride=*/0);
+  const auto grad_out = builder.input("grad_out", kGradOut, params.grad_out);
+  const auto number = [&](const char* name, int64_t uid) {
+    return graph::input(graph, name, uid, number_desc());
+  };
+  auto attributes = fe::graph::SDPA_fp8_backward_attributes().set_name("sdpa_fp8_backward");
+  builder.set_mask(attributes);
+  const auto results = graph.sdpa_fp8_backward(
+      query, key, value, out, grad_out, lse, number("descale_q", kDescaleQuery),
+      number("descale_k", kDescaleKey), number("descale_v", kDescaleValue),
+      number("descale_o", kDescaleOut), number("descale_do", kDescaleGradOut),
+      number("descale_s", kDescaleProbabilities), number("descale_dp", kDescaleGradScores),
+      number("scale_s", kScaleProbabilities), number("scale_dq", kScaleGradQuery),
+      number("scale_dk", kScaleGradKey), number("scale_dv", kScaleGradValue),
+      number("scale_dp", kScaleGradScores), attributes);
+  builder.output(results[0], kGradQuery, params.grad_query);
+  builder.output(results[1], kGradKey, params.grad_key);
+  builder.output(results[2], kGradValue, params.grad_value);
+  graph::output(results[3], kAmaxGradQuery, number_desc());
+  graph::output(results[4], kAmaxGradKey, number_desc());
+  graph::output(results[5], kAmaxGradValue, number_desc());
+  graph::output(results[6], kAmaxGradScores, number_desc());
+  return builder.graph();
+}
+
 // For decoding cuDNN 9.19 names configuration 35 of its engine, whose tiles have 16 rows. Measured
 // on an H100 and an H200: 34 takes 1 to 4 % less time where all heads find room on the GPU at once,
 // and up to 3 % more where they do not and sequences differ in length; 33 is for more rows.
@@ -355,6 +402,7 @@ std::shared_ptr<graph::FrontendGraph> make_backward(const SdpaBackwardParams& pa
 
 const graph::RegisterPlanKind<SdpaForwardParams, make_forward> forward_kind;
 const graph::RegisterPlanKind<SdpaFp8Params, make_fp8> fp8_kind;
+const graph::RegisterPlanKind<SdpaFp8BackwardParams, make_fp8_backward> fp8_backward_kind;
 const graph::RegisterPlanKind<PagedParams, make_paged, paged_engine> paged_kind;
 const graph::RegisterPlanKind<SdpaBackwardParams, make_backward> backward_kind;
 

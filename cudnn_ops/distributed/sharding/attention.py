@@ -246,6 +246,23 @@ register_with_keywords(
 )
 
 
+def _fp8_backward_rules(call: Call) -> list[Rule]:
+    saved = ("grad_out", "out", "lse", "query")
+    is_one = is_one_group(call.query, call.key, 1, 1)
+    of_keys: Placement = Partial() if is_one else Shard(1)
+    of_heads = saved if is_one else (*saved, "key", "value")
+    of_batch = (*saved, "key", "value", "seq_lens_q", "seq_lens_kv")
+    return [
+        Rule(dict.fromkeys(of_batch, Shard(0)), (Shard(0),) * 3 + (Partial("max"),)),
+        Rule(dict.fromkeys(of_heads, Shard(1)), (Shard(1), of_keys, of_keys, Partial("max"))),
+    ]
+
+
+register_with_keywords(
+    _ops._sdpa_fp8_backward.default, _backward(_fp8_backward_rules), _fp8_backward_rules, "lse"
+)
+
+
 # Packed attention: [tokens, heads, head size], its log-sum-exp [heads, tokens].
 
 

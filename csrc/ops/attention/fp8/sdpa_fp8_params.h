@@ -14,4 +14,10 @@ struct SdpaFp8Params {
   CUDNN_OPS_FIELDS(query, key, value, out, mask, with_lse)
 };
 
+// As SdpaBackwardParams, of a dense log-sum-exp.
+struct SdpaFp8BackwardParams : SdpaBackwardParams {
+  static constexpr const char* kName = "sdpa_fp8_backward";
+  CUDNN_OPS_FIELDS(query, key, value, out, grad_out, grad_query, grad_key, grad_value, mask)
+};
+
 }  // namespace cudnn_ops

@@ -1,7 +1,10 @@
 #include "ops/attention/fp8/sdpa_fp8_plan_key.h"
 
+#include "ops/attention/fp8/sdpa_fp8_backward.h"
 #include "ops/attention/fp8/sdpa_fp8_problem.h"
 #include "ops/attention/layout.h"
+
+#include <utility>
 
 namespace cudnn_ops {
 namespace {
@@ -34,6 +37,39 @@ PlanAnswer sdpa_fp8_plan_key(const SdpaFp8PlanRequest& request) {
                               written_dtype(given.out_dtype, request.sm_major));
   const auto params =
       sdpa_fp8_params(part, desc_of(query), desc_of(key), desc_of(value), out, given.with_lse);
+  return {graph::PlanKey::of(params, 0).words().vec(), ""};
+}
+
+PlanAnswer sdpa_fp8_backward_plan_key(const SdpaFp8BackwardPlanRequest& request) {
+  const SdpaFp8Backward& given = request.args;
+  check_sdpa_fp8_backward(given);
+  if (auto why = why_no_fp8_backward(request.sm_major); !why.empty()) {
+    return {std::vector<int64_t>(), std::move(why)};
+  }
+  const SdpaFp8Part part(given.args);
+  if (part.is_empty()) {
+    return {std::vector<int64_t>(),
+            "cudnn_ops.sdpa_fp8_backward needs no plan where no key is attended to"};
+  }
+  const auto rows = [&](const at::Tensor& tensor) {
+    const at::Tensor own = tensor.narrow(2, part.row, part.rows);
+    return part.rows == 1 ? two_queries(own) : own;
+  };
+  const auto grad_of = [&](const at::Tensor& like) {
+    return dense_desc(like.sizes(), like, given.grad_dtype);
+  };
+  const at::Tensor query = rows(given.args.query);
+  const auto &key = part.args.key, &value = part.args.value;
+  SdpaFp8BackwardParams params;
+  params.query = desc_of(query);
+  params.key = desc_of(key);
+  params.value = desc_of(value);
+  params.out = desc_of(rows(given.out));
+  params.grad_out = desc_of(rows(given.grad_out));
+  params.grad_query = grad_of(query);
+  params.grad_key = grad_of(key);
+  params.grad_value = grad_of(value);
+  params.mask = fp8_mask(part, /*backward=*/true);
   return {graph::PlanKey::of(params, 0).words().vec(), ""};
 }
 

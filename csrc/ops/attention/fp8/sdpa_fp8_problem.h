@@ -12,16 +12,20 @@ namespace cudnn_ops {
 struct SdpaFp8Part {
   Sdpa args;
   Band band;
-  int64_t row = 0, rows = 0;  // of the call's queries
+  int64_t row = 0, rows = 0;        // of the call's queries
+  int64_t column = 0, columns = 0;  // of its keys
 
   explicit SdpaFp8Part(const Sdpa& whole);
   bool is_empty() const {
-    return rows == 0 || args.key.size(2) == 0;
+    return rows == 0 || columns == 0;
   }
 };
 
 // cuDNN has no kernel for a single query: it gets the same one twice.
 at::Tensor two_queries(const at::Tensor& query);
+
+// What a plan bakes in of the options.
+SdpaMask fp8_mask(const SdpaFp8Part& part, bool backward);
 
 // Hopper's kernel writes FP8 alone.
 at::ScalarType written_dtype(at::ScalarType out_dtype, int64_t sm_major);
