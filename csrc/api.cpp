@@ -5,6 +5,7 @@
 #include "ops/context_parallel.h"
 #include "ops/linear/linear_choice.h"
 #include "ops/norm/norm_choice.h"
+#include "graph/background_plans.h"
 #include "graph/cudnn_library.h"
 #include "graph/device_query.h"
 #include "graph/engine_table.h"
@@ -104,12 +105,15 @@ void set_finds_packaged(bool is_running) {
 
 // --- plans -------------------------------------------------------------------------------
 
-std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t> cache_info() {
+Words cache_info() {
   const auto info = graph::PlanCache::global().info();
-  return {info.hits, info.builds, info.loads, info.evictions, info.size, info.limit};
+  const auto background = graph::BackgroundPlans::global().info();
+  return {info.hits,  info.builds,     info.loads,         info.evictions,   info.size,
+          info.limit, background.made, background.pending, background.failed};
 }
 
 void cache_clear() {
+  graph::BackgroundPlans::global().clear();  // first: nothing more comes of it
   graph::PlanCache::global().clear();
   graph::PlanPolicy::global().clear();
 }
@@ -137,6 +141,10 @@ std::string describe_plan(const Words& words) {
 
 graph::Answer make_plan(const Words& words, const std::string& device) {
   return graph::ask(words, device);
+}
+
+void make_plan_in_background(const Words& words, const std::string& device) {
+  graph::make_in_background(words, device);
 }
 
 std::tuple<std::string, std::string, int64_t, int64_t, int64_t> store_info() {
@@ -268,7 +276,7 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   m.def("_describe_device(int index) -> str",
         [](int64_t index) { return graph::describe_device(static_cast<int>(index)); });
 
-  m.def("_cache_info() -> (int, int, int, int, int, int)", cache_info);
+  m.def("_cache_info() -> int[]", cache_info);
   m.def("_cache_clear() -> ()", cache_clear);
   m.def("_set_cache_limit(int limit) -> ()", with_errors<set_cache_limit>);
   m.def("_start_recording() -> int", start_recording);
@@ -276,6 +284,10 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   m.def("_describe_plan(int[] words) -> str", with_errors<describe_plan>);
   m.def("_make_plan(int[] words, str device) -> (bool, str, str, int, str)",
         with_errors<make_plan>);
+  m.def("_make_plan_in_background(int[] words, str device) -> ()",
+        with_errors<make_plan_in_background>);
+  m.def("_wait_for_plans() -> ()", [] { graph::BackgroundPlans::global().wait(); });
+  m.def("_stop_background() -> ()", [] { graph::BackgroundPlans::global().stop(); });
   m.def("_set_store(str folder, int limit) -> ()", set_store);
   m.def("_store_info() -> (str, str, int, int, int)", store_info);
   m.def("_store_clear() -> int", [] { return graph::PlanStore::global().clear(); });

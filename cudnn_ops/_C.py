@@ -94,3 +94,5 @@ def _warn(message: str) -> None:
 torch.library.impl("cudnn_ops::_warn", "CompositeExplicitAutograd", _warn)
 _operator("set_warns_in_python")(True)
 atexit.register(_operator("set_warns_in_python"), False)
+# Before that: a plan that is being made in the background may warn, and needs Python for it.
+atexit.register(_operator("stop_background"))

@@ -92,6 +92,7 @@ from cudnn_ops.plans.cache import (
     set_store,
     store_clear,
     store_info,
+    wait_for_plans,
 )
 from cudnn_ops.plans.linear_tuning import tune_linear
 from cudnn_ops.plans.monitor import OperatorProfile, Profile, profile
@@ -246,5 +247,6 @@ __all__ = [
     "varlen_attention",
     "varlen_attention_fp8",
     "varlen_attention_with_lse",
+    "wait_for_plans",
     "warmup",
 ]

@@ -91,6 +91,30 @@ def test_no_plan_is_built_inside_a_capture(policy):
     assert torch.ops.cudnn_ops.sdpa(tensor, tensor, tensor).isfinite().all()
 
 
+def test_plans_are_built_in_the_background_of_a_capture():
+    """One that has to load the thread's handle too; the graph holds what it had before."""
+    query, key, value = cases.make_inputs(CASE, torch.bfloat16, "cuda")
+    expected = torch.ops.cudnn_ops.sdpa(query, key, value, **CASE.kwargs())
+    others = [
+        request
+        for length in (32, 64, 128)
+        for request in cudnn_ops.plan_requests(
+            "sdpa", query[:, :, :length].clone(), training=False, plans="exact"
+        )
+    ]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for request in others:
+            cudnn_ops._C.make_plan_in_background(request.words, "current")
+        out = torch.ops.cudnn_ops.sdpa(query, key, value, **CASE.kwargs())
+        cudnn_ops.wait_for_plans()
+    info = cudnn_ops.cache_info()
+    assert (info.background, info.failed) == (len(others), 0)
+    out.fill_(torch.nan)
+    graph.replay()
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("plans", ["exact", "polymorphic"])
 def test_warmup_is_enough_for_a_capture(plans):
     query, key, value = cases.make_inputs(CASE, torch.bfloat16, "cuda")

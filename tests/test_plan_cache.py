@@ -68,7 +68,7 @@ def test_a_smaller_limit_evicts_at_once():
     for length in (64, 128, 192):
         plan(length)
     cudnn_ops.set_cache_limit(1)
-    assert cudnn_ops.cache_info() == (0, 3, 0, 2, 1, 1)
+    assert cudnn_ops.cache_info()[:6] == (0, 3, 0, 2, 1, 1)
 
 
 @pytest.mark.parametrize("limit", [0, -1])

@@ -9,6 +9,7 @@
 #include <c10/util/ArrayRef.h>
 
 #include <memory>
+#include <optional>
 
 namespace cudnn_ops::graph {
 
@@ -46,9 +47,13 @@ PlanPtr ready_plan(const PlanKey& key);
 // Whether a call without a ready plan runs on its family's polymorphic plan, on which it loses
 // `lost` seconds of the GPU's time: as PlanPolicy says, and at the family's first call if the cache
 // has that plan, or the store or a bundle has it and none has the exact one. While a CUDA graph is
-// captured: whether the cache has it.
+// captured: whether the cache has it. An exact plan that time has made due is made in the
+// background meanwhile; nothing in place of `lost` says that the shape is to keep its plan.
 bool takes_polymorphic(const PlanKey& exact, const PlanKey& polymorphic, const PlanKey& family,
-                       double lost);
+                       std::optional<double> lost);
+
+// Has the plan of `key`, whose device is live, made in the background (background_plans.h).
+void make_in_background(const PlanKey& key);
 
 // The polymorphic plan, found or made; null when cuDNN refuses it. It then does so for the whole
 // family, whose calls need exact plans.
@@ -62,10 +67,12 @@ PlanPtr get_plan(const Call& call, const PlanKey& key);
 PlanPtr plan_or_null(const Call& call, const PlanKey& key);
 
 // For calls that another kernel can run as well: the exact plan of a shape that is called often,
-// under kExact of any, found or made; null until then, under kPolymorphic, and where cuDNN refuses.
+// under kExact of any, found or made; null until then, while it is made in the background, under
+// kPolymorphic, and where cuDNN refuses.
 PlanPtr often_called_plan(const Call& call, const PlanKey& key);
 // Whether that has one, or makes one at the next call; counts a call, as that does.
-bool is_called_often(const PlanKey& key);
+// `wants_autotune` as the call will have it.
+bool is_called_often(const PlanKey& key, bool wants_autotune = false);
 
 // Runs `plan` on the current device and stream.
 void execute(const Call& call, const Plan& plan);

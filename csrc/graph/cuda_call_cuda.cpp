@@ -1,6 +1,7 @@
 #include "graph/cuda_call.h"
 
 #include "graph/autotune.h"
+#include "graph/background_plans.h"
 #include "graph/cudnn_library.h"
 #include "graph/error.h"
 #include "graph/plan_bundle.h"
@@ -10,6 +11,7 @@
 #include "graph/profile_names.h"
 #include "graph/warn.h"
 
+#include <ATen/Context.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cudnn/Handle.h>
 #include <ATen/record_function.h>
@@ -99,8 +101,35 @@ PlanPtr ready_plan(const PlanKey& key) {
   return PlanCache::global().find(key);
 }
 
+namespace {
+
+// Whether a plan that calls can do without for a while is made in the background. Not where engines
+// are measured, for which it takes a call's tensors. Nor after a number of calls, or where torch is
+// to be deterministic: results change by rounding with the plan, and do so at the same call in each
+// run.
+bool can_wait(bool wants_autotune) {
+  const auto& policy = PlanPolicy::global();
+  return policy.policy() == Policy::kAuto && policy.promote_after() == PlanPolicy::kByTime &&
+         policy.autotune() == Autotune::kOff && !wants_autotune &&
+         !at::globalContext().deterministicAlgorithms();
+}
+
+}  // namespace
+
+void make_in_background(const PlanKey& key) {
+  BackgroundPlans::global().make(key, [key] {
+    // While another thread captures a CUDA graph, memory may be allocated and code be loaded in
+    // this mode alone; in others that would end the capture. It stays with the thread, which drops
+    // plans too.
+    auto mode = cudaStreamCaptureModeRelaxed;
+    C10_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode));
+    c10::cuda::set_device(static_cast<c10::DeviceIndex>(key.target()));
+    return make_plan(key, live_target());
+  });
+}
+
 bool takes_polymorphic(const PlanKey& exact, const PlanKey& polymorphic, const PlanKey& family,
-                       double lost) {
+                       std::optional<double> lost) {
   auto& policy = PlanPolicy::global();
   if (is_capturing()) {
     return policy.policy() != Policy::kExact && PlanCache::global().contains(polymorphic);
@@ -113,8 +142,12 @@ bool takes_polymorphic(const PlanKey& exact, const PlanKey& polymorphic, const P
     PlanBundles::global().find_for(target);
     return is_stored(polymorphic, target) && !is_stored(exact, target);
   };
-  return policy.takes_polymorphic(exact, family, lost, is_served,
-                                  [&] { return is_stored(exact, live_target()); });
+  const Choice choice = policy.choose(exact, family, lost, is_served,
+                                      [&] { return is_stored(exact, live_target()); });
+  if (choice != Choice::kPromoted) return choice == Choice::kPolymorphic;
+  if (!can_wait(/*wants_autotune=*/false)) return false;
+  make_in_background(exact);
+  return true;
 }
 
 PlanPtr polymorphic_plan(const Call& call, const PlanKey& polymorphic, const PlanKey& family) {
@@ -145,23 +178,28 @@ PlanPtr plan_or_null(const Call& call, const PlanKey& key) {
 
 namespace {
 
-bool is_due(const PlanKey& key) {
+// Whether the call makes the plan itself; where it can wait, it is made in the background.
+bool makes_plan(const PlanKey& key, bool wants_autotune) {
+  if (is_capturing()) return false;
   const auto is_at_hand = [&] { return any_stored() && is_stored(key, live_target()); };
-  return !is_capturing() && PlanPolicy::global().is_due(key, is_at_hand);
+  const Due due = PlanPolicy::global().due(key, is_at_hand);
+  if (due != Due::kOften || !can_wait(wants_autotune)) return due != Due::kNo;
+  make_in_background(key);
+  return false;
 }
 
 }  // namespace
 
-bool is_called_often(const PlanKey& key) {
+bool is_called_often(const PlanKey& key, bool wants_autotune) {
   if (PlanPolicy::global().policy() == Policy::kPolymorphic) return false;
-  return PlanCache::global().contains(key) || is_due(key);
+  return PlanCache::global().contains(key) || makes_plan(key, wants_autotune);
 }
 
 PlanPtr often_called_plan(const Call& call, const PlanKey& key) {
   auto& policy = PlanPolicy::global();
   if (policy.policy() == Policy::kPolymorphic) return nullptr;
   if (auto plan = PlanCache::global().find(key)) return plan;
-  if (!is_due(key)) return nullptr;
+  if (!makes_plan(key, call.wants_autotune)) return nullptr;
   PlanPtr plan;
   try {
     plan = plan_or_null(call, key);

@@ -1,5 +1,6 @@
 #include "graph/device_query.h"
 
+#include "graph/background_plans.h"
 #include "graph/cuda_call.h"
 #include "graph/cudnn_library.h"
 #include "graph/error.h"
@@ -40,6 +41,19 @@ Answer ask(c10::ArrayRef<int64_t> words, const std::string& device) {
     return {true, "", plan->engine(), plan->workspace_bytes(), plan->origin()};
   } catch (const NotSupported& refusal) {
     return {false, refusal.what(), "", 0, ""};
+  } catch (const CudnnError& error) {
+    throw CudnnError(std::string("cudnn_ops: ") + error.what());
+  }
+}
+
+void make_in_background(c10::ArrayRef<int64_t> words, const std::string& device) {
+  try {
+    const Target target = target_of(device);
+    const PlanKey key(words, target.id());
+#ifdef CUDNN_OPS_WITH_CUDA
+    if (target.handle() != nullptr) return make_in_background(key);
+#endif
+    BackgroundPlans::global().make(key, [key, target] { return make_plan(key, target); });
   } catch (const CudnnError& error) {
     throw CudnnError(std::string("cudnn_ops: ") + error.what());
   }

@@ -18,6 +18,9 @@ using Answer = std::tuple<bool, std::string, std::string, int64_t, std::string>;
 // what describes no GPU, CudnnError where no libcudnn can be had.
 Answer ask(c10::ArrayRef<int64_t> words, const std::string& device);
 
+// Has it made in the background (background_plans.h), without an answer. Throws as ask().
+void make_in_background(c10::ArrayRef<int64_t> words, const std::string& device);
+
 // supported, reason (empty if supported and written), name of the record's file (empty if not
 // written)
 using Written = std::tuple<bool, std::string, std::string>;

@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -22,8 +23,7 @@ namespace cudnn_ops::graph {
 enum class Policy : uint8_t {
   // A family's first shape gets an exact plan, unless the polymorphic one is at hand. From the
   // second on, shapes run on the family's polymorphic plan, and a shape whose calls have lost
-  // enough
-  // time on it gets an exact plan of its own (promotion.h).
+  // enough time on it gets an exact plan of its own (promotion.h).
   kAuto,
   kExact,        // an exact plan for each shape
   kPolymorphic,  // polymorphic plans wherever cuDNN supports them
@@ -33,6 +33,20 @@ enum class Autotune : uint8_t {
   kOff,
   kOnce,    // an exact plan that has to be built gets the engine measured to be the fastest
   kAlways,  // and the store is not asked whether it was measured before
+};
+
+// What a call without an exact plan runs on.
+enum class Choice : uint8_t {
+  kExact,        // an exact plan, which has to be made
+  kPolymorphic,  // the family's polymorphic plan
+  kPromoted,     // that has lost enough: an exact plan, as soon as it is made
+};
+
+// Whether a shape that another kernel can run as well is to have an exact plan.
+enum class Due : uint8_t {
+  kNo,
+  kNow,    // the policy demands it, or it needs no build
+  kOften,  // the shape is called often
 };
 
 class PlanPolicy {
@@ -61,13 +75,13 @@ class PlanPolicy {
     autotune_.store(autotune, std::memory_order_relaxed);
   }
 
-  // Whether a call that has no exact plan yet runs on the polymorphic one; notes the call, and that
-  // an exact plan would run it faster by `lost` seconds. `family` is the polymorphic plan's key
-  // without the sizes it is declared for.
+  // What a call that has no exact plan yet runs on; notes the call, and that an exact plan would
+  // run it faster by `lost` seconds. Without that no time is lost that would promote the shape.
+  // `family` is the polymorphic plan's key without the sizes it is declared for.
   // `is_served` is asked at a family's first call: whether the polymorphic plan is at hand already;
   // `is_stored` at most once a shape: whether the exact one needs no build.
-  bool takes_polymorphic(const PlanKey& exact, const PlanKey& family, double lost,
-                         c10::function_ref<bool()> is_served, c10::function_ref<bool()> is_stored);
+  Choice choose(const PlanKey& exact, const PlanKey& family, std::optional<double> lost,
+                c10::function_ref<bool()> is_served, c10::function_ref<bool()> is_stored);
 
   // How long a plan took to be built, or to be read.
   void note_made(bool is_built, double seconds);
@@ -75,11 +89,11 @@ class PlanPolicy {
   // Whether a call that another kernel can run as well is to have its exact plan made; under kExact
   // it always is. Counts the call: it is due after promote_after() of them, or kOften where time
   // decides. `is_at_hand` is asked at the first call: whether that needs no build.
-  bool is_due(const PlanKey& exact, c10::function_ref<bool()> is_at_hand);
+  Due due(const PlanKey& exact, c10::function_ref<bool()> is_at_hand);
 
-  // cuDNN has no polymorphic plan for this family: from now on its plans are exact. Or, where
-  // is_due() was asked, not that exact one: it is never due again.
-  void refuse(const PlanKey& family);
+  // cuDNN has no polymorphic plan for this family: from now on its plans are exact. Or not that
+  // exact one, for which there is something else: it is never due again.
+  void refuse(const PlanKey& key);
 
   // Forgets families and counts; the settings stay, and how long plans take.
   void clear();

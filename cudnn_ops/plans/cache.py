@@ -31,6 +31,13 @@ class CacheInfo(NamedTuple):
     """Plans held now."""
     limit: int
     """The largest number of plans that are held."""
+    background: int
+    """Of the plans built or loaded, those that no call waited for: see :func:`set_plan_policy`."""
+    pending: int
+    """Plans that are still to be made in the background."""
+    failed: int
+    """Plans that cuDNN refused or failed to make in the background. Their calls run on what they
+    have."""
 
 
 class StoreInfo(NamedTuple):
@@ -62,7 +69,8 @@ def cache_info() -> CacheInfo:
 def cache_clear() -> None:
     """Drops every plan, resets the counters and forgets which shapes were seen.
 
-    Calls in flight are not affected. The store on disk keeps its plans: :func:`store_clear`.
+    Calls in flight are not affected. Plans that are on their way in the background are not kept.
+    The store on disk keeps its plans: :func:`store_clear`.
 
     Example:
         >>> import cudnn_ops
@@ -71,6 +79,21 @@ def cache_clear() -> None:
         0
     """
     _C.cache_clear()
+
+
+def wait_for_plans() -> None:
+    """Waits until the plans that are made in the background are ready.
+
+    For measurements, and before a CUDA graph is captured: calls whose shapes have been promoted
+    until now run on their own plans afterwards.
+
+    Example:
+        >>> import cudnn_ops
+        >>> cudnn_ops.wait_for_plans()
+        >>> cudnn_ops.cache_info().pending
+        0
+    """
+    _C.wait_for_plans()
 
 
 def set_cache_limit(limit: int) -> None:

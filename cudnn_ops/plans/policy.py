@@ -5,7 +5,7 @@ longer sequences than it is given and serves every shape of its family: same ope
 head sizes and memory order, any batch and length up to those that it is declared for. Results are
 equal up to rounding; a polymorphic plan costs a few percent more GPU time and needs no new build.
 Under ``"auto"`` a shape gets its exact plan when its calls have lost as much of the GPU's time, by
-an estimate, as a plan takes to be built.
+an estimate, as a plan takes to be built. A thread in the background builds it meanwhile.
 """
 
 from __future__ import annotations
@@ -46,8 +46,12 @@ def set_plan_policy(policy: Policy, *, promote_after: int | Literal["time"] | No
         promote_after: when a shape on a polymorphic plan gets its own, under ``"auto"``.
             ``"time"``, the default: when its calls have lost as much of the GPU's time, by an
             estimate, as plans have taken to be built in this process, or to be read where the
-            store or a bundle has it. Or a number of calls. Norms and linear layers, which have
-            kernels without plans, get theirs after that number, or 256. None leaves it unchanged.
+            store or a bundle has it. The plan is then made in the background, and calls take it as
+            soon as it is there: results change by rounding at a call that is not the same in each
+            run. Or a number of calls, after which the next call makes the plan itself. Norms and
+            linear layers, which have kernels without plans, get theirs after that number, or 256.
+            Under ``torch.use_deterministic_algorithms(True)`` no plan is made in the background,
+            and time promotes no attention. None leaves it unchanged.
 
     Raises:
         ValueError: another policy; a negative count, or another word.

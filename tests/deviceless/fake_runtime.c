@@ -76,6 +76,15 @@ SUCCEEDS(cudaLaunchKernel, const void* function, dim3 grid, dim3 block, void** a
 SUCCEEDS(__cudaLaunchKernel, const void* function, dim3 grid, dim3 block, void** arguments,
          size_t shared, cudaStream_t stream)
 
+// Whatever is timed takes 1 ms.
+GIVES(cudaEventCreateWithFlags, (cudaEvent_t)&devices, cudaEvent_t, unsigned flags)
+SUCCEEDS(cudaEventRecord, cudaEvent_t event, cudaStream_t stream)
+SUCCEEDS(cudaEventRecordWithFlags, cudaEvent_t event, cudaStream_t stream, unsigned flags)
+SUCCEEDS(cudaEventSynchronize, cudaEvent_t event)
+SUCCEEDS(cudaEventQuery, cudaEvent_t event)
+SUCCEEDS(cudaEventDestroy, cudaEvent_t event)
+GIVES(cudaEventElapsedTime, 1, float, cudaEvent_t begin, cudaEvent_t end)
+
 cudaError_t cudaSetDevice(int index) {
   current_device = index;
   return cudaSuccess;
@@ -88,6 +97,25 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
 
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus* status) {
   *status = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+
+// A thread that captures a CUDA graph forbids others what is unsafe, unless they are in this mode.
+static volatile int is_capturing;
+static _Thread_local enum cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+
+void fake_capture(int is_on) {
+  is_capturing = is_on;
+}
+
+int fake_allows_all(void) {
+  return !is_capturing || capture_mode == cudaStreamCaptureModeRelaxed;
+}
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode* mode) {
+  const enum cudaStreamCaptureMode before = capture_mode;
+  capture_mode = *mode;
+  *mode = before;
   return cudaSuccess;
 }
 

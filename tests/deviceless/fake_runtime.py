@@ -21,7 +21,7 @@ def run_with_fake_runtime(
         has_memory: whether memory of the GPU is the host's, each allocation by itself.
     """
     library = folder / "fake_runtime.so"
-    command = ["cc", "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", *_include_folders()]
+    command = ["cc", "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", *include_folders()]
     macros = ["-DMEMORY_IS_REAL"] if has_memory else []
     subprocess.run([*command, *macros, "-o", library, _HERE / "fake_runtime.c"], check=True)
     variables = {"LD_PRELOAD": str(library), "CUDNN_OPS_CACHE_DIR": ""}
@@ -37,8 +37,13 @@ def run_with_fake_runtime(
     )
 
 
-def _include_folders() -> list[str]:
-    """Where the runtime's header may be: in a wheel, or with a toolkit."""
-    wheels = [Path(entry) / "nvidia" / "cu13" / "include" for entry in sys.path if entry]
+def include_folders() -> list[str]:
+    """Where headers of the runtime and of cuDNN may be: in wheels, or with a toolkit."""
+    wheels = [
+        Path(entry) / "nvidia" / name / "include"
+        for entry in sys.path
+        if entry
+        for name in ("cu13", "cudnn")
+    ]
     toolkits = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"]
     return [f"-I{folder}" for folder in (*wheels, *toolkits) if folder.is_dir()]

@@ -55,10 +55,10 @@ at::Tensor signs_of(const at::Tensor& image) {
 template <class Params, class Prepare>
 bool run(const Params& params, int device, const Prepare& prepare) {
   const auto key = graph::PlanKey::of(params, device);
-  if (!graph::is_called_often(key)) return false;
+  const bool wants_autotune = at::globalContext().benchmarkCuDNN();
+  if (!graph::is_called_often(key, wants_autotune)) return false;
   const graph::CallPointers& pointers = prepare();
-  const graph::Call call{kBatchNorm, kAdvice, pointers.all, pointers.written,
-                         at::globalContext().benchmarkCuDNN()};
+  const graph::Call call{kBatchNorm, kAdvice, pointers.all, pointers.written, wants_autotune};
   const auto plan = graph::often_called_plan(call, key);
   if (plan != nullptr) graph::execute(call, *plan);
   return plan != nullptr;

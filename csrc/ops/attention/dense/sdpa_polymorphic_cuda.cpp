@@ -7,10 +7,12 @@
 
 #include "graph/offset_table.h"
 
+#include <ATen/Context.h>
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/cuda/EmptyTensor.h>
 
 #include <limits>
+#include <optional>
 #include <utility>
 
 namespace cudnn_ops {
@@ -159,8 +161,18 @@ AttentionStep step_of(const SdpaBackwardParams& /*params*/) {
   return AttentionStep::kBackward;
 }
 
+// Results change by rounding with the plan, and time changes it at another call in each run.
+bool keeps_plan(const SdpaForwardParams& /*params*/) {
+  return at::globalContext().deterministicAlgorithms();
+}
+
+bool keeps_plan(const SdpaBackwardParams& params) {
+  return params.is_deterministic || at::globalContext().deterministicAlgorithms();
+}
+
 template <class Params>
-double lost_seconds(const Params& params, const Band& band) {
+std::optional<double> lost_seconds(const Params& params, const Band& band) {
+  if (keeps_plan(params)) return std::nullopt;
   const auto* gpu = at::cuda::getCurrentDeviceProperties();
   const auto &query = params.query.sizes, &key = params.key.sizes;
   const double pairs = attended_pairs(query[2], key[2], band.left, band.right, band.bottom_right);
