@@ -258,8 +258,8 @@ def _without_batch(mask: Tensor) -> Tensor:
     """One matrix where all are that one: what follows takes milliseconds for each."""
     if mask.dim() <= 2 or mask.numel() == 0:
         return mask
-    first, *others = mask.flatten(0, -3)
-    return first if all(torch.equal(first, other) for other in others) else mask
+    first = mask[(0,) * (mask.dim() - 2)]
+    return first if torch.equal(mask, first.expand_as(mask)) else mask
 
 
 def _lowest(dtype: torch.dtype) -> float:
