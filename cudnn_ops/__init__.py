@@ -38,6 +38,7 @@ from cudnn_ops.ops.linear import linear, mlp
 from cudnn_ops.ops.merge import merge_attention_states
 from cudnn_ops.ops.moe import grouped_linear, moe_combine, moe_experts, moe_permute
 from cudnn_ops.ops.moe_routing import load_balancing_loss, moe_route
+from cudnn_ops.ops.mxfp8 import AttentionMxFp8, QuantizedMxFp8, quantize_mxfp8, sdpa_mxfp8
 from cudnn_ops.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from cudnn_ops.ops.paged import (
     paged_attention,
@@ -138,6 +139,7 @@ _when_imported(
 __all__ = [
     "AttentionFp8",
     "AttentionFp8Gradients",
+    "AttentionMxFp8",
     "BundleReport",
     "CacheInfo",
     "CacheUsage",
@@ -158,6 +160,7 @@ __all__ = [
     "PlanRequest",
     "Profile",
     "QuantizedFp8",
+    "QuantizedMxFp8",
     "QuantizedQKV",
     "RotaryFp8",
     "RowsFp8",
@@ -215,6 +218,7 @@ __all__ = [
     "profile",
     "profile_names",
     "quantize_fp8",
+    "quantize_mxfp8",
     "quantize_qkv_fp8",
     "quantize_rows_fp8",
     "record_shapes",
@@ -230,6 +234,7 @@ __all__ = [
     "sdpa_fp8",
     "sdpa_fp8_backward",
     "sdpa_fp8_with_stats",
+    "sdpa_mxfp8",
     "set_autotune",
     "set_cache_limit",
     "set_plan_policy",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cudnn_ops import _C
 from cudnn_ops.__main__ import main
 from cudnn_ops.support import OPERATORS
 
@@ -12,6 +13,7 @@ OPTIONS = {
     "sdpa": "--causal --layout bhsd -q 2,4,100,64",
     "sdpa_fp8": "--causal --dtype e5m2 --out-dtype fp16 --padding --lse -q 2,4,100,64",
     "sdpa_fp8_backward": "--causal --padding --grad-out-dtype e5m2 --grad-dtype fp16 -q 2,4,100,64",
+    "sdpa_mxfp8": "--causal --bottom-right --dtype e5m2 --out-dtype fp16 -q 2,4,100,64",
     "varlen_attention": "-q 500,8,64 --sequences 3 --max-length 200 --causal --sinks --top-left",
     "varlen_attention_fp8": "-q 500,8,64 --dtype e4m3 --sequences 3 --causal --out-dtype fp16",
     "paged_attention": "--window 64 0 --kv-layout HND --page-table 8,32 -q 8,1,32,128",
@@ -36,8 +38,10 @@ def test_explain(op, capsys):
     if op in ("sdpa", "varlen_attention", "layer_norm", "batch_norm", "conv2d", "linear"):
         options += " --training"
     # Hopper is refused packed sequences of 8 bits (known_bad.json), and gradients in them.
-    device = "B200" if op in ("varlen_attention_fp8", "sdpa_fp8_backward") else "H200"
-    assert main(["explain", op, "--device", device, *options.split()]) == 0
+    on_blackwell = ("varlen_attention_fp8", "sdpa_fp8_backward", "sdpa_mxfp8")
+    device = "B200" if op in on_blackwell else "H200"
+    is_missing = op == "sdpa_mxfp8" and _C.cudnn_version() < 92100
+    assert main(["explain", op, "--device", device, *options.split()]) == is_missing
     assert capsys.readouterr().out.startswith(f"{op} on NVIDIA {device}, cuDNN 9.")
 
 

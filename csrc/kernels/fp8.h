@@ -37,13 +37,13 @@ struct Fp8NumbersGiven {
   at::Tensor descale_value;  // undefined: 1
   std::optional<at::Tensor> scale_out;
   bool is_scaled;  // whether the output is rounded to 8 bits
-  // Whether that is widened behind the plan: until then it is in the value's units, for cuDNN
-  // multiplies the descales first, and products of small ones would be 0. So is amax_out.
-  bool is_widened;
   float scale;     // of the probabilities
   // int32, of sequences in a batch of so many queries and keys; undefined for all of them.
   at::Tensor lengths, lengths_kv;
   int64_t batch, queries, keys;
+  // Whether the output is widened behind the plan: until then it is in the value's units, for cuDNN
+  // multiplies the descales first, and products of small ones would be 0. So is amax_out.
+  bool is_widened = false;
 };
 Fp8Numbers make_fp8_numbers(const Fp8NumbersGiven& given);
 

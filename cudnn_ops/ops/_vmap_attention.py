@@ -359,6 +359,7 @@ register_rule("_sdpa_backward", _sdpa_backward)
 # Scales, lengths and the largest magnitudes are a sample's own.
 register_rule("_sdpa_fp8", Samples.each)
 register_rule("_sdpa_fp8_backward", Samples.each)
+register_rule("_sdpa_mxfp8", Samples.each)
 register_rule("_varlen_fp8", Samples.each)
 register_rule("_varlen_backward", _varlen_backward)
 register_composites("_varlen_is_regular", "sdpa_in_fp8")

@@ -71,6 +71,13 @@ def _sdpa_fp8_flop(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     return 2 * _call_pairs(call, call.query.shape[:2]) * sizes
 
 
+@register_flop_formula(_ops._sdpa_mxfp8, get_raw=True)
+def _sdpa_mxfp8_flop(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    call = bind(_ops._sdpa_mxfp8.default, args, kwargs)
+    sizes = call.query.shape[3] + call.value.shape[3]
+    return 2 * _call_pairs(call, call.query.shape[:2]) * sizes
+
+
 @register_flop_formula(_ops._sdpa_fp8_backward, get_raw=True)
 def _sdpa_fp8_backward_flop(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     call = bind(_ops._sdpa_fp8_backward.default, args, kwargs)

@@ -144,6 +144,15 @@ _SDPA_FP8_BACKWARD = Arguments(
     layouts=_SDPA.layouts,
     dtypes=tuple(_FP8),
 )
+_SDPA_MXFP8 = Arguments(
+    shapes=_SDPA.shapes,
+    options=(
+        *_SDPA_FP8.options[:3],
+        Option(("--out-dtype",), "out_dtype", {"choices": ["fp16", "bf16"]}),
+    ),
+    layouts=_SDPA.layouts,
+    dtypes=tuple(_FP8),
+)
 _PACKED = "tokens,heads,head_size"
 _VARLEN = Arguments(
     shapes=(
@@ -291,6 +300,7 @@ _ARGUMENTS = {
     "sdpa": _SDPA,
     "sdpa_fp8": _SDPA_FP8,
     "sdpa_fp8_backward": _SDPA_FP8_BACKWARD,
+    "sdpa_mxfp8": _SDPA_MXFP8,
     "varlen_attention": _VARLEN,
     "varlen_attention_fp8": _VARLEN_FP8,
     "paged_attention": _PAGED,

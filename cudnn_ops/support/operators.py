@@ -23,6 +23,7 @@ from cudnn_ops.ops.batch_norm import BatchNormActivation, batch_norm
 from cudnn_ops.ops.conv import as_list, conv1d, conv2d, conv3d
 from cudnn_ops.ops.conv_transpose import conv_transpose1d, conv_transpose2d, conv_transpose3d
 from cudnn_ops.ops.linear import linear, mlp
+from cudnn_ops.ops.mxfp8 import meta_scales, sdpa_mxfp8
 from cudnn_ops.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from cudnn_ops.ops.paged import KVLayout, is_head_major, paged_attention
 from cudnn_ops.ops.sdpa import empty_like_order, scaled_dot_product_attention
@@ -203,6 +204,20 @@ def _attention_fp8_backward(
         **options,
         sm_major=kind.sm // 10,
     )
+    return _one(words, refusal)
+
+
+def _attention_mxfp8(
+    kind: Kind,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
+) -> Parts:
+    scales = meta_scales(query, -1), meta_scales(key, -1), meta_scales(value, -2)
+    words, refusal = _ops._sdpa_mxfp8_plan_key(query, key, value, *scales, out_dtype, **options)
     return _one(words, refusal)
 
 
@@ -504,6 +519,14 @@ def _families() -> Iterator[Operator]:
         ),
         has_backward=False,
         is_backward=True,
+    )
+    yield Operator(
+        "sdpa_mxfp8",
+        sdpa_mxfp8,
+        ("query", "key", "value"),
+        _attention_mxfp8,
+        without_effect=("descale_q", "descale_k", "descale_v", "scale"),
+        has_backward=False,
     )
     yield Operator(
         "varlen_attention",

@@ -128,6 +128,62 @@ def test_plans_for_a_warm_up(device):
     assert [str(request).partition("(")[0] for request in requests] == ["sdpa_fp8"]
 
 
+HAS_MXFP8 = _C.cudnn_version() >= 92100
+
+
+def test_mxfp8_needs_a_newer_cudnn():
+    answer = explain("sdpa_mxfp8", tensor(64), device="b200")
+    assert answer.supported == HAS_MXFP8
+    assert HAS_MXFP8 or "requires cuDNN 9.21.0" in answer.reason
+
+
+@pytest.mark.skipif(not HAS_MXFP8, reason="needs cuDNN 9.21")
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_mxfp8_on_blackwell(layout):
+    masks = (
+        {"is_causal": True, "bottom_right": True},
+        {"window_size": (50, 0)},
+        {"window_size": (50, 20), "bottom_right": True},
+        {"out_dtype": torch.float16},
+        {"is_causal": True},
+    )
+    sizes = ((2, 129, 4), (300, 300, 1), (77, 577, 2), (5, 1, 4), (4096, 4096, 1))
+    for (length, length_kv, heads_kv), options in zip(sizes, masks, strict=True):
+        query, key = (
+            tensor(n, heads, layout=layout) for n, heads in ((length, 4), (length_kv, heads_kv))
+        )
+        answer = explain("sdpa_mxfp8", query, key, device="b200", **options)
+        assert answer.supported, (length, length_kv, options, answer.reason)
+
+
+@pytest.mark.skipif(not HAS_MXFP8, reason="needs cuDNN 9.21")
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("sizes", [(16, 16), (64, 64), (80, 80), (128, 128), (128, 64), (192, 128)])
+def test_mxfp8_by_head_size(sizes, dtype):
+    size, value_size = sizes
+    query = tensor(300, 8, size, dtype)
+    key, value = (tensor(300, 2, one, dtype) for one in (size, value_size))
+    for device in ("b200", "b300")[: 1 + (size == 64)]:
+        answer = explain("sdpa_mxfp8", query, key, value, device=device, is_causal=True)
+        assert answer.supported, (device, answer.reason)
+
+
+def test_what_is_refused_of_mxfp8():
+    for length, size in ((1, 64), (15, 192)):
+        query, value = tensor(length, size=size), tensor(length, size=min(size, 128))
+        answer = explain("sdpa_mxfp8", query, query, value, device="b200")
+        assert not answer.supported
+        assert "no kernel for a single query, nor for less than 16" in answer.reason
+    with pytest.raises(NotImplementedError, match="up to 128, and 192"):
+        explain("sdpa_mxfp8", tensor(64, size=256), device="b200")
+    for device in ("h200", "a100", "rtx_5090"):
+        assert not explain("sdpa_mxfp8", tensor(64, size=128), device=device).supported
+    _, refusal = support.plan_key(
+        "sdpa_mxfp8", tensor(5), tensor(0), None, with_lse=False, polymorphic=False
+    )
+    assert "needs no plan" in refusal
+
+
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_gradients_on_blackwell(layout):
     """Heads that share keys, lengths that are multiples of nothing, every mask."""

@@ -216,6 +216,10 @@ APPENDED: Tensors = {
 
 FP8_SIZES = (B, 4, S, 16)
 FP8: Tensors = {**dict.fromkeys(QKV, FP8_SIZES), "scale": torch.tensor([90.0])}
+MXFP8: Tensors = {
+    **dict.fromkeys(QKV, FP8_SIZES),
+    **dict.fromkeys(("of_query", "of_key", "of_value"), (B, 4, 128, 4)),
+}
 FP8_GRADIENTS: Tensors = {**FP8, "grad": FP8_SIZES}
 HEADS: Tensors = {"x": FP8_SIZES, "scale": torch.tensor([90.0, 80.0, 70.0, 60.0])}
 
@@ -245,6 +249,16 @@ def _gradients_fp8(query: Tensor, key: Tensor, value: Tensor, grad: Tensor, scal
     return cudnn_ops.sdpa_fp8_backward(
         *(g.data, q.data, k.data, v.data, found.out, found.lse), **options
     )
+
+
+def _attend_mxfp8(
+    query: Tensor, key: Tensor, value: Tensor, of_query: Tensor, of_key: Tensor, of_value: Tensor
+) -> Any:
+    data = (x.to(torch.float8_e4m3fn) for x in (query, key, value))
+    powers = (x.float().abs().to(torch.float8_e8m0fnu) for x in (of_query, of_key, of_value))
+    names = ("descale_q", "descale_k", "descale_v")
+    options: dict[str, Any] = dict(zip(names, powers, strict=True))
+    return cudnn_ops.sdpa_mxfp8(*data, **options, is_causal=True)
 
 
 def _attend_packed_fp8(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: Tensor) -> Any:
@@ -305,6 +319,8 @@ SERVING = [
         {**FP8, "seq_lens_kv": lengths(2, 6, 0, 5)},
         every(S0, *QKV),
     ),
+    Case("MXFP8 by batch", _attend_mxfp8, MXFP8, every(S0, *MXFP8)),
+    Case("MXFP8 by heads", _attend_mxfp8, MXFP8, every(S1, *MXFP8)),
     Case("FP8 gradients by batch", _gradients_fp8, FP8_GRADIENTS, every(S0, *QKV, "grad")),
     Case("FP8 gradients by heads", _gradients_fp8, FP8_GRADIENTS, every(S1, *QKV, "grad")),
     Case(

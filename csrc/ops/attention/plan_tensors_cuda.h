@@ -70,7 +70,7 @@ struct SdpaBackwardTensors {
   at::Tensor grad_query, grad_key, grad_value, grad_bias;
 };
 
-// The addresses in the order of the plan (attention_graph.cpp), without the table of a ragged one.
+// The addresses in the order of the plan (attention_graph.h), without the table of a ragged one.
 struct SdpaPointers {
   c10::SmallVector<void*, 40> all;
   c10::SmallVector<graph::Call::Written, 4> written;

@@ -263,6 +263,21 @@ register_with_keywords(
 )
 
 
+def _mxfp8_rules(call: Call) -> list[Rule]:
+    every = ("query", "key", "value", "descale_q", "descale_k", "descale_v")
+    is_one = is_one_group(call.query, call.key, 1, 1)
+    sharded = (every, ("query", "descale_q") if is_one else every)
+    return [
+        Rule(dict.fromkeys(names, Shard(dim)), (Shard(dim), Shard(dim), Partial("max")))
+        for dim, names in enumerate(sharded)
+    ]
+
+
+register_with_keywords(
+    _ops._sdpa_mxfp8.default, forward(_mxfp8_rules, _dense_groups), _mxfp8_rules, "query"
+)
+
+
 # Packed attention: [tokens, heads, head size], its log-sum-exp [heads, tokens].
 
 

@@ -45,9 +45,9 @@ Fp8Numbers numbers_of(const SdpaFp8& given, const Sdpa& args, at::ScalarType wri
   const bool is_widened =
       written != given.out_dtype && !given.has_descales() && !given.scale_out;
   return make_fp8_numbers({given.descale_query, given.descale_key, of_value, given.scale_out,
-                           is_fp8(written), is_widened, kFp8ScaleOfProbabilities,
-                           lengths_of(args.seq_lens_q), lengths_of(args.seq_lens_kv),
-                           args.query.size(0), args.query.size(2), args.key.size(2)});
+                           is_fp8(written), kFp8ScaleOfProbabilities, lengths_of(args.seq_lens_q),
+                           lengths_of(args.seq_lens_kv), args.query.size(0), args.query.size(2),
+                           args.key.size(2), is_widened});
 }
 
 // What a part of a call gives: [B, H, rows, Dv] in the type that cuDNN writes, [B, H, rows].

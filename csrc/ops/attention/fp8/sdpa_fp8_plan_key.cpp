@@ -2,6 +2,7 @@
 
 #include "ops/attention/fp8/sdpa_fp8_backward.h"
 #include "ops/attention/fp8/sdpa_fp8_problem.h"
+#include "ops/attention/fp8/sdpa_mxfp8.h"
 #include "ops/attention/layout.h"
 
 #include <utility>
@@ -70,6 +71,22 @@ PlanAnswer sdpa_fp8_backward_plan_key(const SdpaFp8BackwardPlanRequest& request)
   params.grad_key = grad_of(key);
   params.grad_value = grad_of(value);
   params.mask = fp8_mask(part, /*backward=*/true);
+  return {graph::PlanKey::of(params, 0).words().vec(), ""};
+}
+
+PlanAnswer sdpa_mxfp8_plan_key(const SdpaMxFp8& given) {
+  check_sdpa_mxfp8(given);
+  const auto &query = given.args.query, &key = given.args.key, &value = given.args.value;
+  if (query.numel() == 0 || key.size(2) == 0) {
+    return {std::vector<int64_t>(), "cudnn_ops.sdpa_mxfp8 needs no plan without queries and keys"};
+  }
+  if (auto why = why_no_mxfp8(given.args); !why.empty()) {
+    return {std::vector<int64_t>(), std::move(why)};
+  }
+  const auto out = dense_desc({query.size(0), query.size(1), query.size(2), value.size(3)}, query,
+                              given.out_dtype);
+  const auto params =
+      sdpa_mxfp8_params(given.args, desc_of(query), desc_of(key), desc_of(value), out);
   return {graph::PlanKey::of(params, 0).words().vec(), ""};
 }
 

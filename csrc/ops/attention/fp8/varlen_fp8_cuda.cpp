@@ -42,8 +42,7 @@ Fp8Numbers run(const VarlenFp8& given, const Varlen& args, const at::Tensor& out
   tensors.out = out;
   const Fp8Numbers numbers = make_fp8_numbers(
       {given.descale_query, given.descale_key, given.descale_value, given.scale_out,
-       is_fp8(out.scalar_type()), /*is_widened=*/false, kFp8ScaleOfProbabilities, at::Tensor(),
-       at::Tensor(), 0, 0, 0});
+       is_fp8(out.scalar_type()), kFp8ScaleOfProbabilities, at::Tensor(), at::Tensor(), 0, 0, 0});
   std::copy_n(numbers.numbers.begin(), tensors.numbers.size(), tensors.numbers.begin());
   tensors.amax = {numbers.amax, numbers.amax_out};
   const auto params =
