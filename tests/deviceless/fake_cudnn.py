@@ -18,6 +18,8 @@ from tests.deviceless.fake_runtime import include_folders
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[1]
 _BUILD = Path(os.environ.get("CUDNN_OPS_BUILD_DIR", _ROOT / "build"))
+#: Seconds; a program takes a few.
+_TIMEOUT = 120
 _H200 = Path(cudnn_ops.__file__).parent / "support" / "devices" / "h200.json"
 
 #: fake_runtime.c has one function of the driver, and the package's stub all others.
@@ -67,7 +69,7 @@ def build_fakes(folder: Path) -> str:
 
 
 def run_program(
-    preload: str, program: str, *options: str, timeout: float = 120, **variables: str
+    preload: str, program: str, *options: str, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs it with what :func:`build_fakes` returned, under options of Python's."""
     return subprocess.run(
@@ -77,5 +79,5 @@ def run_program(
         capture_output=True,
         text=True,
         check=False,
-        timeout=timeout,
+        timeout=_TIMEOUT,
     )
