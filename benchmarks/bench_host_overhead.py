@@ -42,8 +42,8 @@ def run(rows: Rows, rounds: int) -> None:
 
 @contextmanager
 def settings(name: str) -> Iterator[None]:
-    policy = "polymorphic" if name == POLYMORPHIC else "exact"
-    with peers.backend(name), cudnn_ops.using_plan_policy(policy):
+    policy = cudnn_ops.using_plan_policy("polymorphic" if name == POLYMORPHIC else "exact")
+    with peers.backend(name), policy:
         yield
 
 

@@ -185,7 +185,9 @@ def _compiled(shares: tuple[int, ...], compiler: str, is_dynamic: bool) -> list[
     torch.manual_seed(0)
     model = _Block().to(device())
     stock = copy.deepcopy(model)
-    compiled = torch.compile(model, backend=compiler, fullgraph=True, dynamic=is_dynamic or None)
+    compiled: Any = torch.compile(
+        model, backend=compiler, fullgraph=True, dynamic=is_dynamic or None
+    )
     differences = []
     for turn in range(2):
         samples = [share * (turn + 1) for share in shares]
