@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
 from torch import Tensor
 
 from tests.cases.compiler import Rewritten
@@ -34,3 +35,20 @@ def test_what_is_swapped(name):
     with torch.no_grad():
         torch.testing.assert_close(compiled(**inputs), output(**inputs), rtol=1e-4, atol=1e-4)
     assert Counter(compiled.swapped) == SWAPS[name]
+
+
+def test_wan():
+    """Its norms are computed in float32, and its rotary embedding is written into a tensor."""
+    torch.manual_seed(0)
+    model = WanTransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=16, in_channels=4,
+        out_channels=4, text_dim=16, freq_dim=16, ffn_dim=32, num_layers=1, cross_attn_norm=True,
+        rope_max_seq_len=32,
+    ).eval()  # fmt: skip
+    latents, text = torch.randn(1, 4, 2, 8, 8), torch.randn(1, 6, 16)
+    compiled = Rewritten(lambda: model(latents, torch.tensor([5]), text, return_dict=False)[0])
+    with torch.no_grad():
+        expected = model(latents, torch.tensor([5]), text, return_dict=False)[0]
+        torch.testing.assert_close(compiled(), expected, rtol=1e-4, atol=1e-4)
+    swapped = Counter(compiled.swapped)
+    assert (swapped["attention"], swapped["rms_norm"], swapped["rotary_qk"]) == (2, 4, 1)

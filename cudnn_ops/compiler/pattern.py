@@ -25,8 +25,7 @@ class Found:
         written: inputs that it writes to, as the nodes do, and that nothing else may read.
         unchanged: what nothing may write to, beside the inputs; what is left of it without a user
             goes away.
-        filled: tensors among the nodes that these fill part by part, and nothing else reads or
-            writes; the last node reads all of them.
+        filled: tensors among the nodes that these fill part by part, and nothing else writes to.
         alike: what the nodes read beside the inputs, with the inputs that are computed alike.
     """
 

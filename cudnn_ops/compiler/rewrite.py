@@ -272,14 +272,17 @@ def _is_changed_within(node: fx.Node, inside: set[fx.Node], facts: GraphFacts) -
 
 
 def _filled_within(found: Found, facts: GraphFacts) -> set[fx.Node]:
-    """The tensors that the match fills, and views of them, where all writes to them are its own."""
+    """The tensors that the match fills, and views of them, where all writes to them are its own.
+
+    Nothing but the match and views of its results reads them: they are its intermediate results.
+    """
     inside = set(found.nodes)
     filled: set[fx.Node] = set()
     for node in found.filled:
         memory = memory_of(node.meta.get("example_value"))
         sharing = {one for one in facts.place if memory & memory_of(one.meta.get("example_value"))}
         writers = {one for one in facts.place if not sharing.isdisjoint(written_by(one))}
-        if inside.issuperset(sharing | writers):
+        if inside.issuperset(writers):
             filled |= sharing
     return filled
 

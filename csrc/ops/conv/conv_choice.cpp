@@ -225,8 +225,8 @@ std::string_view reason_for_bare_transposed(const ConvParams& params) {
            "epilogue, the one that torch runs";
   }
   // For images the compiled kernels took 1.3 to 1.9 times as long as those without an epilogue
-  // (H100, cuDNN 9.19, 9 shapes of benchmarks/bench_conv_transpose.py). A pass over the result takes
-  // less than that from so many products a number on.
+  // (H100, cuDNN 9.19, 9 shapes of benchmarks/bench_conv_transpose.py). A pass over the result
+  // takes less than that from so many products a number on.
   constexpr int64_t kPassProducts = 512;
   const auto& kernel = params.weight.sizes;
   const bool is_row = params.input.sizes[2] == 1 && kernel[2] == 1;

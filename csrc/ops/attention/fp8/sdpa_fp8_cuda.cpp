@@ -42,8 +42,7 @@ at::Tensor lengths_of(const OptionalTensor& lengths) {
 Fp8Numbers numbers_of(const SdpaFp8& given, const Sdpa& args, at::ScalarType written) {
   // cuDNN knows one descale of the value alone: its output is over those of heads, see in_dtype().
   const at::Tensor of_value = given.has_descales() ? at::Tensor() : at::Tensor(given.descale_value);
-  const bool is_widened =
-      written != given.out_dtype && !given.has_descales() && !given.scale_out;
+  const bool is_widened = written != given.out_dtype && !given.has_descales() && !given.scale_out;
   return make_fp8_numbers({given.descale_query, given.descale_key, of_value, given.scale_out,
                            is_fp8(written), kFp8ScaleOfProbabilities, lengths_of(args.seq_lens_q),
                            lengths_of(args.seq_lens_kv), args.query.size(0), args.query.size(2),
