@@ -51,8 +51,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-#: Bytes that a GPU has free before a test with `much_memory` begins.
-MUCH_MEMORY = 50 << 30
 #: Bytes that a process may keep from one test to the next: a GPU has as many processes as a CPU has
 #: cores, and 80 GB.
 KEPT_MEMORY = 1 << 30
@@ -187,17 +185,20 @@ def poisoned(request):
 def much_memory():
     """Of the tests that take a large share of a GPU's memory one at a time, in all processes.
 
-    Each waits until there is so much, and is skipped after a minute without.
+    A test says how many GiB it takes; it is skipped where they are not free for a while.
     """
+
+    def require(gib: int) -> None:
+        give_memory_back()
+        end = time.monotonic() + 15
+        while (free := torch.cuda.mem_get_info()[0]) < gib << 30:
+            if time.monotonic() > end:
+                pytest.skip(f"needs {gib} GiB, and {free >> 30} are free")
+            time.sleep(0.2)
+
     with open(Path(tempfile.gettempdir()) / "cudnn_ops-tests-much-memory", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        give_memory_back()
-        end = time.monotonic() + 60
-        while (free := torch.cuda.mem_get_info()[0]) < MUCH_MEMORY:
-            if time.monotonic() > end:
-                pytest.skip(f"needs {MUCH_MEMORY >> 30} GiB, and {free >> 30} are free")
-            time.sleep(0.2)
-        yield
+        yield require
         give_memory_back()
 
 

@@ -81,5 +81,7 @@ def test_sharded_and_replicated_models(backend):
             assert found[kind].keys() == found["plain"].keys()
             for name, grad in found["plain"].items():
                 torch.testing.assert_close(found[kind][name], grad, rtol=1e-4, atol=1e-6)
+        # The model is of float32, whose attention is torch's on a GPU.
+        expected = {"rms_norm"} if backend == "nccl" else {"attention", "rms_norm"}
         for swapped in found["swapped"]:
-            assert {"attention", "rms_norm"} == set(swapped)
+            assert expected == set(swapped)

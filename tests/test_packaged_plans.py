@@ -303,14 +303,18 @@ def test_the_command_line(tmp_path, gpu, monkeypatch, capsys):
 
 # --- on a GPU ---------------------------------------------------------------------------
 
+# It does not end as usual: torch's thread for gradients may still wait for the interpreter's lock,
+# to let go of a tensor, and where the interpreter is ending by then that aborts the process.
 IN_A_NEW_PROCESS = """
-import sys
+import os, sys
 from pathlib import Path
 import torch, cudnn_ops
 from cudnn_ops.plans import packaged
 packaged.FOLDER = Path(sys.argv[1])
 from tests.test_packaged_plans import check_the_first_calls
 check_the_first_calls()
+sys.stderr.flush()
+os._exit(0)
 """
 
 

@@ -41,6 +41,7 @@ double pairs(long length, long length_kv, long left, long right, int bottom_righ
 double lost(int step, double pairs, long batch, long heads, long size, int processors, int sm) {
   return lost_seconds(static_cast<AttentionStep>(step), pairs, batch, heads, size, processors, sm);
 }
+double copied(long elements) { return copy_seconds(elements); }
 }
 """
 STEPS = ("fwd, inference", "fwd", "bwd")
@@ -59,7 +60,7 @@ def cpp(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         check=True,
     )
     library = ctypes.CDLL(str(folder / "promotion.so"))
-    for name in ("build_seconds", "load_seconds", "pairs", "lost"):
+    for name in ("build_seconds", "load_seconds", "pairs", "lost", "copied"):
         getattr(library, name).restype = ctypes.c_double
     for name in ("new_times", "new_promotion"):
         getattr(library, name).restype = ctypes.c_void_p
@@ -70,6 +71,7 @@ def cpp(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library.is_due.argtypes = [pointer, real, pointer, whole]
     library.is_due_after.argtypes = [pointer, long]
     library.pairs.argtypes = [long, long, long, long, whole]
+    library.copied.argtypes = [long]
     library.lost.argtypes = [whole, real, long, long, long, whole, whole]
     return library
 
@@ -201,6 +203,11 @@ def test_the_estimate_is_what_was_measured(cpp, case, seconds):
     pairs = cpp.pairs(length, length, -1, 0 if mask == "causal" else -1, 0)
     found = cpp.lost(STEPS.index(step), pairs, batch, heads, size, 132, 90)
     assert 0.5 * seconds < found < 2 * seconds
+
+
+def test_copies_take_their_launch_and_their_bytes(cpp):
+    assert cpp.copied(64) == pytest.approx(5e-6, rel=0.01)
+    assert cpp.copied(1 << 26) == pytest.approx(140e-6, rel=0.1)
 
 
 def test_a_slower_gpu_loses_more(cpp):

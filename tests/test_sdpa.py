@@ -249,6 +249,7 @@ def test_flops_are_counted_as_torch_counts_its_own(device, grouped):
 )
 def test_more_than_cudnn_takes_at_once(case, entries, much_memory):
     """Beyond 2^31 elements cuDNN 9.19's own backward, and so torch's, is wrong without a word."""
+    much_memory(40)
     torch.manual_seed(0)
 
     def random(heads: int, length: int, size: int) -> Tensor:

@@ -142,6 +142,7 @@ def test_windows_that_are_longer_than_any_sequence(beyond, same, device):
 @pytest.mark.parametrize("heads_kv", [1, 2])
 def test_more_sequences_than_cudnn_takes_at_once(heads_kv, much_memory):
     """65,535 a launch; beyond them, or where the gradients of so many are too large, in parts."""
+    much_memory(30)
     torch.manual_seed(0)
     count = 70001
     lengths = torch.arange(count, device="cuda") % 3 + 1
@@ -215,6 +216,7 @@ def test_the_host_never_waits(feature):
 @pytest.mark.parametrize("heads", [(64, 4), (16, 16)])
 def test_totals_beyond_2_to_the_31_elements(heads, much_memory):
     """Offsets are 64-bit numbers; the backward is cut into groups of heads."""
+    much_memory(60)
     torch.manual_seed(0)
     lengths = [9000, 1, 70000, 190000] if heads[0] == 64 else [500000, 129, 600000]
     total = sum(lengths)

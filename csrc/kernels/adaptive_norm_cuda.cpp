@@ -22,7 +22,7 @@ namespace {
 
 // By their pieces: 16 bytes, and one number.
 struct ForwardKernels {
-  DeviceKernel wide[4], narrow[2], any[2];
+  DeviceKernel wide[3], narrow[2], any[2];
 };
 
 struct BackwardKernels {
@@ -33,7 +33,7 @@ struct BackwardKernels {
 #define CUDNN_OPS_FORWARD(images)                                                             \
   {                                                                                           \
     {CUDNN_OPS_KERNEL(images, "forward_16_2"), CUDNN_OPS_KERNEL(images, "forward_16_4"),      \
-     CUDNN_OPS_KERNEL(images, "forward_16_6"), CUDNN_OPS_KERNEL(images, "forward_16_8")},     \
+     CUDNN_OPS_KERNEL(images, "forward_16_8")},                                               \
         {CUDNN_OPS_KERNEL(images, "forward_n_2"), CUDNN_OPS_KERNEL(images, "forward_n_8")}, { \
       CUDNN_OPS_KERNEL(images, "forward_any_16"), CUDNN_OPS_KERNEL(images, "forward_any_n")   \
     }                                                                                         \
@@ -303,7 +303,7 @@ void adaptive_norm_forward(const AdaptiveNormOfRows& given, const at::Tensor& ou
   const bool is_wide = problem.piece_bytes == 16;
   const unsigned vectors = launch.how.vectors;
   const auto& kernel = vectors == 0 ? kernels.any[is_wide ? 0 : 1]
-                       : is_wide    ? kernels.wide[vectors / 2 - 1]
+                       : is_wide    ? kernels.wide[vectors / 4]
                                     : kernels.narrow[vectors / 8];
   void* argument = &call;
   kernel.launch(launch.blocks, 1, launch.threads, &argument);

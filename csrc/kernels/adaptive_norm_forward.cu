@@ -203,7 +203,6 @@ __device__ void forward_any(const AdaptiveNormCall& call) {
 
 ADAPTIVE_NORM(forward_16_2, 1024, 1, forward<16, 2>)
 ADAPTIVE_NORM(forward_16_4, 512, 2, forward<16, 4>)
-ADAPTIVE_NORM(forward_16_6, 256, 3, forward<16, 6>)
 ADAPTIVE_NORM(forward_16_8, 512, 1, forward<16, 8>)
 ADAPTIVE_NORM(forward_n_2, 256, 8, forward<n, 2>)
 ADAPTIVE_NORM(forward_n_8, 1024, 1, forward<n, 8>)

@@ -4,7 +4,6 @@
 #pragma once
 
 #include "activation.cuh"
-#include "copy_async.cuh"
 #include "group_norm_call.h"
 #include "number.cuh"
 #include "threads.cuh"
@@ -92,31 +91,6 @@ struct Shared {
     groups = channels + 2 * spread.channels;
   }
 };
-
-// Whether a thread can send for the pieces that it keeps, before it looks at the first.
-template <int kBytes, bool kKeeps>
-constexpr bool kSends = kKeeps && kBytes >= 4;
-
-// Sends for all of them, of some tensors side by side, and waits.
-template <int kBytes, int kTensors>
-__device__ void send_for(const Tile<kBytes>& tile, const Shared& shared,
-                         const void* const (&tensors)[kTensors]) {
-  using Vector = typename Tile<kBytes>::Vector;
-  auto* to = (Vector*)shared.kept + threadIdx.x;
-  for (unsigned turn = 0; turn < tile.call.spread.turns; ++turn) {
-    const unsigned channel = tile.channel(turn);
-    if (!tile.has(channel)) continue;
-    const auto send = [&](int, long long at) {
-#pragma unroll
-      for (const void* tensor : tensors) {
-        copy_async<kBytes>(to, (const Vector*)tensor + at, kBytes);
-        to += blockDim.x;
-      }
-    };
-    tile.template each<1>(channel, send, [](int, long long) {});
-  }
-  asm volatile("cp.async.wait_all;" ::: "memory");
-}
 
 __device__ float read_parameter(const void* data, bool is_float, unsigned channel,
                                 float otherwise) {

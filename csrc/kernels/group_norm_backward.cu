@@ -58,10 +58,6 @@ __device__ void find_sums(const GroupNormCall& call, const Tile<kBytes>& tile, c
   using Vector = Piece<Type, kWidth>;
   const auto *input = (const Vector*)call.input, *grad_out = (const Vector*)call.grad_out;
   auto* kept = (Vector*)shared.kept + threadIdx.x;
-  if constexpr (kSends<kBytes, kKeeps>) {
-    const void* tensors[] = {input, grad_out};
-    send_for(tile, shared, tensors);
-  }
   for (unsigned turn = 0; turn < call.spread.turns; ++turn) {
     const unsigned channel = tile.channel(turn);
     Sums sums[kWidth] = {};
@@ -69,17 +65,11 @@ __device__ void find_sums(const GroupNormCall& call, const Tile<kBytes>& tile, c
       const Channels<kBytes> channels(call, tile, channel);
       Vector inputs[kAhead], grads[kAhead];
       const auto load = [&](int i, long long at) {
-        if constexpr (kSends<kBytes, kKeeps>) {
-          inputs[i] = kept[0];
-          grads[i] = kept[blockDim.x];
-          kept += 2 * blockDim.x;
-        } else {
-          inputs[i] = input[at];
-          grads[i] = grad_out[at];
-        }
+        inputs[i] = input[at];
+        grads[i] = grad_out[at];
       };
       const auto use = [&](int i, long long at) {
-        if constexpr (kKeeps && !kSends<kBytes, kKeeps>) {
+        if constexpr (kKeeps) {
           kept[0] = inputs[i];
           kept[blockDim.x] = grads[i];
           kept += 2 * blockDim.x;

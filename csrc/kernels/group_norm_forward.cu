@@ -37,22 +37,12 @@ __device__ void find_moments(const GroupNormCall& call, const Tile<kBytes>& tile
   using Vector = Piece<Type, kWidth>;
   const auto *input = (const Vector*)call.input, *residual = (const Vector*)call.residual;
   auto *sum = (Vector*)call.sum, *kept = (Vector*)shared.kept + threadIdx.x;
-  const bool is_sent = kSends<kBytes, kKeeps> && residual == nullptr;
-  if constexpr (kSends<kBytes, kKeeps>) {
-    const void* tensors[] = {input};
-    if (is_sent) send_for(tile, shared, tensors);
-  }
   for (unsigned turn = 0; turn < call.spread.turns; ++turn) {
     const unsigned channel = tile.channel(turn);
     float count = 0, mean[kWidth] = {}, squares[kWidth] = {};
     if (tile.has(channel)) {
       Vector pieces[kAhead];
       const auto load = [&](int i, long long at) {
-        if (is_sent) {
-          pieces[i] = *kept;
-          kept += blockDim.x;
-          return;
-        }
         pieces[i] = input[at];
         if (residual == nullptr) return;
         float values[kWidth];
@@ -64,7 +54,7 @@ __device__ void find_moments(const GroupNormCall& call, const Tile<kBytes>& tile
       const auto use = [&](int i, long long at) {
         float values[kWidth];
         if (residual != nullptr) sum[at] = pieces[i];
-        if (kKeeps && !is_sent) {
+        if constexpr (kKeeps) {
           *kept = pieces[i];
           kept += blockDim.x;
         }

@@ -62,10 +62,9 @@ NormProblem problem_of(const NormCall& call, unsigned number_bytes, uint64_t row
 
 // The kernels that keep a row in registers, by type, kind and the index of their spread. Not every
 // direction uses every index.
-constexpr int kSpreads = 11;
+constexpr int kSpreads = 10;
 
 int index_of(const NormSpread& how) {
-  if (how.bytes == 16 && how.vectors == 6) return 10;
   if (how.bytes == 16)
     return how.vectors == 1 ? 0 : how.vectors == 2 ? 1 : how.vectors == 4 ? 2 : 7;
   return (how.bytes == 8 ? 3 : 5) + (how.vectors <= 2 ? 0 : 1);
@@ -84,8 +83,8 @@ using Kernels = DeviceKernel[2][kSpreads];
     {images, name "_16_1", true}, {images, name "_16_2", true}, {images, name "_16_4", true},  \
         {images, name "_8_1", true}, {images, name "_8_4", true}, {images, name "_n_2", true}, \
         {images, name "_n_8", true}, {images, name "_16_8", true},                             \
-        {images, name "_16_4_stages_2", true}, {images, name "_16_4_stages_1", true}, {        \
-      images, name "_16_6", true                                                               \
+        {images, name "_16_4_stages_2", true}, {                                               \
+      images, name "_16_4_stages_1", true                                                      \
     }                                                                                          \
   }
 #define CUDNN_OPS_KINDS(images, direction) \

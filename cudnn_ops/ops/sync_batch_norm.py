@@ -63,10 +63,16 @@ def _moments(input: Tensor) -> tuple[Tensor, Tensor]:
     if input.numel() == 0:
         none = input.new_zeros(input.shape[1], dtype=dtype)
         return none, none
-    if input.is_cuda:
+    if _has_kernels(input):
         return torch.batch_norm_update_stats(input, None, None, 0.0)
-    var, mean = torch.var_mean(input.to(torch.float64), over_batch(input), correction=0)
+    wide = input.to(dtype if input.is_cuda else torch.float64)
+    var, mean = torch.var_mean(wide, over_batch(input), correction=0)
     return mean.to(dtype), var.to(dtype)
+
+
+def _has_kernels(input: Tensor) -> bool:
+    """Torch has kernels of its SyncBatchNorm on GPUs, and no fake ones: they cannot be traced."""
+    return input.is_cuda and not torch.compiler.is_compiling()
 
 
 def _gather(row: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -156,7 +162,7 @@ def _input_gradient(saved: _Saved, grad: Tensor, of_bias: Tensor, of_weight: Ten
         return torch.empty_like(input)
     dtype = mean.dtype
     factor = None if weight is None else weight.to(dtype)
-    if input.is_cuda:
+    if _has_kernels(input):
         order = in_order_of(input, grad)
         # Of the products with what is not divided by the deviation.
         products = of_weight / rstd

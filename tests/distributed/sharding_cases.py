@@ -166,6 +166,8 @@ PAGED: Tensors = {
     "seq_lens_kv": lengths(5, 8),
 }
 CACHES = tuple(CACHE)
+#: Of 8 bits: as large as a GPU supports heads.
+PAGED_FP8: Tensors = {**PAGED, "query": (2, 3, H, 64), **dict.fromkeys(CACHES, (8, 4, 4, 64))}
 HEADS_FIRST: Tensors = {**PAGED, **dict.fromkeys(CACHES, (8, 4, 4, D))}
 paged = cudnn_ops.paged_attention_with_lse
 
@@ -363,14 +365,14 @@ SERVING = [
     Case(
         "pages of 8 bits",
         _paged_fp8,
-        {**PAGED, "descales": torch.tensor([0.5, 2.0, 1.0, 0.25])},
+        {**PAGED_FP8, "descales": torch.tensor([0.5, 2.0, 1.0, 0.25])},
         {**every(S2, "query", *CACHES), "descales": S0},
         silent=True,
     ),
     Case(
         "pages of 8 bits and one scale",
         _paged_fp8,
-        {**PAGED, "descales": torch.tensor([0.5])},
+        {**PAGED_FP8, "descales": torch.tensor([0.5])},
         every(S2, "query", *CACHES),
         silent=True,
     ),

@@ -47,4 +47,10 @@ inline double lost_seconds(AttentionStep step, double pairs, int64_t batch, int6
   return kFixed + kShares[index] * flops / (attention_rate(sm_version) * processors);
 }
 
+// Of a tensor of 16 bits that a polymorphic plan cannot address where it lies.
+inline double copy_seconds(int64_t elements) {
+  constexpr double kLaunch = 5e-6, kBytesPerSecond = 2e12;
+  return kLaunch + 4 * static_cast<double>(elements) / kBytesPerSecond;  // read and written
+}
+
 }  // namespace cudnn_ops

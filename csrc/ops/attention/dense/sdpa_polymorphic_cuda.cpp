@@ -11,6 +11,7 @@
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/cuda/EmptyTensor.h>
 
+#include <initializer_list>
 #include <limits>
 #include <optional>
 #include <utility>
@@ -170,14 +171,35 @@ bool keeps_plan(const SdpaBackwardParams& params) {
   return params.is_deterministic || at::globalContext().deterministicAlgorithms();
 }
 
+double seconds_of_copies(std::initializer_list<const TensorDesc*> tensors) {
+  double seconds = 0;
+  for (const auto* tensor : tensors) {
+    const auto& sizes = tensor->sizes;
+    if (!is_token_major(*tensor))
+      seconds += copy_seconds(sizes[0] * sizes[1] * sizes[2] * sizes[3]);
+  }
+  return seconds;
+}
+
+double seconds_of_copies(const SdpaForwardParams& params) {
+  return seconds_of_copies({&params.query, &params.key, &params.value, &params.out});
+}
+
+double seconds_of_copies(const SdpaBackwardParams& params) {
+  return seconds_of_copies({&params.query, &params.key, &params.value, &params.out,
+                            &params.grad_out, &params.grad_query, &params.grad_key,
+                            &params.grad_value});
+}
+
 template <class Params>
 std::optional<double> lost_seconds(const Params& params, const Band& band) {
   if (keeps_plan(params)) return std::nullopt;
   const auto* gpu = at::cuda::getCurrentDeviceProperties();
   const auto &query = params.query.sizes, &key = params.key.sizes;
   const double pairs = attended_pairs(query[2], key[2], band.left, band.right, band.bottom_right);
-  return lost_seconds(step_of(params), pairs, query[0], query[1], query[3],
-                      gpu->multiProcessorCount, gpu->major * 10 + gpu->minor);
+  return seconds_of_copies(params) + lost_seconds(step_of(params), pairs, query[0], query[1],
+                                                  query[3], gpu->multiProcessorCount,
+                                                  gpu->major * 10 + gpu->minor);
 }
 
 template <class Params, class Tensors>

@@ -203,15 +203,19 @@ void run_backward_in_parts(const VarlenBackward& given, const Results& results, 
 }
 
 // How many groups of heads the gradients have to be computed in: cuDNN's are wrong beyond 2^31
-// elements of what is declared, for at most so many sequences at a time, or of what there is.
+// elements of what is declared, for at most so many sequences at a time, or of what there is. More
+// than there are key heads if one is too much.
 int64_t parts_of_heads(const Varlen& args, int64_t most) {
   const Declared declared(args);
   const int64_t size = std::max(args.query.size(2), args.value.size(2));
   const int64_t sequences = std::min(declared.sequences, most);
   const int64_t tokens = std::max({args.query.size(0), args.key.size(0),
                                    sequences * declared.length, sequences * declared.length_kv});
-  const int64_t elements = tokens * args.query.size(1) * size;
-  return std::max<int64_t>((elements + kMaxBackwardElements - 1) / kMaxBackwardElements, 1);
+  const int64_t heads = args.key.size(1);
+  if (heads == 0 || tokens == 0) return 1;
+  const int64_t of_head = tokens * size * (args.query.size(1) / heads);
+  const int64_t at_once = std::min(kMaxBackwardElements / std::max<int64_t>(of_head, 1), heads);
+  return at_once == 0 ? heads + 1 : (heads + at_once - 1) / at_once;
 }
 
 // How many sequences at a time: all, or a power of 2 that leaves less to groups of heads than there
