@@ -18,7 +18,7 @@ from cudnn_ops.ops.arguments import (
     refuse_wrong_types,
 )
 from cudnn_ops.ops.kernels import register
-from cudnn_ops.ops.sdpa import memory_order
+from cudnn_ops.ops.sdpa import empty_like_order
 from cudnn_ops.ops.sdpa_fp8 import OTHER_OPTIONS
 
 _ops = torch.ops.cudnn_ops
@@ -231,11 +231,9 @@ def sdpa_mxfp8(
 def _empty_results(call: Any) -> tuple[Tensor, Tensor, Tensor]:
     query = call.query
     sizes = [*query.shape[:3], call.value.shape[3]]
-    order = memory_order(query)
-    inverse = [order.index(dim) for dim in range(4)]
-    memory = query.new_empty([sizes[dim] for dim in order], dtype=call.out_dtype)
+    out = empty_like_order(sizes, query, call.out_dtype)
     lse, amax = (query.new_empty(shape, dtype=torch.float32) for shape in (sizes[:3], 1))
-    return memory.permute(inverse), lse, amax
+    return out, lse, amax
 
 
 def _fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -257,11 +257,16 @@ def memory_order(like: Tensor) -> list[int]:
     return [*order, 3]
 
 
-def empty_like_order(sizes: Sequence[int], like: Tensor) -> Tensor:
-    """A dense tensor of ``sizes`` whose dimensions lie in memory in the order of ``like``'s."""
+def empty_like_order(
+    sizes: Sequence[int], like: Tensor, dtype: torch.dtype | None = None
+) -> Tensor:
+    """A dense tensor of ``sizes`` whose dimensions lie in memory in the order of ``like``'s.
+
+    It has the dtype of ``like``, or ``dtype``.
+    """
     order = memory_order(like)
     inverse = [order.index(dim) for dim in range(4)]
-    return like.new_empty([sizes[dim] for dim in order]).permute(inverse)
+    return like.new_empty([sizes[dim] for dim in order], dtype=dtype).permute(inverse)
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -19,7 +19,7 @@ from cudnn_ops.ops.arguments import (
 )
 from cudnn_ops.ops.kernels import register
 from cudnn_ops.ops.quantize import round_to_fp8
-from cudnn_ops.ops.sdpa import memory_order
+from cudnn_ops.ops.sdpa import empty_like_order
 
 _ops = torch.ops.cudnn_ops
 #: To look up an overload takes a tenth of a microsecond.
@@ -286,12 +286,10 @@ def _attend(name: str, **call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _empty_results(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     query = call.query
     sizes = [*query.shape[:3], call.value.shape[3]]
-    order = memory_order(query)
-    inverse = [order.index(dim) for dim in range(4)]
-    memory = query.new_empty([sizes[dim] for dim in order], dtype=call.out_dtype)
+    out = empty_like_order(sizes, query, call.out_dtype)
     lse = query.new_empty(sizes[:3] if call.with_lse else 0, dtype=torch.float32)
     amax, amax_out = (query.new_empty(1, dtype=torch.float32) for _ in range(2))
-    return memory.permute(inverse), lse, amax, amax_out
+    return out, lse, amax, amax_out
 
 
 def _fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

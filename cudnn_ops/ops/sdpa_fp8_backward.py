@@ -18,7 +18,7 @@ from cudnn_ops.ops.arguments import (
     refuse_wrong_types,
 )
 from cudnn_ops.ops.kernels import register
-from cudnn_ops.ops.sdpa import memory_order
+from cudnn_ops.ops.sdpa import empty_like_order
 from cudnn_ops.ops.sdpa_fp8 import OTHER_OPTIONS
 
 _ops = torch.ops.cudnn_ops
@@ -155,10 +155,7 @@ def sdpa_fp8_backward(
 
 def _empty_results(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     def like(tensor: Tensor) -> Tensor:
-        order = memory_order(tensor)
-        inverse = [order.index(dim) for dim in range(4)]
-        memory = tensor.new_empty([tensor.shape[dim] for dim in order], dtype=call.grad_dtype)
-        return memory.permute(inverse)
+        return empty_like_order(tensor.shape, tensor, call.grad_dtype)
 
     amax = call.query.new_empty(1, dtype=torch.float32)
     return like(call.query), like(call.key), like(call.value), amax

@@ -19,18 +19,6 @@ namespace {
 
 constexpr const char* kOp = "cudnn_ops.sdpa_fp8: ";
 
-void check_operand(const at::Tensor& tensor, const char* name, const at::Tensor& query) {
-  TORCH_CHECK_TYPE(tensor.defined(), kOp, name, " must be a tensor, got None");
-  TORCH_CHECK_TYPE(is_fp8(tensor.scalar_type()) && tensor.scalar_type() == query.scalar_type(), kOp,
-                   "query, key and value must be of one dtype, float8_e4m3fn or float8_e5m2 "
-                   "(cudnn_ops.quantize_fp8 makes them); ",
-                   name, " is ", tensor.scalar_type(),
-                   tensor.scalar_type() == query.scalar_type()
-                       ? std::string()
-                       : c10::str(" and query ", query.scalar_type()));
-  check_fp8_operand(tensor, name, query, kOp);
-}
-
 void check_descale_of_value(const SdpaFp8& given) {
   const auto &descale = given.descale_value, &value = given.args.value;
   TORCH_CHECK_TYPE(descale.defined(), kOp, "descale_v must be a tensor, got None");
@@ -68,6 +56,23 @@ void check_fp8_operand(const at::Tensor& tensor, const char* name, const at::Ten
                     " must be a dense tensor [batch, heads, length, head size]; got ",
                     tensor.layout(), " of shape ", tensor.sym_sizes());
   check_fp8_head_size(tensor, name, op);
+}
+
+void check_rounded_operands(const Sdpa& args, const char* quantizer, const char* op) {
+  const auto& query = args.query;
+  const auto check = [&](const at::Tensor& tensor, const char* name) {
+    TORCH_CHECK_TYPE(tensor.defined(), op, name, " must be a tensor, got None");
+    TORCH_CHECK_TYPE(
+        is_fp8(tensor.scalar_type()) && tensor.scalar_type() == query.scalar_type(), op,
+        "query, key and value must be of one dtype, float8_e4m3fn or float8_e5m2 (", quantizer,
+        " makes them); ", name, " is ", tensor.scalar_type(),
+        tensor.scalar_type() == query.scalar_type() ? std::string()
+                                                    : c10::str(" and query ", query.scalar_type()));
+    check_fp8_operand(tensor, name, query, op);
+  };
+  check(query, "query");
+  check(args.key, "key");
+  check(args.value, "value");
 }
 
 void check_fp8_sizes(const Sdpa& args, const char* op) {
@@ -125,9 +130,7 @@ void check_sdpa_fp8(const SdpaFp8& given) {
   const Sdpa& args = given.args;
   const auto& query = args.query;
   TORCH_CHECK_TYPE(query.defined(), kOp, "query must be a tensor, got None");
-  check_operand(query, "query", query);
-  check_operand(args.key, "key", query);
-  check_operand(args.value, "value", query);
+  check_rounded_operands(args, "cudnn_ops.quantize_fp8", kOp);
   check_fp8_sizes(args, kOp);
   check_fp8_scale(given.descale_query, "descale_q", query, kOp);
   check_fp8_scale(given.descale_key, "descale_k", query, kOp);

@@ -43,6 +43,8 @@ void check_sdpa_fp8(const SdpaFp8& given);
 void check_fp8_operand(const at::Tensor& tensor, const char* name, const at::Tensor& query,
                        const char* op);
 void check_fp8_sizes(const Sdpa& args, const char* op);
+// What operators on tensors that are rounded already check alike; `quantizer` rounds them.
+void check_rounded_operands(const Sdpa& args, const char* quantizer, const char* op);
 
 // What dense and packed attention of 8 bits check alike; `op` begins messages.
 void check_fp8_head_size(const at::Tensor& tensor, const char* name, const char* op);

@@ -20,18 +20,6 @@ namespace {
 
 constexpr const char* kOp = "cudnn_ops.sdpa_mxfp8: ";
 
-void check_operand(const at::Tensor& tensor, const char* name, const at::Tensor& query) {
-  TORCH_CHECK_TYPE(tensor.defined(), kOp, name, " must be a tensor, got None");
-  TORCH_CHECK_TYPE(is_fp8(tensor.scalar_type()) && tensor.scalar_type() == query.scalar_type(), kOp,
-                   "query, key and value must be of one dtype, float8_e4m3fn or float8_e5m2 "
-                   "(cudnn_ops.quantize_mxfp8 makes them); ",
-                   name, " is ", tensor.scalar_type(),
-                   tensor.scalar_type() == query.scalar_type()
-                       ? std::string()
-                       : c10::str(" and query ", query.scalar_type()));
-  check_fp8_operand(tensor, name, query, kOp);
-}
-
 c10::SymInt padded(const c10::SymInt& size, int64_t unit) {
   return (size + (unit - 1)) / unit * unit;
 }
@@ -92,9 +80,7 @@ void check_sdpa_mxfp8(const SdpaMxFp8& given) {
   const Sdpa& args = given.args;
   const auto& query = args.query;
   TORCH_CHECK_TYPE(query.defined(), kOp, "query must be a tensor, got None");
-  check_operand(query, "query", query);
-  check_operand(args.key, "key", query);
-  check_operand(args.value, "value", query);
+  check_rounded_operands(args, "cudnn_ops.quantize_mxfp8", kOp);
   check_fp8_sizes(args, kOp);
   check_head_sizes(args);
   check_scales(given.descale_query, "descale_q", query, 3, 2, "-1");
