@@ -7,6 +7,7 @@ from it to the end of its last kernel, with the host's where the GPU waits for i
 import copy
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,12 @@ from torch.nn import functional as F
 from torchvision.models import resnet50
 
 from benchmarks.harness import OURS, Rows, main, step_ms
-from cudnn_ops.nn import ConvAct2d, fuse_conv_bn_act_
+from cudnn_ops.nn import ConvAct2d, fuse_bn_act_, fuse_conv_bn_act_
 
+COMPILERS: Mapping[str, dict[str, Any]] = {
+    "compile": {},
+    f"compile, {OURS}": {"backend": "cudnn_ops"},
+}
 INFERENCE_BATCHES = (32, 256)
 # Inductor's search takes minutes a batch.
 AUTOTUNED_BATCH = 256
@@ -69,17 +74,17 @@ def measure_inference(rows: Rows, rounds: int) -> None:
 
 def measure_training(rows: Rows, rounds: int) -> None:
     stock = make_model().train()
-    ours = copy.deepcopy(stock)
+    ours = fuse_bn_act_(copy.deepcopy(stock))
     for name, conv in list(ours.named_modules()):
         if type(conv) is nn.Conv2d:
             swapped = ConvAct2d.of(conv, "none", conv.weight, conv.bias)  # type: ignore[arg-type]
             ours.set_submodule(name, swapped)
+    variants: dict[str, Any] = {OURS: ours, "eager": stock}
+    for name, options in COMPILERS.items():
+        variants[name] = torch.compile(stock, dynamic=False, **options)
     for batch in TRAINING_BATCHES:
         x, labels = images(batch), torch.randint(1000, (batch,), device="cuda")
-        calls = {
-            name: partial(step, model, x, labels)
-            for name, model in ((OURS, ours), ("eager", stock))
-        }
+        calls = {name: partial(step, model, x, labels) for name, model in variants.items()}
         verify(f"training {batch}", calls)
         add(f"training, batch {batch}", calls, rows, rounds)
 

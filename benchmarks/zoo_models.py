@@ -50,8 +50,15 @@ def _images(batch: int, size: int = 224, name: str = "x") -> Callable[..., dict[
     return inputs
 
 
-def _vision(name: str) -> Callable[[], nn.Module]:
+def _vision(name: str) -> Callable[[], Any]:
     return lambda: getattr(import_module("torchvision.models"), name)()
+
+
+def _vision_transformer() -> nn.Module:
+    """torchvision begins with a head of zeros, behind which all results are zero."""
+    model: nn.Module = _vision("vit_b_16")()
+    nn.init.normal_(model.heads.head.weight, std=0.02)
+    return model
 
 
 def _timm(name: str, **options: Any) -> Callable[[], nn.Module]:
@@ -241,7 +248,7 @@ ZOO: tuple[Entry, ...] = (
         _images(64, name="pixel_values"),
         _first,
     ),
-    Entry("ViT-B/16", "torchvision", _vision("vit_b_16"), _images(128), _first),
+    Entry("ViT-B/16", "torchvision", _vision_transformer, _images(128), _first),
     Entry("ResNet-50", "torchvision", _vision("resnet50"), _images(128), _first),
     Entry("ConvNeXt-B", "torchvision", _vision("convnext_base"), _images(64), _first),
     Entry("EfficientNet-B0", "torchvision", _vision("efficientnet_b0"), _images(128), _first),
