@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from benchmarks.zoo_models import Entry
 
@@ -45,8 +46,10 @@ def checked_steps(
     """
     torch.manual_seed(0)
     with torch.device(device):  # drawing billions of weights takes a CPU a minute
-        reference = entry.make().train(trains)
+        reference = entry.make()
     inputs = entry.inputs(torch.device(device))
+    learn_statistics(reference, in_float32(inputs))
+    reference.train(trains)
     model = copy.deepcopy(reference).to(torch.bfloat16)
     with nothing_dropped(reference), nothing_dropped(model):
         exact = results_of(entry, reference, in_float32(inputs), trains)
@@ -73,6 +76,23 @@ def checked_steps(
                     f"{case}: {name} is off by {off:.2g} in its {what}; allowed: {most:.2g}"
                 )
     return steps, seconds
+
+
+def learn_statistics(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Batch norms get the statistics of these inputs, as if the model had seen many of them.
+
+    With those that they begin with, deep convolutional networks in eval mode give next to nothing.
+    """
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    if not norms:
+        return
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.momentum = 1.0
+    with torch.no_grad():
+        model.train()(**inputs)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
 
 
 @contextmanager

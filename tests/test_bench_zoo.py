@@ -85,6 +85,14 @@ def test_what_is_checked_drops_nothing():
     assert (model[0].p, model[1].p, model[2].drop_prob, attention.dropout) == (0.5, 0.4, 0.3, 0.2)
 
 
+def test_batch_norms_learn_the_statistics_of_the_inputs():
+    norm = nn.BatchNorm1d(4)
+    x = torch.randn(64, 4) * 3 + 1
+    whole_models.learn_statistics(norm, {"input": x})
+    assert norm.momentum == 0.1
+    torch.testing.assert_close(norm.eval()(x), (x - x.mean(0)) / x.std(0), atol=1e-3, rtol=1e-3)
+
+
 def test_one_model_that_fails_leaves_the_others(monkeypatch):
     def measure(entry: Entry, rows: Rows, rounds: int) -> None:
         if entry.name == "second":
