@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,8 @@ class Entry(NamedTuple):
     name: str
     library: str
     """What has to be installed."""
-    make: Callable[[], nn.Module]
+    make: Callable[[torch.device], nn.Module]
+    """The model, with its weights drawn on a device: a CPU takes a minute for billions of them."""
     inputs: Callable[[torch.device], dict[str, Any]]
     result: Callable[[Any], Tensor]
     """The tensor of what the model returns that is compared, and that the loss is made of."""
@@ -27,13 +29,24 @@ def _first(out: Any) -> Tensor:
     return out if isinstance(out, Tensor) else out[0]
 
 
-def _transformer(model: str, config: str, **sizes: Any) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        hf = import_module("transformers")
-        built: nn.Module = getattr(hf, model)(getattr(hf, config)(**sizes))
-        return built
+def _made(find: Callable[[], Callable[[], nn.Module]]) -> Callable[[torch.device], nn.Module]:
+    """What `find` gives is called for the device: what it imports has its constants on the CPU."""
+
+    def make(device: torch.device) -> nn.Module:
+        build = find()
+        with device:
+            return build()
 
     return make
+
+
+def _transformer(model: str, config: str, **sizes: Any) -> Callable[[torch.device], nn.Module]:
+    def find() -> Callable[[], nn.Module]:
+        hf = import_module("transformers")
+        kind, settings = getattr(hf, model), getattr(hf, config)(**sizes)
+        return partial(kind, settings)
+
+    return _made(find)
 
 
 def _tokens(batch: int, length: int, vocabulary: int, **more: Any) -> Callable[..., dict[str, Any]]:
@@ -50,23 +63,23 @@ def _images(batch: int, size: int = 224, name: str = "x") -> Callable[..., dict[
     return inputs
 
 
-def _vision(name: str) -> Callable[[], Any]:
-    return lambda: getattr(import_module("torchvision.models"), name)()
+def _vision(name: str) -> Callable[[torch.device], nn.Module]:
+    return _made(lambda: getattr(import_module("torchvision.models"), name))
 
 
-def _vision_transformer() -> nn.Module:
-    """torchvision begins with a head of zeros, behind which all results are zero."""
-    model: nn.Module = _vision("vit_b_16")()
+def _vision_transformer(device: torch.device) -> nn.Module:
+    """It begins with a head of zeros, behind which all results are zero."""
+    model: Any = _vision("vit_b_16")(device)
     nn.init.normal_(model.heads.head.weight, std=0.02)
-    return model
+    return cast(nn.Module, model)
 
 
-def _timm(name: str, **options: Any) -> Callable[[], nn.Module]:
-    return lambda: import_module("timm").create_model(name, **options)
+def _timm(name: str) -> Callable[[torch.device], nn.Module]:
+    return _made(lambda: partial(import_module("timm").create_model, name))
 
 
-def _diffusion(model: str, **config: Any) -> Callable[[], nn.Module]:
-    return lambda: getattr(import_module("diffusers"), model)(**config)
+def _diffusion(model: str, **config: Any) -> Callable[[torch.device], nn.Module]:
+    return _made(lambda: partial(getattr(import_module("diffusers"), model), **config))
 
 
 def _random(*sizes: int, device: torch.device) -> Tensor:
@@ -111,12 +124,12 @@ def _dit(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _decoder_of_vae() -> nn.Module:
-    channels = (128, 256, 512, 512)
-    vae = import_module("diffusers").AutoencoderKL(
+def _decoder_of_vae(device: torch.device) -> nn.Module:
+    make = _diffusion(
+        "AutoencoderKL",
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=channels,
+        block_out_channels=(128, 256, 512, 512),
         layers_per_block=2,
         latent_channels=4,
     )
@@ -124,7 +137,7 @@ def _decoder_of_vae() -> nn.Module:
     class Decoder(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.vae = vae
+            self.vae: Any = make(device)
 
         def forward(self, z: Tensor, return_dict: bool) -> Any:
             return self.vae.decode(z, return_dict=return_dict)

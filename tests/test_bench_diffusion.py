@@ -18,7 +18,7 @@ def _inputs(device: torch.device) -> dict[str, Any]:
     return {**make_inputs("dit", str(device), torch.bfloat16), "return_dict": False}
 
 
-SMALL = Entry("small", "diffusers", lambda: make("dit"), _inputs, lambda out: out[0])
+SMALL = Entry("small", "diffusers", lambda _: make("dit"), _inputs, lambda out: out[0])
 
 
 def test_its_models():

@@ -377,6 +377,43 @@ def test_other_shapes_strides_and_gradients_are_measured_again(store):
     assert count == 4
 
 
+def test_layers_alike_are_measured_once(store):
+    """Names of nodes, which a graph numbers, are not what times depend on."""
+    measured = []
+
+    def clock(functions):
+        measured.append(list(functions))
+        return {"ours": 1.0, "stock": 2.0}
+
+    def layers(x: Tensor, w: Tensor) -> Tensor:
+        for _ in range(4):
+            x = _norm(x, w).relu()
+        return x
+
+    report = CompileReport()
+    chooser = Chooser(settings_of(None, None), report, clock)
+    _rewritten(layers, chooser, torch.randn(3, 16), torch.randn(16))
+    assert len(report.swapped) == 4
+    assert len(measured) == 1
+
+
+def test_images_between_convolutions_are_measured_channels_last(store):
+    strides = {}
+
+    def clock(functions):
+        for name, function in functions.items():
+            (out,) = function()
+            strides[name] = out.stride()
+        return {"ours": 2.0, "stock": 1.0}
+
+    def layers(x: Tensor, w: Tensor) -> Tensor:
+        return F.conv2d(x.sin(), w, padding=1).relu()
+
+    x, w = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    _rewritten(layers, Chooser(settings_of(None, None), CompileReport(), clock), x, w)
+    assert strides == dict.fromkeys(("ours", "stock"), (256, 1, 32, 4))
+
+
 def test_a_dry_run_measures_nothing(store):
     chooser = Chooser(settings_of(None, {"dry_run": True}), CompileReport(), lambda _: 1 / 0)
     _rewritten(_norm, chooser, torch.randn(3, 16), torch.randn(16))

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._prims_common import make_channels_last_strides_for
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cudnn_ops import _C
@@ -67,7 +68,7 @@ class Chooser:
             if settings.dry_run:
                 candidate.reason = "dry run: not measured yet"
                 return False
-            times = self._known[key] = self._measure(found)
+            times = self._known[key] = self._measure(pattern, found)
             _remember(key, times)
         candidate.ours_ms, candidate.stock_ms = times
         is_faster = times[0] < WORTHWHILE * times[1]
@@ -93,14 +94,14 @@ class Chooser:
             return "a size is dynamic, and times differ from size to size"
         return ""
 
-    def _measure(self, found: Found) -> Times:
+    def _measure(self, pattern: Pattern, found: Found) -> Times:
         modules = {"ours": replacement_of(found), "stock": module_of(found)}
         values = [value_of(node) for node in found.inputs]
         devices = {value.device for value in values if value is not None and value.is_cuda}
         # Named, or torch would warn of a machine with several GPUs.
         rng = torch.random.fork_rng(devices=[device.index or 0 for device in devices])
         with rng, _outside_of_compilation(), _current(devices):
-            inputs = [_random_like(value) for value in values]
+            inputs = [_random_like(node, pattern) for node in found.inputs]
             steps = {name: _compiled_step(module, inputs) for name, module in modules.items()}
             times = self._clock(steps)
         return times["ours"], times["stock"]
@@ -117,8 +118,9 @@ def replacement_of(found: Found) -> fx.GraphModule:
 
 
 def _stock_graph(found: Found) -> fx.Graph:
+    """With names of its own: in nothing else do the layers of a model differ."""
     graph = fx.Graph()
-    values = {node: graph.placeholder(node.name) for node in found.inputs}
+    values = _placeholders(graph, found)
 
     def read(node: fx.Node) -> fx.Node:
         if node not in values:  # something once more, such as a slice that is taken twice
@@ -126,8 +128,9 @@ def _stock_graph(found: Found) -> fx.Graph:
             values[node] = values[found.alike.get(same, same)]
         return values[node]
 
-    for node in sorted(found.nodes):  # as they are in their graph
+    for number, node in enumerate(sorted(found.nodes)):  # as they are in their graph
         values[node] = graph.node_copy(node, read)
+        values[node]._rename(f"value_{number}")
     graph.output(tuple(values[node] for node in found.outputs))
     return graph
 
@@ -135,17 +138,23 @@ def _stock_graph(found: Found) -> fx.Graph:
 def _our_graph(found: Found) -> fx.Graph:
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
-    proxies = [fx.Proxy(graph.placeholder(node.name), tracer) for node in found.inputs]
+    proxies = [fx.Proxy(given, tracer) for given in _placeholders(graph, found).values()]
     graph.output(tuple(result.node for result in found.built(*proxies)))
     return graph
+
+
+def _placeholders(graph: fx.Graph, found: Found) -> dict[fx.Node, fx.Node]:
+    return {node: graph.placeholder(f"input_{i}") for i, node in enumerate(found.inputs)}
 
 
 def key_of(pattern: Pattern, found: Found) -> str:
     """What the times depend on: the computation, its tensors, the GPU and the versions."""
     values = [value_of(node) for node in found.inputs]
     tensors = [
-        (str(v.dtype), tuple(v.shape), v.stride(), v.requires_grad) if v is not None else None
-        for v in values
+        (str(v.dtype), tuple(v.shape), _strides_of(node, pattern), v.requires_grad)
+        if (v := value_of(node)) is not None
+        else None
+        for node in found.inputs
     ]
     device = next((v.device for v in values if v is not None), torch.device("cpu"))
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -181,16 +190,30 @@ def _compiled_step(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[]
     return step
 
 
-def _random_like(value: Tensor | None) -> Any:
+def _random_like(node: fx.Node, pattern: Pattern) -> Any:
+    value = value_of(node)
     if value is None:
         return None
     if value.is_floating_point():
         result = torch.empty_strided(
-            value.shape, value.stride(), dtype=value.dtype, device=value.device
+            value.shape, _strides_of(node, pattern), dtype=value.dtype, device=value.device
         ).normal_()
     else:
         result = torch.ones(value.shape, dtype=value.dtype, device=value.device)
     return result.requires_grad_(value.requires_grad and torch.is_grad_enabled())
+
+
+def _strides_of(node: fx.Node, pattern: Pattern) -> tuple[int, ...]:
+    """Those that it has when the graph runs: between convolutions images are channels last.
+
+    Inductor lays them out so, whatever the model's memory is, and so do our operators.
+    """
+    value = value_of(node)
+    assert value is not None
+    is_computed = node.op not in ("placeholder", "get_attr")
+    if pattern.of_images and is_computed and value.dim() in (4, 5):
+        return make_channels_last_strides_for(value.shape)
+    return value.stride()
 
 
 @contextmanager

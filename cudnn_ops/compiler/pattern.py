@@ -63,6 +63,8 @@ class Pattern:
     """For options and reports."""
     ends_in: frozenset[str]
     """The names (:mod:`cudnn_ops.compiler.nodes`) of what can be the last node of a match."""
+    of_images = False
+    """Whether its 4- and 5-dimensional tensors are images, channels last when convolutions run."""
 
     def find(self, node: fx.Node) -> Iterator[Found]:
         """The matches whose last node is ``node``, the largest first.

@@ -29,7 +29,7 @@ from cudnn_ops.generation import (
 from cudnn_ops.serving.batch import Batch
 from examples.llama import Llama, LlamaConfig, Operators
 from examples.parallel import shard_for_serving
-from tests.cases.generation import make_prompts, serve_at_random
+from tests.cases.generation import check_likeliest, make_prompts, serve_at_random
 from tests.distributed.processes import device, mesh_of
 
 CONFIG = LlamaConfig(2, 64, 8, 4, sequence=96, vocabulary=64)
@@ -39,9 +39,14 @@ CONFIG_CUDA = LlamaConfig(2, 512, 8, 4, sequence=384, vocabulary=64)
 Script = Callable[[Engine], list[Request]]
 
 
+def is_exact() -> bool:
+    """Whether ranks compute in float64, in which the order of sums changes no token."""
+    return device().type == "cpu"
+
+
 def unit() -> int:
     """Tokens of a page."""
-    return 4 if device().type == "cpu" else 16
+    return 4 if is_exact() else 16
 
 
 class Served:
@@ -57,10 +62,8 @@ class Served:
         pages: int = 40,
         **options: Any,
     ) -> None:
-        on_cpu = device().type == "cpu"
-        config = replace(CONFIG if on_cpu else CONFIG_CUDA, kv_heads=kv_heads)
-        # In float64 the order of sums changes no token.
-        dtype = torch.float64 if on_cpu else torch.bfloat16
+        config = replace(CONFIG if is_exact() else CONFIG_CUDA, kv_heads=kv_heads)
+        dtype = torch.float64 if is_exact() else torch.bfloat16
         torch.manual_seed(0)
         self.model = Llama(config, Operators.named("torch"))
         for weight in self.model.parameters():
@@ -86,15 +89,15 @@ class Served:
 
     def serve(self, tokens: Tensor, positions: Tensor, last: Tensor, attend: Attend) -> Tensor:
         logits = self.model.serve(tokens, positions, last, attend)
-        if device().type == "cpu":
+        if is_exact():
             self.logits.append(logits.clone())
         return logits
 
-    def run(self, script: Script) -> list[list[int]]:
-        """Serves the script's requests; their outputs, on the rank that leads."""
+    def run(self, script: Script) -> list[Request]:
+        """Serves the script's requests, and gives them on the rank that leads."""
         with self.engine as engine:
             if engine.is_leader:
-                return [request.output for request in script(engine)]
+                return script(engine)
             engine.follow()
         return []
 
@@ -133,7 +136,7 @@ def on_all(mesh: DeviceMesh | ProcessGroup, value: Any) -> list[Any]:
 def check_equal(mesh: DeviceMesh, script: Script, kv_heads: int = 4, **options: Any) -> EngineStats:
     """All ranks serve a script as one process does: tokens, logits, pages and counters."""
     ours, alone = (Served(m, kv_heads, **options) for m in (mesh, None))
-    outputs = ours.run(script)
+    requests = ours.run(script)
     expected = alone.run(script)
     seen = on_all(mesh, (ours.released, ours.pages, ours.counters()))
     assert seen == seen[:1] * mesh.size()
@@ -142,15 +145,28 @@ def check_equal(mesh: DeviceMesh, script: Script, kv_heads: int = 4, **options: 
     assert ours.engine.running == ours.engine.waiting == 0
     assert ours.engine._queued is None
     assert (ours.engine.stats.overlapped > 0) == ours.engine.overlap
+    if not is_exact():
+        # Where two tokens are as likely, rounding decides, and all that follows is another text.
+        plain = [one for one in requests if is_plain(one.params) and one.output]
+        check_likeliest(alone.model, plain)
+        return ours.engine.stats
     if ours.engine.is_leader:
-        assert outputs == expected
-    if device().type == "cpu":
-        assert ours.released == alone.released
-        assert ours.counters() == alone.counters()
-        assert ours.pages == alone.pages
-        for logits, right in zip(ours.logits, alone.logits, strict=True):
-            torch.testing.assert_close(logits, right, rtol=0.0, atol=1e-9)
+        assert outputs_of(requests) == outputs_of(expected)
+    assert ours.released == alone.released
+    assert ours.counters() == alone.counters()
+    assert ours.pages == alone.pages
+    for logits, right in zip(ours.logits, alone.logits, strict=True):
+        torch.testing.assert_close(logits, right, rtol=0.0, atol=1e-9)
     return ours.engine.stats
+
+
+def outputs_of(requests: list[Request]) -> list[list[int]]:
+    return [request.output for request in requests]
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """Whether each token is the likeliest one, whatever there was before."""
+    return replace(params, seed=None, top_k=0) == SamplingParams(params.max_tokens)
 
 
 def jobs_of(count: int, seed: int, **params: Any) -> list[tuple[list[int], SamplingParams]]:
@@ -212,7 +228,7 @@ def check_options(mesh: DeviceMesh) -> None:
         {"bad_words": [[1], [2, 3]], "stop_tokens": {4, 5}, "temperature": 1.5, "min_p": 0.1},
     ]
     jobs = [
-        (prompt, replace(params, max_tokens=16, seed=index, **kinds[index % len(kinds)]))
+        (prompt, replace(params, max_tokens=4 * unit(), seed=index, **kinds[index % len(kinds)]))
         for index, (prompt, params) in enumerate(jobs_of(24, 6))
     ]
     stats = check_equal(mesh, lambda e: serve_at_random(e, jobs), pages=26, decode=decode)
@@ -220,17 +236,18 @@ def check_options(mesh: DeviceMesh) -> None:
     assert stats.failed + stats.finished == 24
     assert stats.preemptions > 0
     first, *others = on_all(mesh, len(calls))
-    # All of them served it alone as well.
-    assert others == [first // 2] * len(others)
+    if is_exact():  # all of them served it alone as well
+        assert others == [first // 2] * len(others)
     assert first > 100
 
 
 def check_speculation(mesh: DeviceMesh) -> None:
     """All ranks propose the same drafts, and keep what the first one accepts."""
-    phrases = [[draw % 7, draw % 5, 3, 9] * 3 for draw in range(16)]
+    fours = unit() // 4
+    phrases = [[draw % 7, draw % 5, 3, 9] * 3 * fours for draw in range(16)]
     jobs = [
-        (prompt, SamplingParams(5 + index, temperature=index % 3 / 2, seed=index, top_k=5))
-        for index, prompt in enumerate(phrases)
+        (phrase, SamplingParams((5 + i) * fours, temperature=i % 3 / 2, seed=i, top_k=5))
+        for i, phrase in enumerate(phrases)
     ]
     for speculation in (PromptLookup(3, 2, 1), PromptLookup(1, 1, 1)):
         options: dict[str, Any] = {"pages": 26, "speculation": speculation}
@@ -267,8 +284,8 @@ def check_draft_model(mesh: DeviceMesh) -> None:
     assert stats.preemptions > 0
     assert 0 < stats.speculation.accepted_tokens < stats.speculation.draft_tokens
     first, *others = on_all(mesh, len(calls))
-    # All of them served it alone as well.
-    assert others == [first // 2] * len(others)
+    if is_exact():  # all of them served it alone as well
+        assert others == [first // 2] * len(others)
 
 
 def check_aborts(mesh: DeviceMesh) -> None:
@@ -332,12 +349,12 @@ def check_swapping(mesh: DeviceMesh) -> None:
             # Rates in whose light some requests are swapped.
             ours.engine._swapper._computing.extend([1000.0] * 9)
             ours.engine._swapper.space.rates.extend([40 * 2**20] * 9)
-        outputs = ours.run(lambda e: serve_at_random(e, jobs))
+        requests = ours.run(lambda e: serve_at_random(e, jobs))
         seen = on_all(mesh, (ours.released, ours.pages, ours.counters()))
         assert seen == seen[:1] * mesh.size()
         expected = Served(None, pages=200).run(lambda e: serve_at_random(e, jobs))
-        if ours.engine.is_leader and device().type == "cpu":
-            assert outputs == expected
+        if ours.engine.is_leader and is_exact():
+            assert outputs_of(requests) == outputs_of(expected)
         assert ours.engine._swapper is not None
         assert ours.engine._swapper.used == 0
         assert ours.engine.cache.usage().in_use == 0

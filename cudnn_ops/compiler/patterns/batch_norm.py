@@ -53,6 +53,7 @@ class BatchNorm(Pattern):
     """
 
     name = "batch_norm"
+    of_images = True
     ends_in = frozenset({"batch_norm", "add", "relu", "clamp"})
 
     def find(self, node: fx.Node) -> Iterator[Found]:

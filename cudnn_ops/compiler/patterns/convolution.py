@@ -57,6 +57,7 @@ class Convolution(Pattern):
     """``activation(batch_norm(conv(x)) + residual)``, as much of it as there is."""
 
     name = "convolution"
+    of_images = True
     ends_in = ENDS | {*_CONVS, "batch_norm", "add"}
 
     def find(self, node: fx.Node) -> Iterator[Found]:

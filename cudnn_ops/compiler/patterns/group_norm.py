@@ -70,6 +70,7 @@ class GroupNorm(Pattern):
     """``F.group_norm`` and the SiLU of it."""
 
     name = "group_norm"
+    of_images = True
     ends_in = frozenset({"group_norm", "getitem", "silu", "mul", "div", "cast"})
 
     def find(self, node: fx.Node) -> Iterator[Found]:
