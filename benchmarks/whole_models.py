@@ -139,8 +139,9 @@ def results_of(entry: Entry, model: Any, inputs: Mapping[str, Any], trains: bool
     """The result in float32, and in training all gradients as one vector."""
     found = [step_of(entry, model, inputs, trains)().float()]
     if trains:
-        grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-        found.append(torch.cat(grads).float())
+        # Compiled, what the result does not depend on has a gradient of zeros.
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+        found.append(torch.cat([grad.flatten() for grad in grads]).float())
     return found
 
 

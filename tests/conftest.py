@@ -39,7 +39,10 @@ packaged.FOLDER = Path("/nowhere")
 torch.set_num_threads(1)
 
 #: Tests that take minutes begin before all others: no process is to be left with one at the end.
-LONG = ("test_export.py", "test_sdpa_features_random.py")
+LONG = (
+    *("test_export.py", "test_sdpa_features_random.py"),
+    *("test_serving_ranks.py", "test_ring.py", "test_sharding.py"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -21,9 +21,11 @@ class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(16, 16), nn.RMSNorm(16), nn.Dropout(0.5))
+        self.pooler = nn.Linear(16, 4)  # without a gradient, as BERT's
 
-    def forward(self, x: Tensor) -> tuple[Tensor]:
-        return (self.layers(x),)
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        result = self.layers(x)
+        return result, self.pooler(result)
 
 
 def _inputs(device: torch.device) -> dict[str, Any]:
@@ -109,8 +111,8 @@ def test_one_model_that_fails_leaves_the_others(monkeypatch):
     assert [row["case"] for row in rows.rows] == ["first", "third"]
 
 
-def _twice(*_: Any) -> tuple[Tensor]:
-    return (torch.full((4, 16), 9.0),)
+def _twice(*_: Any) -> tuple[Tensor, Tensor]:
+    return torch.full((4, 16), 9.0), torch.full((4, 4), 9.0)
 
 
 def test_rows_of_some_models_join_those_of_an_earlier_run():

@@ -11,6 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops.misc import FrozenBatchNorm2d
 
+from cudnn_ops.compiler import choice
+from cudnn_ops.compiler.choice import Chooser
+from cudnn_ops.compiler.options import settings_of
+from cudnn_ops.compiler.pattern import Found, Pattern
 from tests.cases.compiler import Rewritten, check_swap
 
 C, K = 4, 6
@@ -263,6 +267,77 @@ def test_patches():
     found = check_swap(block, _x(), _weight(), torch.randn(K).double(), expect=["convolution"])
     copies = [node for node in found.graphs[0].graph.nodes if node.target == "permute"]
     assert copies == []  # our layout is the one that the product reads
+
+
+STEMS = {
+    "ResNet's": (3, 7, 3, (16, 20)),
+    "EfficientNet's": (3, 3, 1, (14, 6)),
+    "no padding": (3, 3, 0, (8, 10)),
+    "even kernel": (1, 4, 1, (12, 8)),
+    "four channels": (4, 5, 2, (10, 10)),
+    "one pixel": (2, 1, 0, (6, 4)),
+    "more padding": (3, 3, 2, (4, 6)),
+    "pixels that nothing reads": (3, 2, 0, (6, 6)),
+    "rows and columns": (3, (3, 6), (1, 0), (8, 12)),
+}
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("stem", STEMS)
+def test_what_networks_begin_with(stem, last):
+    """By squares of pixels: the same sums, whatever is read of the last squares."""
+    channels, kernel, padding, sizes = STEMS[stem]
+    kernel = (kernel, kernel) if isinstance(kernel, int) else kernel
+
+    def function(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.conv2d(x, w, b, stride=2, padding=padding).relu()
+
+    x = torch.randn(2, channels, *sizes, dtype=torch.float64)
+    x = x.to(memory_format=torch.channels_last) if last else x
+    w, b = torch.randn(K, channels, *kernel).double(), torch.randn(K).double()
+    found = check_swap(function, x, w, b, expect=["convolution"])
+    (candidate,) = found.report.swapped
+    assert candidate.note == "by squares of 2 x 2 pixels"
+    stride, own_padding = found.ours[0].args[3:5]
+    assert (stride, own_padding) == ([1, 1], [0, 0])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((3, 9, 8), {"stride": 2}),
+        ((3, 8, 8), {"stride": (2, 1)}),
+        ((3, 8, 8), {"stride": 2, "dilation": 2}),
+        ((8, 8, 8), {"stride": 2}),
+        ((4, 8, 8), {"stride": 2, "groups": 2}),
+        ((3, 8, 8), {"padding": "same"}),
+    ],
+)
+def test_what_is_no_such_beginning(sizes, options):
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return F.conv2d(x, w, **options)
+
+    x = torch.randn(2, *sizes, dtype=torch.float64)
+    w = torch.randn(K, sizes[0] // options.get("groups", 1), 3, 3, dtype=torch.float64)
+    found = check_swap(function, x, w, expect=["convolution"])
+    assert [candidate.note for candidate in found.report] == [""]
+
+
+def test_a_beginning_that_is_slower_by_squares(monkeypatch):
+    """It is tried as it is."""
+
+    def times(_: Chooser, __: Pattern, found: Found) -> choice.Times:
+        return (3.0, 2.0) if found.note else (1.0, 2.0)
+
+    monkeypatch.setattr(Chooser, "_measure", times)
+    monkeypatch.setattr(choice, "_in_memory", {})
+    monkeypatch.setattr(choice, "_path", lambda: None)
+    x, w = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    found = Rewritten(lambda x, w: F.conv2d(x, w, stride=2))
+    found.chooser = Chooser(settings_of(None, None), found.report, lambda _: {})
+    found(x, w)
+    (candidate,) = found.report.swapped
+    assert (candidate.note, candidate.ours_ms) == ("", 1.0)
 
 
 def test_dynamic_sizes():

@@ -84,6 +84,76 @@ def test_pairs(activation, bias):
     check_swap(Pair(activation, bias).double(), _tensors()[0], expect=["mlp"])
 
 
+class Conv1D(nn.Module):
+    """GPT-2's in transformers: a product of rows with a weight of [inputs, outputs]."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.outputs = outputs
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+        self.bias = nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = (*x.size()[:-1], self.outputs)
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(sizes)
+
+
+def gelu_new(x: Tensor) -> Tensor:
+    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))
+    return 0.5 * x * (1.0 + torch.tanh(inner))
+
+
+def test_transposed_layers():
+    def pair(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+        hidden = gelu_new(torch.addmm(b1, x.view(-1, 12), w1).view(3, 5, 20))
+        return torch.addmm(b2, hidden.view(-1, 20), w2).view(3, 5, 12)
+
+    def rows(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+        return torch.addmm(b2, F.relu(torch.addmm(b1, x[0], w1)), w2)
+
+    def activated(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+        return F.silu(torch.addmm(b1, x.reshape(15, 12), w1).reshape(3, 5, 20))
+
+    sizes = ((3, 5, 12), (12, 20), (20,), (20, 12), (12,))
+    tensors = [torch.randn(size, dtype=torch.float64) for size in sizes]
+    for function, name in ((pair, "mlp"), (rows, "mlp"), (activated, "linear")):
+        check_swap(function, *tensors, expect=[name])
+
+
+def test_gpt_2_s_pair():
+    layers = nn.Sequential(Conv1D(20, 12), nn.GELU("tanh"), nn.Dropout(0.0), Conv1D(12, 20))
+    found = check_swap(layers, torch.randn(3, 5, 12), expect=["mlp"], tolerance=1e-4)
+    assert len(found.ours) == 1
+
+
+def _scaled(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.relu(torch.addmm(b, x[0], w.t(), alpha=2))
+
+
+def _part_of_the_bias(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.relu(torch.addmm(b, x[0], w.t(), beta=0.5))
+
+
+def _full_bias(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.relu(torch.addmm(b * x[0, :, :1], x[0], w.t()))
+
+
+def _other_rows(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.relu(torch.addmm(b, x.view(-1, 12), w.t()).view(5, 3, 20))
+
+
+@pytest.mark.parametrize(
+    "near_miss", [_scaled, _part_of_the_bias, _full_bias], ids=lambda f: f.__name__
+)
+def test_products_that_are_no_layers(near_miss):
+    check_swap(near_miss, *_tensors(), expect=[])
+
+
+def test_rows_in_another_order_are_reshaped_behind_it():
+    found = check_swap(_other_rows, *_tensors(), expect=[])
+    assert not found.ours
+
+
 def test_dropout_between_them():
     model = Pair(nn.GELU(), dropout=0.5).double()
     check_swap(model.eval(), _tensors()[0], expect=["mlp"])

@@ -14,7 +14,7 @@ import cudnn_ops
 from cudnn_ops.compiler import choice
 from cudnn_ops.compiler.choice import Chooser
 from cudnn_ops.compiler.options import settings_of
-from cudnn_ops.compiler.pattern import Found, shape_of
+from cudnn_ops.compiler.pattern import Found, Pattern, shape_of
 from tests.cases.compiler import Rewritten, check_swap
 from tests.cases.rotary_spellings import (
     SPELLINGS,
@@ -212,7 +212,7 @@ def test_each_gets_a_trial_of_its_own_where_both_together_are_slower(monkeypatch
     """The times of the pair say nothing of the query alone, nor those of the query of the key."""
     trials: list[tuple[int, int]] = []  # results, heads
 
-    def times(_: Chooser, found: Found) -> choice.Times:
+    def times(_: Chooser, __: Pattern, found: Found) -> choice.Times:
         trials.append((len(found.outputs), shape_of(found.inputs[0])[1]))
         return {(2, H): (3.0, 2.0), (1, H): (1.0, 2.0), (1, 2): (2.0, 1.0)}[trials[-1]]
 

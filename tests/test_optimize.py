@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torchvision
@@ -51,10 +53,28 @@ def test_an_image_model():
     torch.testing.assert_close(report.model(x), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_an_image_model_that_trains():
+    """Batch norms with their sums and ReLU; the parameters are the model's, for any optimizer."""
+    torch.manual_seed(0)
+    model = torchvision.models.resnet18(num_classes=5)
+    stock = copy.deepcopy(model)
+    x = torch.randn(2, 3, 64, 64)
+    report = cudnn_ops.optimize_(model, x)
+    assert len(report.fused) == 20
+    assert sum(one.residual for one in report.fused) == 8
+    for one in (stock, report.model):
+        one(x).square().sum().backward()
+    pairs = zip(model.named_parameters(), stock.parameters(), strict=True)
+    for (name, parameter), expected in pairs:
+        assert report.model.get_parameter(name) is parameter
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-2, atol=1e-3)
+    for mine, right in zip(report.model.eval().buffers(), stock.buffers(), strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
+
+
 def test_what_is_left_alone_is_told():
     model = torchvision.models.resnet18(num_classes=5)
     report = cudnn_ops.optimize_(model)
-    assert report.model is model
     assert report.notes == [
         "convolutions: a batch norm is in training mode, and its statistics change; model.eval() "
         "allows fusing them"

@@ -120,6 +120,7 @@ OPERATIONS: dict[str, Operation] = {
         *(operator.matmul, torch.matmul, torch.bmm, ".matmul", ".bmm", ".__matmul__"),
     ),
     "linear": _operation("input weight bias", F.linear, _nn.linear, bias=None),
+    "addmm": _operation("input mat1 mat2 beta alpha", torch.addmm, ".addmm", beta=1, alpha=1),
     "layer_norm": _operation(
         "input normalized_shape weight bias eps",
         *(F.layer_norm, torch.layer_norm),
@@ -168,6 +169,25 @@ OPERATIONS: dict[str, Operation] = {
         is_causal=False,
         scale=None,
         enable_gqa=False,
+    ),
+    "multi_head_attention": _operation(
+        "query key value embed_dim_to_check num_heads in_proj_weight in_proj_bias bias_k bias_v "
+        "add_zero_attn dropout_p out_proj_weight out_proj_bias training key_padding_mask "
+        "need_weights attn_mask use_separate_proj_weight q_proj_weight k_proj_weight "
+        "v_proj_weight static_k static_v average_attn_weights is_causal",
+        F.multi_head_attention_forward,
+        training=True,
+        key_padding_mask=None,
+        need_weights=True,
+        attn_mask=None,
+        use_separate_proj_weight=False,
+        q_proj_weight=None,
+        k_proj_weight=None,
+        v_proj_weight=None,
+        static_k=None,
+        static_v=None,
+        average_attn_weights=True,
+        is_causal=False,
     ),
     "transpose": _operation(
         "input dim0 dim1", torch.transpose, torch.swapaxes, ".transpose", ".swapaxes"

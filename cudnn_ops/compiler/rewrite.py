@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
@@ -347,7 +348,8 @@ def _run(node: fx.Node, facts: GraphFacts) -> Any:
 def _without_memory(inputs: Any) -> Iterator[None]:
     mode = next((x.fake_mode for x in tree_leaves(inputs) if isinstance(x, FakeTensor)), None)
     assert isinstance(mode, FakeTensorMode), "a graph without fake tensors"
-    with mode, torch.no_grad():
+    # As Dynamo does: without it torch's composite functions refuse sizes that are symbols.
+    with mode, torch.no_grad(), enable_python_dispatcher():
         yield
 
 

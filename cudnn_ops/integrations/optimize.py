@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from cudnn_ops.nn.fuse import FusedConv, fuse_conv_bn_act_
+from cudnn_ops.nn.fuse_norm import FusedNorm, fuse_bn_act_
 from cudnn_ops.nn.replace import Replacement, replace_modules_
 
 _IMPLEMENTATION = "cudnn_ops"
@@ -23,12 +24,12 @@ class OptimizeReport:
     """What :func:`cudnn_ops.optimize_` did to a model. Printed, it is a list.
 
     Attributes:
-        model: the optimized model, or pipeline: the same object, unless convolutions were fused.
+        model: the optimized model, or pipeline: the same object, unless something was fused.
         replaced: modules that were replaced.
         rotary: names of the modules whose rotary embedding is one kernel now.
         attention: whether transformers' attention is this package's now.
         diffusers: the modules of diffusers that were changed, or would be.
-        fused: convolutions with what follows them.
+        fused: convolutions with what follows them, or in training mode batch norms.
         notes: what was left alone, and why.
     """
 
@@ -37,7 +38,7 @@ class OptimizeReport:
     rotary: list[str] = field(default_factory=list)
     attention: bool = False
     diffusers: list[object] = field(default_factory=list)
-    fused: list[FusedConv] = field(default_factory=list)
+    fused: list[FusedConv] | list[FusedNorm] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -57,13 +58,14 @@ def optimize_(
 
     All of :func:`cudnn_ops.nn.replace_modules_`, of the adapter for transformers (attention and
     :func:`~cudnn_ops.integrations.transformers.fuse_rotary_`) and of
-    :func:`cudnn_ops.nn.fuse_conv_bn_act_`, each as far as the model allows it; for models and
+    :func:`cudnn_ops.nn.fuse_conv_bn_act_`, or for a model in training mode
+    :func:`cudnn_ops.nn.fuse_bn_act_`, each as far as the model allows it; for models and
     pipelines of diffusers :func:`cudnn_ops.integrations.diffusers.optimize_`. With
     ``torch.compile(model, backend="cudnn_ops")`` none of it is needed.
 
     Args:
-        model: a module, or a pipeline of diffusers; changed in place. Convolutions are fused only
-            in eval mode, and in a new module.
+        model: a module, or a pipeline of diffusers; changed in place. What is fused is in a new
+            module with the same parameters: convolutions in eval mode, batch norms in training.
         example: the model's input, or a sequence of its inputs, as for ``fuse_conv_bn_act_``.
         dry_run: change nothing and say what would be replaced and fused.
 
@@ -147,21 +149,24 @@ def _fuse_convolutions(
     report: OptimizeReport,
     dry_run: bool,
 ) -> None:
+    """Convolutions with what follows them; in training batch norms, whose statistics change."""
     if not any(isinstance(module, _ConvNd) for module in model.modules()):
         return
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    if any(norm.training for norm in norms):
+    trains = any(norm.training for norm in norms)
+    if trains:
         report.notes.append(
             "convolutions: a batch norm is in training mode, and its statistics change; "
             "model.eval() allows fusing them"
         )
-        return
+    fuse = fuse_bn_act_ if trains else fuse_conv_bn_act_
     try:
-        fused = fuse_conv_bn_act_(model, example, dry_run=dry_run)
+        fused = fuse(model, example, dry_run=dry_run)
     except (fx.proxy.TraceError, ValueError, TypeError, RuntimeError, NotImplementedError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        report.notes.append(f"convolutions: torch.fx cannot trace the model: {reason}")
+        what = "batch norms" if trains else "convolutions"
+        report.notes.append(f"{what}: torch.fx cannot trace the model: {reason}")
         return
-    report.fused = fused.meta["fused_convs"]
+    report.fused = fused.meta["fused_norms" if trains else "fused_convs"]
     if report.fused and not dry_run:
         report.model = fused

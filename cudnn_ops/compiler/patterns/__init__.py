@@ -12,12 +12,14 @@ from cudnn_ops.compiler.patterns.gated import Gated
 from cudnn_ops.compiler.patterns.group_norm import GroupNorm
 from cudnn_ops.compiler.patterns.layer_norm import LayerNorm
 from cudnn_ops.compiler.patterns.linear import Linear, Mlp
+from cudnn_ops.compiler.patterns.multi_head_attention import MultiHeadAttention
 from cudnn_ops.compiler.patterns.rms_norm import RmsNorm
 from cudnn_ops.compiler.patterns.rotary import Rotary, RotaryQk
 
 PATTERNS: tuple[Pattern, ...] = (
     AttentionByMatmul(),
     Attention(),
+    MultiHeadAttention(),
     # Before norms, which take a sum that they are of.
     RotaryQk(),
     Rotary(),

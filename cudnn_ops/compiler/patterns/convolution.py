@@ -21,6 +21,7 @@ from cudnn_ops.compiler.pattern import (
     through_dropout,
 )
 from cudnn_ops.compiler.patterns.activations import ENDS, EPILOGUES
+from cudnn_ops.compiler.patterns.space_to_depth import MOST_CHANNELS, STEP, squares
 from cudnn_ops.ops.activation import Activation
 
 _CONVS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
@@ -62,6 +63,8 @@ class Convolution(Pattern):
 
     def find(self, node: fx.Node) -> Iterator[Found]:
         for parts in _with_activation(node):
+            if _is_stem(parts.conv):
+                yield _found(node, parts, of_squares=True)
             yield _found(node, parts)
 
 
@@ -128,7 +131,28 @@ def _is_row(row: fx.Node, node: fx.Node) -> bool:
     return bool(row_of_channels) and list(shape_of(row)) in (row_of_channels, [1, *row_of_channels])
 
 
-def _found(node: fx.Node, parts: _Parts) -> Found:
+def _is_stem(node: fx.Node) -> bool:
+    """Whether it is one of few channels in steps of two (:mod:`.space_to_depth`)."""
+    conv = call_of(node)
+    if conv is None or conv.name != "conv2d":
+        return False
+    sizes = shape_of(conv["input"])
+    if len(sizes) != 4 or sizes[1] > MOST_CHANNELS:
+        return False
+    geometry = [_pair(conv[name]) for name in ("stride", "dilation", "padding")]
+    are_even = all(isinstance(size, int) and size % STEP == 0 for size in sizes[2:])
+    is_known = geometry[:2] == [(STEP, STEP), (1, 1)] and geometry[2] is not None
+    return are_even and is_known and conv["groups"] == 1
+
+
+def _pair(numbers: Any) -> tuple[int, int] | None:
+    """A number for each dimension; None where it is a word."""
+    if isinstance(numbers, str):
+        return None
+    return (numbers, numbers) if isinstance(numbers, int) else tuple(numbers)
+
+
+def _found(node: fx.Node, parts: _Parts, of_squares: bool = False) -> Found:
     conv = call_of(parts.conv)
     assert conv is not None
     _check(conv)
@@ -143,23 +167,27 @@ def _found(node: fx.Node, parts: _Parts) -> Found:
     inputs = list(dict.fromkeys(tensors.values()))
     eps = 0.0 if norm is None else float(norm["eps"])
     dtype = tensor(conv["weight"]).dtype
+    sizes, kernel = shape_of(conv["input"]), shape_of(conv["weight"])[2:]
 
     def build(*given: Any) -> Any:
         named = {name: given[inputs.index(one)] for name, one in tensors.items()}
         weight, bias = _folded(named, eps, dims, dtype)
-        x = named["input"]
+        x, lists = named["input"], [_as_list(one) for one in geometry[:3]]
+        if of_squares:
+            x, weight = squares(x, weight, sizes, kernel, _pair(geometry[1]) or ())
+            lists = [[1, 1], [0, 0], [1, 1]]
         if dims in _FORMATS:
             # Of all that the graph does for the layout, inductor makes one pass, or none.
             x = x.contiguous(memory_format=_FORMATS[dims])
             weight = weight.contiguous(memory_format=_FORMATS[dims])
         op = getattr(torch.ops.cudnn_ops, conv.name)
         overload = op.padding if isinstance(geometry[1], str) else op.default
-        lists = [_as_list(one) for one in geometry[:3]]
         return overload(
             x, weight, bias, *lists, geometry[3], parts.activation, named.get("residual")
         )
 
-    return Found(parts.nodes, [node], inputs, build)
+    note = "by squares of 2 x 2 pixels" if of_squares else ""
+    return Found(parts.nodes, [node], inputs, build, note)
 
 
 def _as_list(numbers: Any) -> Any:

@@ -9,16 +9,30 @@ import torch
 from torch import fx
 
 from cudnn_ops.compiler.match import match
-from cudnn_ops.compiler.nodes import call_of
+from cudnn_ops.compiler.nodes import Call, call_of
 from cudnn_ops.compiler.pattern import Found, Pattern, is_tensor, shape_of, spread, through_dropout
 from cudnn_ops.compiler.patterns.activations import ENDS, EPILOGUES
 from cudnn_ops.ops.activation import Activation
 
 
+class _Layer(NamedTuple):
+    """``input @ weight.T + bias``, or ``input @ weight + bias`` where the weight is transposed."""
+
+    nodes: tuple[fx.Node, ...]
+    input: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    is_transposed: bool = False
+
+    def weight_of(self, given: Any) -> Any:
+        """[outputs, inputs] of what is given for the weight."""
+        return given.t() if self.is_transposed else given
+
+
 class _Activated(NamedTuple):
     """A linear layer and its activation."""
 
-    linear: fx.Node
+    layer: _Layer
     activation: Activation
     nodes: tuple[fx.Node, ...]
 
@@ -51,18 +65,18 @@ class Mlp(Pattern):
     """Two linear layers around an activation."""
 
     name = "mlp"
-    ends_in = frozenset({"linear"})
+    ends_in = frozenset({"linear", "addmm", "reshape"})
 
     def find(self, node: fx.Node) -> Iterator[Found]:
-        second = call_of(node)
-        assert second is not None
-        hidden, passed = through_dropout(second["input"])
+        second = _layer(node)
+        if second is None:
+            return
+        hidden, passed = through_dropout(second.input)
         found = _activated(hidden) if is_tensor(hidden) else None
         if found is None:
             return
-        first = call_of(found.linear)
-        assert first is not None
-        tensors = [first["input"], *(c[n] for c in (first, second) for n in ("weight", "bias"))]
+        first = found.layer
+        tensors = [first.input, first.weight, first.bias, second.weight, second.bias]
         has = [tensor is not None for tensor in tensors]
         inputs = list(dict.fromkeys(tensor for tensor in tensors if tensor is not None))
         if len(inputs) != sum(has):
@@ -70,29 +84,64 @@ class Mlp(Pattern):
 
         def build(*given: Any) -> Any:
             x, w1, b1, w2, b2 = spread(given, has)
+            w1, w2 = first.weight_of(w1), second.weight_of(w2)
             return torch.ops.cudnn_ops.mlp.default(x, w1, b1, w2, b2, found.activation)
 
-        yield Found((*found.nodes, *passed, node), [node], inputs, build)
+        yield Found((*found.nodes, *passed, *second.nodes), [node], inputs, build)
+
+
+def _layer(node: fx.Node) -> _Layer | None:
+    """The linear layer that ends with a node: ``F.linear``, or ``addmm`` as GPT-2 has it."""
+    call = call_of(node)
+    if call is None:
+        return None
+    if call.name == "linear":
+        return _Layer((node,), call["input"], call["weight"], call["bias"])
+    if call.name == "addmm":
+        return _of_addmm(node, call)
+    if call.name != "reshape" or not isinstance(call["input"], fx.Node):
+        return None
+    rows = call_of(call["input"])
+    layer = _of_addmm(call["input"], rows) if rows is not None and rows.name == "addmm" else None
+    flat = call_of(layer.input) if layer is not None else None
+    if layer is None or flat is None or flat.name != "reshape":
+        return None
+    source = flat["input"]
+    *sizes, inputs = shape_of(source)
+    is_rows = shape_of(layer.input)[-1] == inputs and shape_of(node)[:-1] == tuple(sizes)
+    if not is_rows or shape_of(node)[-1] != shape_of(layer.weight)[-1]:
+        return None
+    return layer._replace(nodes=(layer.input, *layer.nodes, node), input=source)
+
+
+def _of_addmm(node: fx.Node, call: Call) -> _Layer | None:
+    """``bias + input @ weight``, where the bias is a row."""
+    if call["alpha"] != 1 or call["beta"] != 1:
+        return None
+    bias, weight = call["input"], call["mat2"]
+    if not is_tensor(weight) or shape_of(bias) != shape_of(weight)[1:]:
+        return None
+    return _Layer((node,), call["mat1"], weight, bias, is_transposed=True)
 
 
 def _activated(node: fx.Node) -> _Activated | None:
     for activation, expression in EPILOGUES.items():
         for bound in match(expression, node):
-            call = call_of(bound["before"])
-            if call is not None and call.name == "linear":
-                return _Activated(bound["before"], activation, (bound["before"], *bound.nodes))
+            layer = _layer(bound["before"])
+            if layer is not None:
+                return _Activated(layer, activation, (*layer.nodes, *bound.nodes))
     return None
 
 
 def _found(node: fx.Node, found: _Activated, residual: fx.Node | None) -> Found:
-    call = call_of(found.linear)
-    assert call is not None
-    tensors = [call["input"], call["weight"], call["bias"], residual]
+    layer = found.layer
+    tensors = [layer.input, layer.weight, layer.bias, residual]
     has = [tensor is not None for tensor in tensors]
     inputs = [tensor for tensor in tensors if tensor is not None]
 
     def build(*given: Any) -> Any:
         x, weight, bias, added = spread(given, has)
+        weight = layer.weight_of(weight)
         return torch.ops.cudnn_ops.linear.default(x, weight, bias, found.activation, added)
 
     return Found(found.nodes, [node], inputs, build)

@@ -1,0 +1,73 @@
+"""Convolutions of few channels in steps of two, by squares of pixels in steps of one.
+
+What a network begins with has three channels, and tensor cores want sixteen: cuDNN pads them to
+eight and takes a slow kernel. Each square of 2 x 2 pixels becomes one of 12 channels here, the
+weight likewise, and zeros fill both up (MLPerf's ResNets and TPUs' have it, as "space to depth").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch.nn import functional as F
+
+STEP = 2
+#: Of the channels of an image, at most so many; and those of the product are a multiple of so many.
+MOST_CHANNELS, CHANNELS = 4, 8
+
+
+class Sides(NamedTuple):
+    """One dimension: the padding ``before`` and ``after`` all squares, and of all taps by zeros."""
+
+    before: int
+    after: int
+    zeros: tuple[int, int]
+
+
+def sides_of(size: int, kernel: int, padding: int) -> Sides:
+    """Output ``o`` reads pixels ``2 o - padding + tap``, in squares ``o - before`` and on.
+
+    Args:
+        size: pixels, a multiple of two.
+        kernel: taps.
+        padding: pixels, on both sides.
+    """
+    first = padding % STEP  # taps of zero, so that the first one is the first pixel of a square
+    taps = -(-(kernel + first) // STEP)
+    outputs = (size + 2 * padding - kernel) // STEP + 1
+    before = (padding + first) // STEP
+    after = outputs + taps - 1 - size // STEP - before
+    return Sides(before, after, (first, taps * STEP - kernel - first))
+
+
+def squares(
+    x: Any, weight: Any, shape: Sequence[int], kernel: Sequence[int], padding: Sequence[int]
+) -> tuple[Any, Any]:
+    """Input and weight of the convolution in steps of one, without padding.
+
+    Args:
+        x: [batch, channels, height, width], or what stands for it; the sizes are even.
+        weight: [outputs, channels, *kernel].
+        shape: that of ``x``.
+        kernel: its height and width.
+        padding: pixels above and below, and on the left and the right.
+    """
+    channels = shape[1]
+    more = -channels * STEP**2 % CHANNELS
+    rows, columns = (sides_of(*one) for one in zip(shape[2:], kernel, padding, strict=True))
+    image = _deep(x, [size // STEP for size in shape[2:]])
+    image = F.pad(image, (columns.before, columns.after, rows.before, rows.after, 0, more))
+    taps = [
+        (size + sum(sides.zeros)) // STEP
+        for size, sides in zip(kernel, (rows, columns), strict=True)
+    ]
+    weight = _deep(F.pad(weight, (*columns.zeros, *rows.zeros)), taps)
+    return image, F.pad(weight, (0, 0, 0, 0, 0, more))
+
+
+def _deep(x: Any, squares: Sequence[int]) -> Any:
+    """[N, C, 2 h, 2 w] as [N, 4 C, h, w]."""
+    rows, columns = squares
+    split = x.unflatten(3, (columns, STEP)).unflatten(2, (rows, STEP))
+    return split.permute(0, 3, 5, 1, 2, 4).flatten(1, 3)
