@@ -120,7 +120,7 @@ def replacement_of(found: Found) -> fx.GraphModule:
 def _stock_graph(found: Found) -> fx.Graph:
     """With names of its own: in nothing else do the layers of a model differ."""
     graph = fx.Graph()
-    values = _placeholders(graph, found)
+    values = dict(zip(found.inputs, _placeholders(graph, found), strict=True))
 
     def read(node: fx.Node) -> fx.Node:
         if node not in values:  # something once more, such as a slice that is taken twice
@@ -138,13 +138,13 @@ def _stock_graph(found: Found) -> fx.Graph:
 def _our_graph(found: Found) -> fx.Graph:
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
-    proxies = [fx.Proxy(given, tracer) for given in _placeholders(graph, found).values()]
+    proxies = [fx.Proxy(given, tracer) for given in _placeholders(graph, found)]
     graph.output(tuple(result.node for result in found.built(*proxies)))
     return graph
 
 
-def _placeholders(graph: fx.Graph, found: Found) -> dict[fx.Node, fx.Node]:
-    return {node: graph.placeholder(f"input_{i}") for i, node in enumerate(found.inputs)}
+def _placeholders(graph: fx.Graph, found: Found) -> list[fx.Node]:
+    return [graph.placeholder(f"input_{number}") for number in range(len(found.inputs))]
 
 
 def key_of(pattern: Pattern, found: Found) -> str:
