@@ -23,6 +23,7 @@ from cudnn_ops.integrations.optimize import optimize_
 LIBRARY = "diffusers"
 #: By their names: VAE decoder 4 x 4 x 64 x 64, SD 1.5 U-Net 8 x 4 x 64 x 64, DiT 32 x 4 x 32 x 32.
 MODELS = {entry.name: entry for entry in ZOO if entry.library == LIBRARY}
+PARTS = list(MODELS)
 COMPILERS: Mapping[str, dict[str, Any]] = {
     "compile": {},
     f"compile, {OURS}": {"backend": "cudnn_ops"},
@@ -30,8 +31,8 @@ COMPILERS: Mapping[str, dict[str, Any]] = {
 
 
 def run(rows: Rows, rounds: int) -> None:
-    for name in MODELS:
-        run_part(name, rows, rounds)
+    for part in PARTS:
+        run_part(part, rows, rounds)
 
 
 def run_part(name: str, rows: Rows, rounds: int) -> None:
@@ -61,4 +62,4 @@ def variants(model: nn.Module) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main("diffusion", run, run_part, list(MODELS))
+    main("diffusion", run, run_part, PARTS)

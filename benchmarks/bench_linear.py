@@ -70,14 +70,11 @@ MLPS = (
     Mlp("Llama 3 8B", 8192, 4096, 14336, "silu", gated=True),
     Mlp("Llama 3.2 1B", 8192, 2048, 8192, "silu", gated=True),
 )
-
-
-def parts() -> tuple[str, ...]:
-    return (*map(str, SHAPES), *(mlp.name for mlp in MLPS), "host")
+PARTS = (*map(str, SHAPES), *(mlp.name for mlp in MLPS), "host")
 
 
 def run(rows: Rows, rounds: int) -> None:
-    for part in parts():
+    for part in PARTS:
         run_part(part, rows, rounds)
 
 
@@ -256,4 +253,4 @@ def add(case: str, functions: Functions, rows: Rows, rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    main("linear", run, run_part, parts())
+    main("linear", run, run_part, PARTS)

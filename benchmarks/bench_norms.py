@@ -68,7 +68,7 @@ SHAPES = (
     Shape(100, 100000, "odd"),
 )
 QK = (8, 2048, 16, 128)  # batch, tokens, heads, head size
-PARTS = 3  # of the projection that the heads are part of: query, key and value
+PROJECTED = 3  # of the projection that the heads are part of: query, key and value
 ADDED = (8192, 4096)
 GATED = (8192, 11008)
 ROTARY = ((4, 2048, 32, 8, 128), (1, 512, 32, 8, 128))  # batch, tokens, heads, key heads, size
@@ -155,7 +155,7 @@ def cases(ops: Mapping[str, RowOps]) -> Iterator[Case]:
             name = f"{kind} {shape.group} {shape.rows},{shape.width}"
             yield norm_case(name, kind, x, ops, shape.compiled)
     batch, tokens, heads, size = QK
-    projection = random_tensor(batch, tokens, PARTS * heads, size)
+    projection = random_tensor(batch, tokens, PROJECTED * heads, size)
     heads_of_it = projection[:, :, :heads].requires_grad_()
     yield norm_case(f"rms QK {','.join(map(str, QK))}", "rms", heads_of_it, ops, compiled=True)
     yield add_case(ops)

@@ -5,7 +5,8 @@ of its last kernel. Compiling is timed from nothing to the end of the first step
 memory is that of a step. Results, and in training gradients, are held to the same model in float32:
 at most twice the error of eager mode, with nothing dropped, since each compiler draws numbers of
 its own. What is timed drops what the model drops. `--only` measures some models and adds their rows
-to the file.
+to the file; `python -m benchmarks.side_by_side zoo` compiles several at a time, and then says
+nothing of seconds.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import nn
 
 import cudnn_ops
 from benchmarks.harness import OURS, Rows, main, peak_bytes, step_ms
+from benchmarks.turns import is_alone
 from benchmarks.whole_models import checked_steps
 from benchmarks.zoo_models import ZOO, Entry
 
@@ -29,38 +31,44 @@ COMPILERS: Mapping[str, dict[str, Any]] = {
 }
 
 
+#: A model in inference, or in training: a part by itself, since compiling takes minutes.
+PARTS = [
+    f"{entry.name}, {mode}"
+    for entry in ZOO
+    for mode in ("inference", "training")
+    if entry.trains or mode == "inference"
+]
+
+
 def run(rows: Rows, rounds: int) -> None:
     failed: list[str] = []
-    for entry in ZOO:
+    for part in PARTS:
         try:
-            measure(entry, rows, rounds)
+            run_part(part, rows, rounds)
         except RuntimeError as error:  # hours of others' compiling would be lost
-            failed.append(f"{entry.name}: {error}")
+            failed.append(f"{part}: {error}")
             print(failed[-1], flush=True)
     if failed:
         raise RuntimeError("\n".join(failed))
 
 
-def run_part(name: str, rows: Rows, rounds: int) -> None:
-    measure(next(entry for entry in ZOO if entry.name == name), rows, rounds)
-
-
-def measure(entry: Entry, rows: Rows, rounds: int) -> None:
+def run_part(part: str, rows: Rows, rounds: int) -> None:
+    name, mode = part.rsplit(", ", 1)
+    entry = next(entry for entry in ZOO if entry.name == name)
     if find_spec(entry.library) is None:
         print(f"{entry.name}: {entry.library} is not installed")
         return
-    for trains in (False, True) if entry.trains else (False,):
-        torch._dynamo.reset()
-        cudnn_ops.compile_report().clear()
-        measure_case(entry, trains, rows, rounds)
-        print(cudnn_ops.compile_report(), flush=True)
+    torch._dynamo.reset()
+    cudnn_ops.compile_report().clear()
+    measure_case(entry, mode == "training", rows, rounds)
+    print(cudnn_ops.compile_report(), flush=True)
 
 
 def measure_case(entry: Entry, trains: bool, rows: Rows, rounds: int, device: str = "cuda") -> None:
     """One model, in inference or training, by every compiler."""
     case = f"{entry.name}, {'training' if trains else 'inference'}"
     steps, seconds = checked_steps(case, entry, trains, device, variants)
-    for name in COMPILERS:
+    for name in COMPILERS if is_alone() else ():  # beside others it takes longer
         rows.add(case, name, "compile_s", seconds[name])
     if device != "cuda":
         return
@@ -78,4 +86,4 @@ def variants(model: nn.Module) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main("zoo", run, run_part, [entry.name for entry in ZOO])
+    main("zoo", run, run_part, PARTS)

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
+from benchmarks.turns import turn
+
 if TYPE_CHECKING:
     from typing_extensions import NotRequired
 
@@ -48,7 +50,8 @@ def gpu_ms(functions: Functions, *, rounds: int, around: Around | None = None) -
     # Inside: results are written even where the operators' library does not load.
     from cudnn_ops.plans import timing
 
-    return timing.gpu_ms(functions, rounds=rounds, around=around)
+    with turn():
+        return timing.gpu_ms(functions, rounds=rounds, around=around)
 
 
 def host_us(functions: Functions, *, rounds: int, around: Around | None = None) -> dict[str, float]:
@@ -61,7 +64,8 @@ def host_us(functions: Functions, *, rounds: int, around: Around | None = None) 
     gc.collect()
     gc.disable()
     try:
-        return timing.medians(functions, _host_sample, rounds, around)
+        with turn():
+            return timing.medians(functions, _host_sample, rounds, around)
     finally:
         gc.enable()
 
@@ -73,7 +77,8 @@ def step_ms(functions: Functions, *, rounds: int) -> dict[str, float]:
     """
     from cudnn_ops.plans import timing
 
-    return timing.medians(functions, _step_sample, rounds)
+    with turn():
+        return timing.medians(functions, _step_sample, rounds)
 
 
 def peak_bytes(function: Callable[[], object]) -> int:

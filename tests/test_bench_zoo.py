@@ -95,20 +95,28 @@ def test_batch_norms_learn_the_statistics_of_the_inputs():
     torch.testing.assert_close(norm.eval()(x), (x - x.mean(0)) / x.std(0), atol=1e-3, rtol=1e-3)
 
 
-def test_one_model_that_fails_leaves_the_others(monkeypatch):
-    def measure(entry: Entry, rows: Rows, rounds: int) -> None:
-        if entry.name == "second":
+def test_one_part_that_fails_leaves_the_others(monkeypatch):
+    def run_part(part: str, rows: Rows, rounds: int) -> None:
+        if part == "second":
             raise RuntimeError("off")
-        rows.add(entry.name, OURS, "step_ms", 1.0)
+        rows.add(part, OURS, "step_ms", 1.0)
 
-    monkeypatch.setattr(
-        bench_zoo, "ZOO", [SMALL._replace(name=n) for n in ("first", "second", "third")]
-    )
-    monkeypatch.setattr(bench_zoo, "measure", measure)
+    monkeypatch.setattr(bench_zoo, "PARTS", ["first", "second", "third"])
+    monkeypatch.setattr(bench_zoo, "run_part", run_part)
     rows = Rows({})
     with pytest.raises(RuntimeError, match="second: off"):
         bench_zoo.run(rows, 1)
     assert [row["case"] for row in rows.rows] == ["first", "third"]
+
+
+def test_a_part_is_a_model_in_one_mode(monkeypatch):
+    measured = []
+    monkeypatch.setattr(bench_zoo, "ZOO", [SMALL])
+    monkeypatch.setattr(bench_zoo, "measure_case", lambda *args: measured.append(args[:2]))
+    for mode in ("inference", "training"):
+        bench_zoo.run_part(f"small, {mode}", Rows({}), 1)
+    assert measured == [(SMALL, False), (SMALL, True)]
+    assert {part.rsplit(", ", 1)[0] for part in bench_zoo.PARTS} == {entry.name for entry in ZOO}
 
 
 def _twice(*_: Any) -> tuple[Tensor, Tensor]:

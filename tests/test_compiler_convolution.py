@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops.misc import FrozenBatchNorm2d
 
+import cudnn_ops
 from cudnn_ops.compiler import choice
 from cudnn_ops.compiler.choice import Chooser
 from cudnn_ops.compiler.options import settings_of
@@ -300,6 +302,30 @@ def test_what_networks_begin_with(stem, last):
     assert candidate.note == "by squares of 2 x 2 pixels"
     stride, own_padding = found.ours[0].args[3:5]
     assert (stride, own_padding) == ([1, 1], [0, 0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stem", ["ResNet's", "EfficientNet's", "even kernel"])
+def test_what_networks_begin_with_on_a_gpu(stem):
+    channels, kernel, padding, _ = STEMS[stem]
+    torch.manual_seed(0)
+    modules = nn.Conv2d(channels, 32, kernel, 2, padding), nn.BatchNorm2d(32), nn.ReLU()
+    model = nn.Sequential(*modules).cuda().eval()
+    x = torch.randn(4, channels, 96, 64, device="cuda", dtype=torch.bfloat16)
+    right = copy.deepcopy(model).double()(x.double())
+    model.bfloat16()
+    torch._dynamo.reset()
+    cudnn_ops.compile_report().clear()
+    compiled = torch.compile(model, backend="cudnn_ops", options={"swap": ["convolution"]})
+    (candidate,) = cudnn_ops.compile_report().swapped if compiled(x) is not None else ()
+    assert candidate.note
+    mine, torchs = (float((one(x) - right).norm() / right.norm()) for one in (compiled, model))
+    assert mine <= 2 * torchs + 1e-3
+    compiled(x).float().sum().backward()
+    grad = model[0].weight.grad
+    model.zero_grad()
+    model(x).float().sum().backward()
+    torch.testing.assert_close(grad, model[0].weight.grad, rtol=5e-2, atol=5e-1)
 
 
 @pytest.mark.parametrize(

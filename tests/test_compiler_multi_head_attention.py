@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import cudnn_ops
 from tests.cases.compiler import Rewritten, check_swap
 
 B, S, E, H = 2, 7, 32, 4
@@ -167,3 +168,40 @@ NEAR_MISSES = [
 def test_what_is_more_than_that(near_miss):
     found = check_swap(near_miss, *_tensors(S), expect=[])
     assert all(candidate.reason for candidate in found.report)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_self", [False, True])
+def test_on_a_gpu(is_self, is_causal):
+    """Compiled, in bfloat16, as right as torch is."""
+
+    def attend(q: Tensor, kv: Tensor, *tensors: Tensor) -> Tensor:
+        mask = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
+        options = {"attn_mask": mask, "is_causal": True} if is_causal else {}
+        parts = (q, q if is_self else kv, *tensors)
+        return F.multi_head_attention_forward(
+            *(parts[0], parts[1], parts[1], 256, 4, parts[2], parts[3], None, None, False, 0.0),
+            *(parts[4], parts[5]),
+            need_weights=False,
+            **options,
+        )[0]
+
+    torch.manual_seed(0)
+    sizes = ((197, 3, 256),) * 2 + ((768, 256), (768,), (256, 256), (256,))
+    exact = [torch.randn(size) / (16 if len(size) == 2 else 1) for size in sizes]
+    exact = [one.bfloat16().double().cuda().requires_grad_() for one in exact]
+    ours, torchs = ([one.detach().bfloat16().requires_grad_() for one in exact] for _ in range(2))
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="cudnn_ops", options={"swap": [NAME]})
+    cudnn_ops.compile_report().clear()
+    results = []
+    for function, tensors in ((compiled, ours), (attend, torchs), (attend, exact)):
+        out = function(*tensors)
+        out.double().sin().sum().backward()
+        grads = [one.grad for one in tensors if one.grad is not None]
+        results.append([out.detach(), *grads])
+    assert len(cudnn_ops.compile_report().swapped) == 1
+    for mine, other, right in zip(*results, strict=True):
+        errors = [float((one.double() - right).norm() / right.norm()) for one in (mine, other)]
+        assert errors[0] <= 2 * errors[1] + 1e-3

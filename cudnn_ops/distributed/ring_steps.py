@@ -28,7 +28,7 @@ _ops = torch.ops.cudnn_ops
 
 #: Numbers of the query in one call of the backward, whose workspace grows with them: it has the
 #: gradient of the query in float32, and those of key and value for each query head.
-_BACKWARD_NUMBERS = 2**26
+_BACKWARD_NUMBERS = 2**25
 
 _KEYS, _SUMS = range(2)  # kinds of messages
 

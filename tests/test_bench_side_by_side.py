@@ -1,0 +1,145 @@
+"""Parts of a benchmark that run beside each other, and are timed in turns."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import side_by_side, turns
+from benchmarks.side_by_side import Runner
+
+#: A benchmark whose parts say when they had their turns, and when they could do something else.
+BENCHMARK = """
+import json, sys, time
+from pathlib import Path
+from benchmarks.turns import is_alone, turn
+part, out = sys.argv[2], Path(sys.argv[4])
+assert not is_alone()
+moments, turned = [], []
+def work(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        moments.append(time.monotonic())
+        time.sleep(0.005)
+work(0.3)
+for _ in range(2):
+    with turn():
+        begin = time.monotonic()
+        time.sleep(0.2)
+        turned.append((begin, time.monotonic()))
+    work(0.2)
+if part == "bad":
+    sys.exit(3)
+row = {"case": part, "impl": "x", "metric": "step_ms", "value": 1.0}
+out.write_text(json.dumps({"env": {"commit": "abc"}, "rows": [row]}))
+Path(sys.argv[5], part).write_text(json.dumps([moments, turned]))
+"""
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    script = tmp_path / "bench.py"
+    root = str(Path(__file__).resolve().parents[1])
+    script.write_text(f"import sys; sys.path.insert(0, {root!r})\n{BENCHMARK}")
+    return [sys.executable, str(script)]
+
+
+def _runner(command: list[str], folder: Path, **options: object) -> Runner:
+    settings: dict[str, object] = {"gpus": (), "jobs": 3, "limit_s": 60.0, **options}
+    return Runner(command, folder / "rows.json", folder, **settings)  # type: ignore[arg-type]
+
+
+def test_one_is_timed_while_the_others_stand_still(command, tmp_path):
+    told = tmp_path / "told"
+    told.mkdir()
+    wrapper = tmp_path / "wrapper.py"
+    wrapper.write_text(
+        f"import os, sys\nos.execv(sys.executable, [*{command!r}, *sys.argv[1:], {str(told)!r}])\n"
+    )
+    runner = _runner([sys.executable, str(wrapper)], tmp_path)
+    parts = ["a", "b, c", "d"]
+    assert runner.run(parts) == []
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert {(row["case"], row["commit"]) for row in rows} == {(part, "abc") for part in parts}
+    found = {part: json.loads((told / part).read_text()) for part in parts}
+    for part, (_, turned) in found.items():
+        for begin, end in turned:
+            for other in found.keys() - {part}:
+                moments, others = found[other]
+                assert not any(begin < moment < end for moment in moments)
+                assert not any(begin < one < end for pair in others for one in pair)
+
+
+def test_a_part_that_fails_runs_once_more(command, tmp_path):
+    told = tmp_path / "told"
+    told.mkdir()
+    wrapper = tmp_path / "wrapper.py"
+    count = tmp_path / "count"
+    wrapper.write_text(
+        "import os, sys\n"
+        f"open({str(count)!r}, 'a').write(sys.argv[2] + chr(10))\n"
+        f"os.execv(sys.executable, [*{command!r}, *sys.argv[1:], {str(told)!r}])\n"
+    )
+    runner = _runner([sys.executable, str(wrapper)], tmp_path, jobs=2)
+    assert runner.run(["bad", "good"]) == ["bad"]
+    assert sorted(count.read_text().split()) == ["bad", "bad", "good"]
+    assert [row["case"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]] == [
+        "good"
+    ]
+
+
+def test_a_limit_ends_what_runs(tmp_path):
+    sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
+    runner = _runner(sleeper, tmp_path, jobs=1, limit_s=0.5)
+    begin = time.monotonic()
+    assert runner.run(["first", "second"]) == ["first", "second"]
+    assert time.monotonic() - begin < 10
+
+
+def test_who_ends_in_a_turn_stops_nobody(tmp_path):
+    sleeper = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        turns.join(tmp_path, sleeper.pid)
+        turns.join(tmp_path, 2**22 + 1)  # a process that there is not
+        assert turns.members(tmp_path) == [sleeper.pid, 2**22 + 1]
+        turns.send(turns.members(tmp_path), signal.SIGSTOP)
+        turns.leave(tmp_path, 2**22 + 1)
+        assert turns.members(tmp_path) == [sleeper.pid]
+        time.sleep(0.1)
+        state = Path(f"/proc/{sleeper.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        assert state == "S"
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+
+
+def test_alone_there_is_nothing_to_do():
+    assert turns.is_alone()
+    with turns.turn():
+        pass
+
+
+def test_the_command_line(tmp_path, monkeypatch, capsys):
+    ran = []
+    monkeypatch.setattr(Runner, "run", lambda self, parts: ran.append((self, parts)) or ["b"])
+    out = tmp_path / "new" / "zoo.json"
+    only = ["BERT base, training", "DiT-XL/2, inference"]
+    arguments = ["--out", str(out), "--jobs", "2", "--only"]
+    assert side_by_side.main(["zoo", *arguments, *only]) == 1
+    ((runner, parts),) = ran
+    assert (parts, runner.jobs) == (only, 2)
+    assert runner.command[1:] == ["-m", "benchmarks.bench_zoo"]
+    assert "failed: b; " in capsys.readouterr().out
+    for wrong, message in (
+        (["resnet", *arguments[:2]], "the benchmark resnet has no parts"),
+        (["zoo", *arguments, "BERT"], "'BERT' is no part of the benchmark zoo"),
+    ):
+        with pytest.raises(SystemExit):
+            side_by_side.main(wrong)
+        assert message in capsys.readouterr().err
