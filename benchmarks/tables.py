@@ -246,7 +246,7 @@ def mlp(rows: Sequence[Row]) -> Lines:
     return [*lines, ["geometric mean", "", f"{over:.2f}", *(f"{gain:.2f}x" for gain in gains)]]
 
 
-def resnet(rows: Sequence[Row]) -> Lines:
+def steps(rows: Sequence[Row]) -> Lines:
     """A line a task: milliseconds of each variant, and the others' over ours."""
     times = pivot(rows, "step_ms")
     impls = unique(row["impl"] for row in rows)
@@ -256,6 +256,23 @@ def resnet(rows: Sequence[Row]) -> Lines:
         gains = [f"{ms[peer] / ms[OURS]:.2f}x" if peer in ms else "" for peer in peers]
         lines.append([case, *_cells(ms, impls, short), *gains])
     return lines
+
+
+def serving(rows: Sequence[Row]) -> Lines:
+    """A line an implementation of each trace: its speed, and how long its clients wait."""
+    waits = [f"{name}_{cut}_ms" for name in ("first_token", "between_tokens") for cut in _CUTS]
+    found = {metric: pivot(rows, metric) for metric in ("tokens_per_s", *waits)}
+    names = (metric.removesuffix("_ms").replace("_", " ") for metric in waits)
+    lines = [["", "by", "tokens/s", *(f"{name}, ms" for name in names)]]
+    for case, rates in found["tokens_per_s"].items():
+        for impl, rate in rates.items():
+            times = (found[wait].get(case, {}).get(impl) for wait in waits)
+            cells = ("" if ms is None else short(ms) for ms in times)
+            lines.append([case, impl, f"{rate:.0f}", *cells])
+    return lines
+
+
+_CUTS = ("p50", "p99")
 
 
 def new_lengths(rows: Sequence[Row]) -> Lines:
@@ -424,10 +441,29 @@ TABLES = {
     "linear": Table(linear, "GPU time in ms, bf16.", "linear", samples=1 / 3),
     "mlp": Table(mlp, "GPU time of forward and backward in ms, bf16.", "linear", samples=1 / 3),
     "resnet": Table(
-        resnet,
+        steps,
         "Milliseconds with the host's time, bf16, channels last, 224 x 224.",
         "resnet",
         samples=2,
+    ),
+    "blocks": Table(
+        steps, "Milliseconds of a step with the host's time, bf16.", "blocks", samples=1
+    ),
+    "diffusion": Table(
+        steps, "Milliseconds of a call with the host's time, bf16.", "diffusion", samples=1
+    ),
+    "moe": Table(
+        beside_peers,
+        "GPU time of forward / backward in ms, bf16. x is the other's time over ours.",
+        "moe",
+        samples=1 / 5,
+    ),
+    "serving": Table(
+        serving,
+        "Tokens of output in all a second; from a request to its first token, and from one to the "
+        "next.",
+        "serving",
+        samples=0,
     ),
     "new_lengths": Table(
         new_lengths,

@@ -428,13 +428,28 @@ def test_other_logits_are_not_timed() -> None:
         bench_resnet.verify("inference", calls)
 
 
-def test_resnet_table() -> None:
+def test_a_table_of_steps() -> None:
     rows = Rows(ENV)
     rows.add("inference", "cudnn_ops", "step_ms", 1.0)
     rows.add("inference", "eager", "step_ms", 1.5)
-    assert tables.resnet(rows.rows) == [
+    assert tables.steps(rows.rows) == [
         ["", "cudnn_ops", "eager", "vs eager"],
         ["inference", "1.00", "1.50", "1.50x"],
+    ]
+
+
+def test_the_table_of_serving() -> None:
+    rows = Rows(ENV)
+    for impl, rate in (("cudnn_ops", 900.0), ("transformers", 300.0)):
+        rows.add("trace", impl, "tokens_per_s", rate)
+    for wait in ("first_token", "between_tokens"):
+        rows.add("trace", "cudnn_ops", f"{wait}_p50_ms", 12.0)
+        rows.add("trace", "cudnn_ops", f"{wait}_p99_ms", 25.0)
+    waits = ["first token p50", "first token p99", "between tokens p50", "between tokens p99"]
+    assert tables.serving(rows.rows) == [
+        ["", "by", "tokens/s", *(f"{wait}, ms" for wait in waits)],
+        ["trace", "cudnn_ops", "900", "12.0", "25.0", "12.0", "25.0"],
+        ["trace", "transformers", "300", "", "", "", ""],
     ]
 
 

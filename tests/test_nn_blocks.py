@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,6 +28,7 @@ from transformers.models.phi.modeling_phi import PhiDecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 import cudnn_ops
+from benchmarks.bench_blocks import BERT, LLAMA, QWEN3, Names, renamed
 from cudnn_ops.nn import Attention, CrossAttentionBlock, TransformerBlock, VisionTransformer
 from tests.cases import models
 from tests.conftest import DEVICES
@@ -35,29 +36,6 @@ from tests.conftest import DEVICES
 B, S, DIM, HEADS, HIDDEN = 2, 9, 64, 4, 96
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
-#: What a block's parameters are called in ours, by what they are called in theirs.
-Names = Mapping[str, str]
-LLAMA: Names = {
-    "input_layernorm": "norm1",
-    "post_attention_layernorm": "norm2",
-    "self_attn.o_proj": "attention.o_proj",
-    "self_attn.": "attention.qkv.",
-}
-QWEN3: Names = {
-    "self_attn.q_norm": "attention.q_norm",
-    "self_attn.k_norm": "attention.k_norm",
-    **LLAMA,
-}
-BERT: Names = {
-    "attention.self.query": "attention.qkv.q_proj",
-    "attention.self.key": "attention.qkv.k_proj",
-    "attention.self.value": "attention.qkv.v_proj",
-    "attention.output.dense": "attention.o_proj",
-    "attention.output.LayerNorm": "norm1",
-    "intermediate.dense": "mlp.fc1",
-    "output.dense": "mlp.fc2",
-    "output.LayerNorm": "norm2",
-}
 PHI: Names = {"self_attn.dense": "attention.o_proj", **LLAMA}
 GPT_OSS: Names = {"o_proj": "o_proj", "sinks": "sinks", "": "qkv."}
 MLLAMA: Names = {
@@ -69,13 +47,6 @@ MLLAMA: Names = {
     "cross_attn.v_proj": "attention.kv.v_proj",
     "cross_attn.": "attention.",
 }
-
-
-def _renamed(key: str, names: Names) -> str:
-    for theirs, ours in names.items():
-        if key.startswith(theirs):
-            return ours + key.removeprefix(theirs)
-    return key
 
 
 def _gradients(module: nn.Module) -> dict[str, Tensor]:
@@ -107,7 +78,7 @@ def check(
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.normal_(std=0.3)
-    ours.load_state_dict({_renamed(k, names): v for k, v in theirs.state_dict().items()})
+    ours.load_state_dict({renamed(k, names): v for k, v in theirs.state_dict().items()})
     exact = copy.deepcopy(theirs).double()
     found = []
     for module, like in ((ours, x), (exact, x.double()), (theirs, x)):
@@ -117,7 +88,7 @@ def check(
         assert leaf.grad is not None
         grads = _gradients(module)
         if module is not ours:
-            grads = {_renamed(key, names): grad for key, grad in grads.items()}
+            grads = {renamed(key, names): grad for key, grad in grads.items()}
         found.append({"out": out.detach(), "the input's gradient": leaf.grad, **grads})
     for name, right in found[1].items():
         models.check(found[0][name], right, found[2][name], name)
