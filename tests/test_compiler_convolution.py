@@ -321,11 +321,9 @@ def test_what_networks_begin_with_on_a_gpu(stem):
     assert candidate.note
     mine, torchs = (float((one(x) - right).norm() / right.norm()) for one in (compiled, model))
     assert mine <= 2 * torchs + 1e-3
-    compiled(x).float().sum().backward()
-    grad = model[0].weight.grad
-    model.zero_grad()
-    model(x).float().sum().backward()
-    torch.testing.assert_close(grad, model[0].weight.grad, rtol=5e-2, atol=5e-1)
+    (found,) = torch.autograd.grad(compiled(x).float().sum(), model[0].weight)
+    (expected,) = torch.autograd.grad(model(x).float().sum(), model[0].weight)
+    assert (found - expected).float().norm() <= 2e-2 * expected.float().norm()
 
 
 @pytest.mark.parametrize(
