@@ -23,7 +23,7 @@ def _tensors(*lengths: int) -> list[Tensor]:
     return [one.double() for one in (*inputs, *weights, torch.randn(E))]
 
 
-def _forward(q: Tensor, kv: Tensor, w: Tensor, b: Any, w_out: Tensor, b_out: Any, **options: Any):
+def _forward(q: Tensor, kv: Tensor, w: Any, b: Any, w_out: Tensor, b_out: Any, **options: Any):
     settings: dict[str, Any] = {"need_weights": False, **options}
     added = [settings.pop(name, None) for name in ("bias_k", "bias_v")]
     zero, dropout_p = settings.pop("add_zero_attn", False), settings.pop("dropout_p", 0.0)
@@ -178,7 +178,7 @@ def test_on_a_gpu(is_self, is_causal):
 
     def attend(q: Tensor, kv: Tensor, *tensors: Tensor) -> Tensor:
         mask = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
-        options = {"attn_mask": mask, "is_causal": True} if is_causal else {}
+        options: dict[str, Any] = {"attn_mask": mask, "is_causal": True} if is_causal else {}
         parts = (q, q if is_self else kv, *tensors)
         return F.multi_head_attention_forward(
             *(parts[0], parts[1], parts[1], 256, 4, parts[2], parts[3], None, None, False, 0.0),
