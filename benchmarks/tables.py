@@ -331,19 +331,26 @@ def distributed(rows: Sequence[Row]) -> Lines:
 
 
 def zoo(rows: Sequence[Row]) -> Lines:
-    """A line a model: milliseconds a step, each peer's over ours, compile seconds, memory."""
+    """A line a model: milliseconds a step, each peer's over ours, compile seconds, memory.
+
+    Models that were compiled beside others have no seconds.
+    """
     steps, peaks = pivot(rows, "step_ms"), pivot(rows, "peak_mib")
     seconds = pivot(rows, "compile_s")
     peers = ("eager", "compile", "compile max-autotune")
     lines = [["", "ours", *(f"vs {peer}" for peer in peers), "compile s", "MiB, of compile"]]
+    gains: dict[str, list[float]] = {peer: [] for peer in peers}
     for case, ms in steps.items():
-        found = seconds[case]
         lines.append([_spaced(case), short(ms[OURS])])
-        lines[-1] += [f"{ms[peer] / ms[OURS]:.2f}x" for peer in peers]
-        lines[-1] += [f"{short(found[OURS])} / {short(found['compile'])}"]
-        lines[-1] += [f"{peaks[case][OURS] / peaks[case]['compile']:.2f}"]
-    means = (statistics.geometric_mean([ms[p] / ms[OURS] for ms in steps.values()]) for p in peers)
-    return [*lines, ["geometric mean", "", *(f"{mean:.2f}x" for mean in means), "", ""]]
+        for peer in peers:
+            if peer in ms:
+                gains[peer].append(ms[peer] / ms[OURS])
+            lines[-1].append(f"{ms[peer] / ms[OURS]:.2f}x" if peer in ms else "")
+        found = seconds.get(case, {})
+        both = (short(found[impl]) for impl in (OURS, "compile") if impl in found)
+        lines[-1] += [" / ".join(both), f"{peaks[case][OURS] / peaks[case]['compile']:.2f}"]
+    means = (f"{statistics.geometric_mean(one):.2f}x" if one else "" for one in gains.values())
+    return [*lines, ["geometric mean", "", *means, "", ""]]
 
 
 def _spaced(case: str) -> str:

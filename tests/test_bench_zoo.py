@@ -148,3 +148,9 @@ def test_the_table():
     assert len(heading) == len(line) == len(mean)
     assert line == ["x, training", "1.00", "3.00x", "2.00x", "1.50x", "1.00 / 2.00", "0.50"]
     assert mean[2:5] == ["3.00x", "2.00x", "1.50x"]
+    for impl, ms in ((OURS, 1.0), ("eager", 12.0), ("compile", 8.0)):  # beside others
+        for metric in ("step_ms", "peak_mib"):
+            rows.add("y, inference", impl, metric, ms)
+    _, _, line, mean = tables.zoo(rows.rows)
+    assert line == ["y, inference", "1.00", "12.00x", "8.00x", "", "", "0.12"]
+    assert mean[2:5] == ["6.00x", "4.00x", "1.50x"]

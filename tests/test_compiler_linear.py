@@ -154,6 +154,15 @@ def test_rows_in_another_order_are_reshaped_behind_it():
     assert not found.ours
 
 
+def test_without_gradients_the_first_one_ends_before_the_second():
+    pair = Pair(nn.GELU()).double()
+    for parameter in pair.parameters():
+        parameter.requires_grad_(False)
+    check_swap(pair, torch.randn(3, 12).double(), expect=["linear"], gradients=False)
+    inference = torch.no_grad()(Pair(nn.GELU()).double().forward)
+    check_swap(inference, torch.randn(3, 12).double(), expect=["linear"])
+
+
 def test_dropout_between_them():
     model = Pair(nn.GELU(), dropout=0.5).double()
     check_swap(model.eval(), _tensors()[0], expect=["mlp"])
