@@ -19,7 +19,7 @@ SWAPS: dict[str, dict[str, int]] = {
     "dit": {"attention": 2, "adaptive_norm": 5, "linear": 5},
     # Of a norm that is scaled twice the pattern takes none: it is a layer norm.
     "sd3": {"attention": 3, "adaptive_norm": 7, "layer_norm": 1, "rms_norm": 10, "linear": 5},
-    "flux": {"attention": 4, "adaptive_norm": 11, "rms_norm": 12, "rotary_qk": 4, "linear": 6},
+    "flux": {"attention": 4, "adaptive_norm": 11, "rms_norm": 12, "rotary_qk": 4, "linear": 8},
 }
 
 
