@@ -132,6 +132,7 @@ class Runner:
         turns.send([process.pid for process in self._running.values()], signal.SIGKILL)
         for process in self._running.values():
             process.wait()
+        self._ended(folder)
 
 
 def _file_name(part: str) -> str:

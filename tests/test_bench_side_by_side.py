@@ -94,12 +94,19 @@ def test_a_part_that_fails_runs_once_more(command, tmp_path):
     ]
 
 
-def test_a_limit_ends_what_runs(tmp_path):
-    sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
-    runner = _runner(sleeper, tmp_path, jobs=1, limit_s=0.5)
+DEAF = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+
+
+@pytest.mark.parametrize("deaf", ["", DEAF])
+def test_a_limit_ends_what_runs(deaf, tmp_path, monkeypatch):
+    """What does not end upon an interrupt is killed."""
+    monkeypatch.setattr(side_by_side, "GRACE_S", 2.0)
+    sleeper = [sys.executable, "-c", f"{deaf}import time; time.sleep(60)"]
+    runner = _runner(sleeper, tmp_path, jobs=1, limit_s=2.0)
     begin = time.monotonic()
     assert runner.run(["first", "second"]) == ["first", "second"]
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 30
+    assert not runner._running
 
 
 def test_who_ends_in_a_turn_stops_nobody(tmp_path):
