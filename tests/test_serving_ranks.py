@@ -18,8 +18,9 @@ def test_on_cpus():
 
 
 @pytest.mark.gpu
-def test_on_gpus():
-    run_in_processes(serving_checks.check_on_gpus, 2, backend="nccl")
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_on_gpus(overlaps):
+    run_in_processes(serving_checks.check_on_gpus, 2, overlaps, backend="nccl")
 
 
 def test_a_mesh_of_one_is_no_mesh():

@@ -544,18 +544,13 @@ def check_pairs_and_all() -> None:
     check_aborts(whole)
 
 
-def check_on_gpus() -> None:
+def check_on_gpus(overlaps: bool) -> None:
+    """What GPUs have of their own: NCCL, graphs, streams and pinned memory.
+
+    The rest is the host's work, the same as on CPUs; here it takes minutes beside other processes.
+    """
     mesh = mesh_of()
-    check_overlapped(mesh)
-    for check in (
-        check_greedy,
-        check_sampling,
-        check_options,
-        check_speculation,
-        check_draft_model,
-        check_aborts,
-        check_priorities,
-        check_swapping,
-        check_missing_pages,
-    ):
+    Served.overlap = overlaps
+    checks = (check_greedy, check_sampling, check_speculation, check_draft_model)
+    for check in (check_greedy, check_aborts, check_swapping) if overlaps else checks:
         check(mesh)
