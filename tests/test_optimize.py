@@ -72,6 +72,38 @@ def test_an_image_model_that_trains():
         torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
 
 
+class Dropped(nn.Module):
+    """Asks for its mode where a trace does not see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        return nn.functional.dropout(self.norm(self.conv(x)).relu(), 0.5, self.training)
+
+
+@pytest.mark.parametrize("make", [Dropped, lambda: torchvision.models.efficientnet_b0()])
+def test_a_model_whose_functions_ask_for_the_mode_stays_itself(make):
+    """It drops nothing in eval mode, whenever it was optimized."""
+    torch.manual_seed(0)
+    model = make()
+    report = cudnn_ops.optimize_(model)
+    assert report.model is model
+    assert not report.fused
+    assert report.notes[-1] == "batch norms: a function in the model asks for training mode"
+    assert model.training
+    assert all(module.training for module in model.modules())
+
+
+def test_batch_norms_that_nothing_follows_stay():
+    layers = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.SiLU()
+    model = nn.Sequential(*layers)
+    report = cudnn_ops.optimize_(model)
+    assert report.model is model
+    assert not report.fused
+
+
 def test_what_is_left_alone_is_told():
     model = torchvision.models.resnet18(num_classes=5)
     report = cudnn_ops.optimize_(model)

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from cudnn_ops.nn.fuse import FusedConv, fuse_conv_bn_act_
-from cudnn_ops.nn.fuse_norm import FusedNorm, fuse_bn_act_
+from cudnn_ops.nn.fuse_norm import FusedNorm, depends_on_mode, fuse_bn_act_
 from cudnn_ops.nn.replace import Replacement, replace_modules_
 
 _IMPLEMENTATION = "cudnn_ops"
@@ -65,7 +65,8 @@ def optimize_(
 
     Args:
         model: a module, or a pipeline of diffusers; changed in place. What is fused is in a new
-            module with the same parameters: convolutions in eval mode, batch norms in training.
+            module with the same parameters: convolutions in eval mode; in training batch norms,
+            unless the model has functions that ask for its mode.
         example: the model's input, or a sequence of its inputs, as for ``fuse_conv_bn_act_``.
         dry_run: change nothing and say what would be replaced and fused.
 
@@ -159,14 +160,27 @@ def _fuse_convolutions(
             "convolutions: a batch norm is in training mode, and its statistics change; "
             "model.eval() allows fusing them"
         )
-    fuse = fuse_bn_act_ if trains else fuse_conv_bn_act_
     try:
+        if trains and depends_on_mode(model):
+            report.notes.append("batch norms: a function in the model asks for training mode")
+            return
+        fuse = fuse_bn_act_ if trains else fuse_conv_bn_act_
         fused = fuse(model, example, dry_run=dry_run)
     except (fx.proxy.TraceError, ValueError, TypeError, RuntimeError, NotImplementedError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         what = "batch norms" if trains else "convolutions"
         report.notes.append(f"{what}: torch.fx cannot trace the model: {reason}")
         return
-    report.fused = fused.meta["fused_norms" if trains else "fused_convs"]
+    found = fused.meta["fused_norms" if trains else "fused_convs"]
+    report.fused = [] if trains and not _compute_more(model, found) else found
     if report.fused and not dry_run:
         report.model = fused
+
+
+def _compute_more(model: nn.Module, norms: Sequence[FusedNorm]) -> bool:
+    """Whether any of a model's batch norms has something fused to it that it had not."""
+    return any(
+        one.residual
+        or one.activation != getattr(model.get_submodule(one.name), "activation", "none")
+        for one in norms
+    )

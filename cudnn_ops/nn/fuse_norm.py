@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -139,13 +140,32 @@ class _Tracer(fx.Tracer):
         return ours or is_known or super().is_leaf_module(m, module_qualified_name)
 
 
+def depends_on_mode(model: nn.Module) -> bool:
+    """Whether more than modules asks for the mode: the result of ``fuse_bn_act_`` would not follow.
+
+    Raises:
+        torch.fx.proxy.TraceError: ``forward`` depends on values and cannot be traced.
+    """
+    traces = []
+    for training in (True, False):
+        with _in_mode(model, training):
+            traces.append(str(_Tracer().trace(model)))
+    return traces[0] != traces[1]
+
+
 def _learn_shapes(fused: fx.GraphModule, inputs: tuple[object, ...]) -> None:
     """In eval mode: in training mode statistics would change."""
-    modes = {module: module.training for module in fused.modules()}
-    fused.eval()
+    with _in_mode(fused, False), torch.no_grad():
+        ShapeProp(fused).propagate(*inputs)
+
+
+@contextmanager
+def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Inside it all modules train, or none does; then each is in its own mode again."""
+    modes = {module: module.training for module in model.modules()}
+    model.train(training)
     try:
-        with torch.no_grad():
-            ShapeProp(fused).propagate(*inputs)
+        yield
     finally:
         for module, mode in modes.items():
             module.training = mode
