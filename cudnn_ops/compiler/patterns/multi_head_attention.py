@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from cudnn_ops.compiler.nodes import Call, call_of, number_of, value_of
+from cudnn_ops.compiler.nodes import Call, call_of, number_of
 from cudnn_ops.compiler.pattern import Found, Pattern, Refusal, shape_of
 
 #: The mask is read by torch's function, and not by ours.
@@ -99,6 +99,5 @@ def _check(call: Call) -> None:
     given = ("bias_k", "bias_v", "static_k", "static_v")
     if call["add_zero_attn"] or any(call[name] is not None for name in given):
         raise Refusal("keys or values are added or given")
-    query = value_of(call["query"])
-    if call["embed_dim_to_check"] != shape_of(call["query"])[-1] or query is None:
+    if call["embed_dim_to_check"] != shape_of(call["query"])[-1]:
         raise Refusal("embed_dim is not the size of the queries")

@@ -2,7 +2,7 @@
 
 What a network begins with has three channels, and tensor cores want sixteen: cuDNN pads them to
 eight and takes a slow kernel. Each square of 2 x 2 pixels becomes one of 12 channels here, the
-weight likewise, and zeros fill both up (MLPerf's ResNets and TPUs' have it, as "space to depth").
+weight likewise, and zeros fill both up. MLPerf's ResNets call this transform "space to depth".
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ MOST_CHANNELS, CHANNELS = 4, 8
 
 
 class Sides(NamedTuple):
-    """One dimension: the padding ``before`` and ``after`` all squares, and of all taps by zeros."""
+    """One dimension: the padding ``before`` and ``after`` all squares, and of the kernel by zeros.
+
+    ``taps`` of the new kernel are two of that padded one each.
+    """
 
     before: int
     after: int
     zeros: tuple[int, int]
+    taps: int
 
 
 def sides_of(size: int, kernel: int, padding: int) -> Sides:
@@ -38,7 +42,7 @@ def sides_of(size: int, kernel: int, padding: int) -> Sides:
     outputs = (size + 2 * padding - kernel) // STEP + 1
     before = (padding + first) // STEP
     after = outputs + taps - 1 - size // STEP - before
-    return Sides(before, after, (first, taps * STEP - kernel - first))
+    return Sides(before, after, (first, taps * STEP - kernel - first), taps)
 
 
 def squares(
@@ -58,11 +62,7 @@ def squares(
     rows, columns = (sides_of(*one) for one in zip(shape[2:], kernel, padding, strict=True))
     image = _deep(x, [size // STEP for size in shape[2:]])
     image = F.pad(image, (columns.before, columns.after, rows.before, rows.after, 0, more))
-    taps = [
-        (size + sum(sides.zeros)) // STEP
-        for size, sides in zip(kernel, (rows, columns), strict=True)
-    ]
-    weight = _deep(F.pad(weight, (*columns.zeros, *rows.zeros)), taps)
+    weight = _deep(F.pad(weight, (*columns.zeros, *rows.zeros)), (rows.taps, columns.taps))
     return image, F.pad(weight, (0, 0, 0, 0, 0, more))
 
 
