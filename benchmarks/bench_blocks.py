@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import OURS, Rows, main, step_ms
-from benchmarks.whole_models import FLOOR, TIMES_EAGER, error
+from benchmarks.whole_models import allowed_errors, hold
+from benchmarks.zoo_models import vision_transformer
 from cudnn_ops.nn import TransformerBlock, VisionTransformer
 
 #: What a layer's parameters are called in ours, by what they are called in transformers.
@@ -141,12 +142,6 @@ def vision_case(
     return Case(f"{name}, {batch} images", theirs, make, {}, shape)
 
 
-def _torchvision(name: str) -> nn.Module:
-    model: Any = getattr(import_module("torchvision.models"), name)()
-    nn.init.normal_(model.heads.head.weight, std=0.02)  # it begins with zeros
-    return model
-
-
 def _timm(name: str) -> nn.Module:
     made: nn.Module = import_module("timm").create_model(name)
     return made
@@ -160,7 +155,7 @@ CASES = (
     decoder_case("Qwen3 1.7B", _QWEN3, QWEN3, (2048, 16, 8, 128, 6144), (4, 2048), qk_norm="rms"),
     encoder_case("BERT base", 768, 12, (64, 512)),
     encoder_case("BERT large", 1024, 16, (32, 384)),
-    vision_case("ViT-B/16", partial(_torchvision, "vit_b_16"), 128),
+    vision_case("ViT-B/16", partial(vision_transformer, torch.device("cpu")), 128),
     vision_case(
         "timm ViT-L/16",
         partial(_timm, "vit_large_patch16_224"),
@@ -211,14 +206,9 @@ def checked_steps(
     x = torch.randn(case.shape, device=device, dtype=torch.bfloat16)
     right = _step(case, exact, x.float(), trains)()
     steps = {impl: _step(case, model, x, trains) for impl, model in models.items()}
-    allowed = [
-        TIMES_EAGER * error(mine.float(), other) + FLOOR
-        for mine, other in zip(steps["eager"](), right, strict=True)
-    ]
+    allowed = allowed_errors(steps["eager"](), right)
     for impl, step in steps.items():
-        for mine, other, most in zip(step(), right, allowed, strict=True):
-            if not (off := error(mine.float(), other)) <= most:  # so that NaN fails
-                raise RuntimeError(f"{name}: {impl} is off by {off:.2g}; allowed: {most:.2g}")
+        hold(f"{name}: {impl}", step(), right, allowed)
     return steps
 
 

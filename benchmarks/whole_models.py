@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,7 +54,7 @@ def checked_steps(
         exact = results_of(entry, reference, in_float32(inputs), trains)
         eager = results_of(entry, model, inputs, trains)
     del reference
-    allowed = [TIMES_EAGER * error(*pair) + FLOOR for pair in zip(eager, exact, strict=True)]
+    allowed = allowed_errors(eager, exact)
     steps: dict[str, Step] = {}
     seconds: dict[str, float] = {}
     for name, variant in variants(model).items():
@@ -66,15 +66,25 @@ def checked_steps(
         seconds[name] = time.perf_counter() - start
         with nothing_dropped(model):
             found = results_of(entry, variant, inputs, trains)
-        for what, mine, right, most in zip(
-            ("result", "gradients"), found, exact, allowed, strict=False
-        ):
-            off = error(mine, right)
-            if not off <= most:  # written so that NaN fails
-                raise RuntimeError(
-                    f"{case}: {name} is off by {off:.2g} in its {what}; allowed: {most:.2g}"
-                )
+        hold(f"{case}: {name}", found, exact, allowed)
     return steps, seconds
+
+
+def allowed_errors(eager: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
+    """Of each result, by those of eager mode."""
+    return [TIMES_EAGER * error(*pair) + FLOOR for pair in zip(eager, exact, strict=True)]
+
+
+def hold(
+    name: str, found: Sequence[Tensor], exact: Sequence[Tensor], allowed: Sequence[float]
+) -> None:
+    """Raises RuntimeError where a result, or the gradients behind it, are off by more."""
+    for what, mine, right, most in zip(
+        ("result", "gradients"), found, exact, allowed, strict=False
+    ):
+        off = error(mine, right)
+        if not off <= most:  # written so that NaN fails
+            raise RuntimeError(f"{name} is off by {off:.2g} in its {what}; allowed: {most:.2g}")
 
 
 def learn_statistics(model: nn.Module, inputs: Mapping[str, Any]) -> None:

@@ -67,7 +67,7 @@ def _vision(name: str) -> Callable[[torch.device], nn.Module]:
     return _made(lambda: getattr(import_module("torchvision.models"), name))
 
 
-def _vision_transformer(device: torch.device) -> nn.Module:
+def vision_transformer(device: torch.device) -> nn.Module:
     """It begins with a head of zeros, behind which all results are zero."""
     model: Any = _vision("vit_b_16")(device)
     nn.init.normal_(model.heads.head.weight, std=0.02)
@@ -261,7 +261,7 @@ ZOO: tuple[Entry, ...] = (
         _images(64, name="pixel_values"),
         _first,
     ),
-    Entry("ViT-B/16", "torchvision", _vision_transformer, _images(128), _first),
+    Entry("ViT-B/16", "torchvision", vision_transformer, _images(128), _first),
     Entry("ResNet-50", "torchvision", _vision("resnet50"), _images(128), _first),
     Entry("ConvNeXt-B", "torchvision", _vision("convnext_base"), _images(64), _first),
     Entry("EfficientNet-B0", "torchvision", _vision("efficientnet_b0"), _images(128), _first),
