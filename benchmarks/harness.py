@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
-from benchmarks.turns import turn
+from benchmarks.turns import clock_in_turns, is_alone
 
 if TYPE_CHECKING:
     from typing_extensions import NotRequired
@@ -50,8 +50,7 @@ def gpu_ms(functions: Functions, *, rounds: int, around: Around | None = None) -
     # Inside: results are written even where the operators' library does not load.
     from cudnn_ops.plans import timing
 
-    with turn():
-        return timing.gpu_ms(functions, rounds=rounds, around=around)
+    return timing.gpu_ms(functions, rounds=rounds, around=around)
 
 
 def host_us(functions: Functions, *, rounds: int, around: Around | None = None) -> dict[str, float]:
@@ -64,8 +63,7 @@ def host_us(functions: Functions, *, rounds: int, around: Around | None = None) 
     gc.collect()
     gc.disable()
     try:
-        with turn():
-            return timing.medians(functions, _host_sample, rounds, around)
+        return timing.medians(functions, _host_sample, rounds, around)
     finally:
         gc.enable()
 
@@ -77,8 +75,7 @@ def step_ms(functions: Functions, *, rounds: int) -> dict[str, float]:
     """
     from cudnn_ops.plans import timing
 
-    with turn():
-        return timing.medians(functions, _step_sample, rounds)
+    return timing.medians(functions, _step_sample, rounds)
 
 
 def peak_bytes(function: Callable[[], object]) -> int:
@@ -257,6 +254,8 @@ def main(
         parser.error(f"--out: {args.out.parent} is not a folder")
     rounds = QUICK_ROUNDS if args.quick else FULL_ROUNDS
     rows = Rows({**environment(), "rounds": rounds})
+    if not is_alone():
+        clock_in_turns()
     only = getattr(args, "only", None)
     try:
         if only and run_part is not None:

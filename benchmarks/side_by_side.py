@@ -51,6 +51,7 @@ class Runner:
     limit_s: float
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _gpu_of: dict[str, int] = field(default_factory=dict)
+    _turns_of: dict[str, Path] = field(default_factory=dict)
 
     def run(self, parts: Sequence[str]) -> list[str]:
         """The parts that failed twice, were interrupted or did not begin."""
@@ -72,19 +73,21 @@ class Runner:
 
     def _start(self, part: str, folder: Path) -> None:
         used = list(self._gpu_of.values())
-        environment = {**os.environ, turns.FOLDER_VARIABLE: str(folder)}
+        environment = dict(os.environ)
         threads = max((os.cpu_count() or 1) // self.jobs, 1)
         environment["TORCHINDUCTOR_COMPILE_THREADS"] = str(threads)
-        environment["TORCHINDUCTOR_CACHE_DIR"] = str(
-            folder / f"cache-{len(list(folder.iterdir()))}"
-        )
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / f"cache-{_file_name(part)}")
         if self.gpus:
             gpu = self._gpu_of[part] = min(self.gpus, key=used.count)
             environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        # Parts on one GPU take turns, those on another do not wait for them.
+        own = self._turns_of[part] = folder / f"turns-{self._gpu_of.get(part, 0)}"
+        own.mkdir(exist_ok=True)
+        environment[turns.FOLDER_VARIABLE] = str(own)
         rows = folder / f"{_file_name(part)}.json"
         command = [*self.command, "--only", part, "--out", str(rows)]
         log_file = self.logs / f"{_file_name(part)}.log"
-        with log_file.open("wb") as log, turns.between_turns(folder):
+        with log_file.open("wb") as log, turns.between_turns(own):
             process = self._running[part] = subprocess.Popen(
                 command,
                 cwd=ROOT,
@@ -93,7 +96,7 @@ class Runner:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            turns.join(folder, process.pid)
+            turns.join(own, process.pid)
 
     def _ended(self, folder: Path) -> list[str]:
         """Takes in what has ended; the parts that did not end well."""
@@ -101,7 +104,7 @@ class Runner:
         for part, process in list(self._running.items()):
             if process.poll() is None:
                 continue
-            turns.leave(folder, process.pid)
+            turns.leave(self._turns_of.pop(part), process.pid)
             del self._running[part]
             self._gpu_of.pop(part, None)
             self._merge(folder / f"{_file_name(part)}.json")

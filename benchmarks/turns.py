@@ -1,8 +1,8 @@
 """Turns: of processes that measure beside each other, one is timed while the others stand still.
 
 Compiling takes most of the time of some benchmarks, and a CPU's. `benchmarks.side_by_side` starts
-several at a time; each clock of `benchmarks.harness` takes a turn, in which every other process,
-with all that it has started, is stopped.
+several at a time; the package's clock, by which benchmarks measure and its compile backend chooses,
+takes a turn, in which every other process of that GPU, with all that it has started, is stopped.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 #: Names the folder in which the processes know of each other; without it there is nobody else.
 FOLDER_VARIABLE = "CUDNN_OPS_BENCHMARK_TURNS"
@@ -41,6 +42,18 @@ def turn() -> Iterator[None]:
             yield
         finally:
             send(others, signal.SIGCONT)
+
+
+def clock_in_turns() -> None:
+    """From now on the package's clock takes turns."""
+    from cudnn_ops.plans import timing
+
+    def in_turn(*args: Any, **kwargs: Any) -> dict[str, float]:
+        with turn():
+            return medians(*args, **kwargs)
+
+    medians = timing.medians
+    timing.medians = in_turn
 
 
 @contextmanager

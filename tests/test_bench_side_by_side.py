@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from benchmarks import side_by_side, turns
 from benchmarks.side_by_side import Runner
+from cudnn_ops.plans import timing
 
 #: A benchmark whose parts say when they had their turns, and when they could do something else.
 BENCHMARK = """
@@ -74,6 +76,43 @@ def test_one_is_timed_while_the_others_stand_still(command, tmp_path):
                 moments, others = found[other]
                 assert not any(begin < moment < end for moment in moments)
                 assert not any(begin < one < end for pair in others for one in pair)
+
+
+def test_parts_on_another_gpu_are_no_others(tmp_path):
+    """Each part has the GPU that fewest have, and takes turns with those on it."""
+    script = (
+        "import json, os, sys; from pathlib import Path; import time; time.sleep(0.5); "
+        "Path(sys.argv[1], sys.argv[3]).write_text(json.dumps([os.environ[name] for name in "
+        f"('CUDA_VISIBLE_DEVICES', {turns.FOLDER_VARIABLE!r})]))"
+    )
+    told = tmp_path / "told"
+    told.mkdir()
+    command = [sys.executable, "-c", script, str(told)]
+    runner = _runner(command, tmp_path, gpus=(0, 1), jobs=4)
+    parts = ["a", "b", "c", "d"]
+    assert runner.run(parts) == []
+    found = [tuple(json.loads((told / part).read_text())) for part in parts]
+    assert found[0] == found[2] != found[1] == found[3]
+    assert {gpu for gpu, _ in found} == {"0", "1"}
+    assert len({folder for _, folder in found}) == 2
+
+
+def test_the_package_s_clock_takes_turns(monkeypatch):
+    """By which the compile backend chooses, too."""
+    moments = []
+
+    @contextmanager
+    def turn():
+        moments.append("begin")
+        yield
+        moments.append("end")
+
+    monkeypatch.setattr(turns, "turn", turn)
+    monkeypatch.setattr(timing, "medians", timing.medians)
+    turns.clock_in_turns()
+    found = timing.cpu_ms({"x": lambda: moments.append("call")}, rounds=2)
+    assert found["x"] >= 0
+    assert moments == ["begin", "call", "call", "call", "end"]
 
 
 def test_a_part_that_fails_runs_once_more(command, tmp_path):

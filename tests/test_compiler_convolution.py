@@ -17,6 +17,7 @@ from cudnn_ops.compiler import choice
 from cudnn_ops.compiler.choice import Chooser
 from cudnn_ops.compiler.options import settings_of
 from cudnn_ops.compiler.pattern import Found, Pattern
+from cudnn_ops.compiler.patterns.dense_groups import dense
 from tests.cases.compiler import Rewritten, check_swap
 
 C, K = 4, 6
@@ -344,14 +345,15 @@ def test_what_is_no_such_beginning(sizes, options):
     x = torch.randn(2, *sizes, dtype=torch.float64)
     w = torch.randn(K, sizes[0] // options.get("groups", 1), 3, 3, dtype=torch.float64)
     found = check_swap(function, x, w, expect=["convolution"])
-    assert [candidate.note for candidate in found.report] == [""]
+    (note,) = (candidate.note for candidate in found.report)
+    assert "squares" not in note
 
 
 def test_a_beginning_that_is_slower_by_squares(monkeypatch):
     """It is tried as it is."""
 
     def times(_: Chooser, __: Pattern, found: Found) -> choice.Times:
-        return (3.0, 2.0) if found.note else (1.0, 2.0)
+        return choice.Times(3.0 if found.note else 1.0, 2.0)
 
     monkeypatch.setattr(Chooser, "_measure", times)
     monkeypatch.setattr(choice, "_in_memory", {})
@@ -544,3 +546,46 @@ def test_integers():
         return F.conv2d(x, torch.ones(K, C, 3, 3, dtype=torch.int64))
 
     check_swap(block, torch.ones(2, C, 5, 5, dtype=torch.int64), expect=[], gradients=False)
+
+
+GROUPS = {
+    "two": (8, 6, 2, {"padding": 1}),
+    "ResNeXt's": (16, 16, 8, {"padding": 1, "bias": False}),
+    "more outputs": (6, 12, 3, {"stride": 2}),
+    "rows": (4, 4, 2, {"kernel_size": (1, 3), "dilation": 2}),
+}
+
+
+@pytest.mark.parametrize("case", GROUPS)
+def test_without_groups(case):
+    """Zeros between them, in the forward and of what reaches the weight's gradient."""
+    inputs, outputs, groups, options = GROUPS[case]
+    conv = nn.Conv2d(inputs, outputs, **{"kernel_size": 3, "groups": groups, **options})
+    block = nn.Sequential(conv, nn.BatchNorm2d(outputs), nn.ReLU())
+    x = torch.randn(2, inputs, 9, 7, dtype=torch.float64)
+    found = check_swap(_modules(lambda module, x: module(x), block), x, expect=["convolution"])
+    (candidate,) = found.report.swapped
+    assert candidate.note == "without its groups"
+    assert found.ours[0].args[6] == 1
+
+
+@pytest.mark.parametrize(
+    ("inputs", "groups", "kernel"),
+    [(8, 8, 3), (8, 2, 1), (1024, 4, 3), (64, 32, 3)],
+    ids=["depthwise", "one pixel", "many channels", "many groups"],
+)
+def test_with_its_groups(inputs, groups, kernel):
+    weight = torch.randn(inputs, inputs // groups, kernel, kernel, dtype=torch.float64)
+    found = check_swap(
+        lambda x, w: F.conv2d(x, w, groups=groups),
+        *(torch.randn(1, inputs, 4, 4, dtype=torch.float64), weight),
+        expect=["convolution"],
+    )
+    assert [candidate.note for candidate in found.report] == [""]
+
+
+def test_an_infinite_weight_stays_in_its_group():
+    weight = torch.full((4, 2, 3, 3), torch.inf, dtype=torch.float64)
+    found = dense(weight, 2)
+    assert found.isinf().sum() == weight.numel()
+    assert (found == 0).sum() == weight.numel()

@@ -214,7 +214,8 @@ def test_each_gets_a_trial_of_its_own_where_both_together_are_slower(monkeypatch
 
     def times(_: Chooser, __: Pattern, found: Found) -> choice.Times:
         trials.append((len(found.outputs), shape_of(found.inputs[0])[1]))
-        return {(2, H): (3.0, 2.0), (1, H): (1.0, 2.0), (1, 2): (2.0, 1.0)}[trials[-1]]
+        times = {(2, H): (3.0, 2.0), (1, H): (1.0, 2.0), (1, 2): (2.0, 1.0)}
+        return choice.Times(*times[trials[-1]])
 
     monkeypatch.setattr(Chooser, "_measure", times)
     monkeypatch.setattr(choice, "_in_memory", {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +73,26 @@ class Pattern:
             Refusal: there is one, and our operator does not support it.
         """
         raise NotImplementedError
+
+    def finish(
+        self, graph: fx.Graph, mode: Mapping[fx.Node, object], mutated: Collection[fx.Node]
+    ) -> None:
+        """What replacements have in common, once all of a graph are made; most have nothing.
+
+        Args:
+            graph: to change.
+            mode: what switches gradients and autocast before a node.
+            mutated: nodes whose memory is written to.
+        """
+
+
+def applied(function: Callable[..., Any], *args: Any) -> Any:
+    """A function's result; where arguments stand for tensors of a graph, one node of that graph."""
+    proxies = (one for one in args if isinstance(one, fx.Proxy))
+    proxy = next(proxies, None)
+    if proxy is None:
+        return function(*args)
+    return proxy.tracer.create_proxy("call_function", function, args, {})
 
 
 def shape_of(node: fx.Node) -> tuple[Any, ...]:

@@ -117,6 +117,8 @@ def rewrite(
                 _try(graph, facts, pattern, node, decide, report)
     if facts.swapped:
         assert facts.before is not None
+        for pattern in patterns:
+            pattern.finish(graph, facts.mode, facts.mutated)
         own = Swaps(facts.swapped, [(module, facts.before)])
         _settle_strides(module, facts, own)
         swaps.add(own)

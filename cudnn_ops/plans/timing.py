@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 WARM_UP_CALLS = 10
-GPU_CALLS = 10  # a sample
+GPU_CALLS = HOST_CALLS = 10  # a sample
 SLEEP_CYCLES = 4_000_000  # about 2 ms
 SLEEP_DOUBLINGS = 8
 
@@ -26,6 +26,14 @@ def gpu_ms(functions: Functions, *, rounds: int, around: Around | None = None) -
     round. ``around(name)`` is a context entered around a sample, outside the timed part.
     """
     return medians(functions, _gpu_sample, rounds, around)
+
+
+def host_ms(functions: Functions, *, rounds: int) -> dict[str, float]:
+    """Median host time of one call of each function, in milliseconds, which waits for no GPU.
+
+    A sample is HOST_CALLS calls in a row that start on an idle GPU.
+    """
+    return medians(functions, _host_sample, rounds)
 
 
 def cpu_ms(functions: Functions, *, rounds: int) -> dict[str, float]:
@@ -83,6 +91,16 @@ def _gpu_sample(function: Callable[[], object]) -> float:
             elapsed: float = start.elapsed_time(end)
             return elapsed / GPU_CALLS
     raise RuntimeError("the function waits for the GPU, which hides its GPU time")
+
+
+def _host_sample(function: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter_ns()
+    for _ in range(HOST_CALLS):
+        function()
+    elapsed = time.perf_counter_ns() - start
+    torch.cuda.synchronize()
+    return elapsed / HOST_CALLS / 1e6
 
 
 def _cpu_sample(function: Callable[[], object]) -> float:

@@ -89,6 +89,9 @@ BARE = {
     "three outputs of relu": ("conv2d", (8, 64, 9, 9), (3, 64, 3, 3), BF16, "relu", {}),
     "one pixel of relu": ("conv2d", (8, 64, 7, 7), (128, 64, 7, 7), torch.float32, "relu", {}),
     "twelve of relu": ("conv2d", (8, 96, 9, 9), (192, 12, 3, 3), BF16, "relu", {"groups": 8}),
+    "48 a group, of relu": ("conv2d", (8, 96, 9, 9), (96, 48, 3, 3), BF16, "relu", {"groups": 2}),
+    "many of 56": ("conv2d", (64, 112, 28, 28), (112, 56, 3, 3), BF16, "silu", {"groups": 2}),
+    "many of 64": ("conv2d", (64, 128, 28, 28), (128, 64, 3, 3), BF16, "silu", {"groups": 2}),
     "odd groups of relu": ("conv2d", (8, 66, 9, 9), (66, 33, 3, 3), BF16, "relu", {"groups": 2}),
 }
 FUSED = {
@@ -109,6 +112,9 @@ FUSED = {
         {"groups": 32},
     ),
     "many channels a group": ("conv2d", (8, 64, 9, 9), (64, 32, 3, 3), BF16, "silu", {"groups": 2}),
+    "few of 56": ("conv2d", (8, 112, 9, 9), (112, 56, 3, 3), BF16, "silu", {"groups": 2}),
+    "many of 48": ("conv2d", (64, 96, 28, 28), (96, 48, 3, 3), BF16, "silu", {"groups": 2}),
+    "64 a group, of relu": ("conv2d", (8, 128, 9, 9), (128, 64, 3, 3), BF16, "relu", {"groups": 2}),
     "sixteen of relu": ("conv2d", (8, 96, 9, 9), (192, 16, 3, 3), BF16, "relu", {"groups": 6}),
     "one pixel": ("conv2d", (8, 64, 7, 7), (128, 64, 7, 7), torch.float32, "silu", {}),
     "three channels": ("conv2d", (8, 3, 9, 9), (32, 3, 3, 3), BF16, "silu", {}),

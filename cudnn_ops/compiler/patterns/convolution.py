@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
@@ -14,6 +14,7 @@ from cudnn_ops.compiler.pattern import (
     Found,
     Pattern,
     Refusal,
+    applied,
     is_tensor,
     shape_of,
     tensor,
@@ -21,11 +22,15 @@ from cudnn_ops.compiler.pattern import (
     through_dropout,
 )
 from cudnn_ops.compiler.patterns.activations import ENDS, EPILOGUES
+from cudnn_ops.compiler.patterns.dense_groups import MOST_GROUPS, MOST_INPUTS, dense
+from cudnn_ops.compiler.patterns.folding import fold_together, folded
 from cudnn_ops.compiler.patterns.space_to_depth import MOST_CHANNELS, STEP, squares
 from cudnn_ops.ops.activation import Activation
 
 _CONVS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
 _FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
+#: How it is computed, if not as it is; what reports say of it.
+_Way = Literal["", "by squares of 2 x 2 pixels", "without its groups"]
 _STATISTICS = ("running_mean", "running_var", "weight", "bias")
 
 
@@ -64,8 +69,15 @@ class Convolution(Pattern):
     def find(self, node: fx.Node) -> Iterator[Found]:
         for parts in _with_activation(node):
             if _is_stem(parts.conv):
-                yield _found(node, parts, of_squares=True)
+                yield _found(node, parts, "by squares of 2 x 2 pixels")
+            if _has_few_groups(parts.conv):
+                yield _found(node, parts, "without its groups")
             yield _found(node, parts)
+
+    def finish(
+        self, graph: fx.Graph, mode: Mapping[fx.Node, object], mutated: Collection[fx.Node]
+    ) -> None:
+        fold_together(graph, mode, mutated)
 
 
 def _with_activation(node: fx.Node) -> Iterator[_Parts]:
@@ -145,6 +157,17 @@ def _is_stem(node: fx.Node) -> bool:
     return are_even and is_known and conv["groups"] == 1
 
 
+def _has_few_groups(node: fx.Node) -> bool:
+    """Whether it may be faster with zeros between its groups (:mod:`.dense_groups`)."""
+    conv = call_of(node)
+    if conv is None or conv.name != "conv2d":
+        return False
+    sizes, kernel = shape_of(conv["weight"]), shape_of(conv["weight"])[2:]
+    groups = conv["groups"]
+    is_grouped = 1 < groups <= MOST_GROUPS and sizes[1] > 1
+    return is_grouped and sizes[1] * groups <= MOST_INPUTS and any(size != 1 for size in kernel)
+
+
 def _pair(numbers: Any) -> tuple[int, int] | None:
     """A number for each dimension; None where it is a word."""
     if isinstance(numbers, str):
@@ -152,7 +175,7 @@ def _pair(numbers: Any) -> tuple[int, int] | None:
     return (numbers, numbers) if isinstance(numbers, int) else tuple(numbers)
 
 
-def _found(node: fx.Node, parts: _Parts, of_squares: bool = False) -> Found:
+def _found(node: fx.Node, parts: _Parts, way: _Way = "") -> Found:
     conv = call_of(parts.conv)
     assert conv is not None
     _check(conv)
@@ -172,22 +195,21 @@ def _found(node: fx.Node, parts: _Parts, of_squares: bool = False) -> Found:
     def build(*given: Any) -> Any:
         named = {name: given[inputs.index(one)] for name, one in tensors.items()}
         weight, bias = _folded(named, eps, dims, dtype)
-        x, lists = named["input"], [_as_list(one) for one in geometry[:3]]
-        if of_squares:
+        x, lists, groups = named["input"], [_as_list(one) for one in geometry[:3]], geometry[3]
+        if way == "by squares of 2 x 2 pixels":
             x, weight = squares(x, weight, sizes, kernel, _pair(geometry[1]) or ())
             lists = [[1, 1], [0, 0], [1, 1]]
+        elif way == "without its groups":
+            weight, groups = applied(dense, weight, groups), 1
         if dims in _FORMATS:
             # Of all that the graph does for the layout, inductor makes one pass, or none.
             x = x.contiguous(memory_format=_FORMATS[dims])
             weight = weight.contiguous(memory_format=_FORMATS[dims])
         op = getattr(torch.ops.cudnn_ops, conv.name)
         overload = op.padding if isinstance(geometry[1], str) else op.default
-        return overload(
-            x, weight, bias, *lists, geometry[3], parts.activation, named.get("residual")
-        )
+        return overload(x, weight, bias, *lists, groups, parts.activation, named.get("residual"))
 
-    note = "by squares of 2 x 2 pixels" if of_squares else ""
-    return Found(parts.nodes, [node], inputs, build, note)
+    return Found(parts.nodes, [node], inputs, build, note=way)
 
 
 def _as_list(numbers: Any) -> Any:
@@ -206,22 +228,16 @@ def _folded(named: dict[str, Any], eps: float, dims: int, dtype: torch.dtype) ->
     """Weight and bias with the norm in them; all of it stays differentiable."""
     weight, bias = named["weight"], named.get("bias")
     scale, shift = named.get("scale"), named.get("shift")
+    if "norm running_var" in named:
+        of_norm = (named.get(f"norm {name}") for name in _STATISTICS)
+        layout = _FORMATS.get(dims, torch.contiguous_format)
+        both = applied(folded, weight, bias, *of_norm, eps, layout)
+        return both[0], both[1]
     if scale is not None:
         scale = scale.reshape(-1)
-    if shift is not None:
-        shift = shift.reshape(-1)
-    if "norm running_var" in named:
-        scale = (named["norm running_var"] + eps).rsqrt()
-        if "norm weight" in named:
-            scale = scale * named["norm weight"]
-        shift = -named["norm running_mean"] * scale
-        if "norm bias" in named:
-            shift = shift + named["norm bias"]
-    if scale is None and shift is None:
-        return weight, bias
-    if scale is not None:
         weight = (weight * scale.reshape(-1, *(1 for _ in range(dims + 1)))).to(dtype)
         bias = None if bias is None else bias * scale
     if shift is not None:
+        shift = shift.reshape(-1)
         bias = shift if bias is None else bias + shift
     return weight, None if bias is None else bias.to(dtype)
