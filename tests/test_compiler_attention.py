@@ -295,6 +295,70 @@ def test_lengths_of_queries_are_none_of_keys():
     assert _options(found) == _expect(mask=True)
 
 
+LOW = torch.finfo(torch.float64).min
+
+
+def _where(seen: Tensor, bias: Tensor) -> Tensor:
+    """T5 in transformers."""
+    return torch.where(seen[None, None], bias, LOW)
+
+
+def _added(seen: Tensor, bias: Tensor) -> Tensor:
+    return bias + torch.where(seen, 0.0, -math.inf).double()[None, None]
+
+
+def _added_first(seen: Tensor, bias: Tensor) -> Tensor:
+    hidden = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, LOW)
+    return (hidden + bias).expand(BATCH, -1, -1, -1)
+
+
+@pytest.mark.parametrize("mask", [_where, _added, _added_first], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_bias_for_what_is_seen(mask, causal):
+    """What it hides becomes an argument, and what it adds is not repeated for each sequence."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        n = q.shape[2]
+        seen = compared(n, n) if causal else torch.ones(n, n, dtype=torch.bool)
+        return sdpa(q, k, v, attn_mask=mask(seen, bias.permute(2, 0, 1)[None]))
+
+    q, k, v = _qkv()
+    bias = torch.randn(LENGTH, LENGTH, q.shape[1], dtype=torch.float64)
+    found = check_swap(attend, q, k, v, bias, expect=["attention"])
+    (node,) = found.ours
+    assert _options(found) == _expect(causal=causal, mask=True)
+    assert node.args[3].meta["example_value"].shape == (1, q.shape[1], LENGTH, LENGTH)
+
+
+def test_slopes_behind_a_triangle():
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        hidden = upper_triangle_added(q.shape[2], q.shape[2])
+        return sdpa(q, k, v, attn_mask=_slopes(q, q) + hidden)
+
+    found = check_swap(attend, *_qkv(), expect=["attention"])
+    assert _options(found) == _expect(causal=True, mask=True)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda seen, bias: torch.where(seen, bias, -1.0),
+        lambda seen, bias: torch.where(seen, bias, bias * 2),
+        lambda seen, bias: torch.add(torch.where(seen, 0.0, -9.0).double(), bias, alpha=2),
+        lambda seen, bias: torch.where(seen, bias.float(), -math.inf).double(),
+        lambda seen, bias: torch.where(seen, bias[0, 0, 0], LOW),
+        lambda seen, bias: bias * seen,
+    ],
+)
+def test_no_mask_of_a_bias(mask):
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return sdpa(q, k, v, attn_mask=mask(compared(q.shape[2], q.shape[2]), bias))
+
+    bias = torch.randn(1, 1, LENGTH, LENGTH, dtype=torch.float64)
+    found = check_swap(attend, *_qkv(), bias, expect=["attention"])
+    assert _options(found) == _expect(mask=True)
+
+
 def _padding(q: Tensor, padding: Tensor) -> Tensor:
     return padding.bool()[:, None, None, :].expand(-1, 1, q.shape[2], -1)
 

@@ -115,8 +115,9 @@ def _compute(parts: Sequence[fx.Node], length: int, length_kv: int, is_hidden: b
             unknown.append(index)
         else:
             value = _as_bool(_without_batch(value))
-            if value is None:
-                return _Known(None)
+            if value is None:  # it does more than hide
+                unknown.append(index)
+                continue
             value = ~value if is_hidden else value
             known = value if known is None else known & value
     if len(unknown) > 1:
@@ -131,18 +132,39 @@ def _compute(parts: Sequence[fx.Node], length: int, length_kv: int, is_hidden: b
 
 
 def _conjuncts(mask: fx.Node) -> list[fx.Node]:
-    """The masks, all of which have to be true; the mask itself where it is no such thing."""
+    """The masks that together are this one; the mask itself where it is no such thing.
+
+    Of bool ones all have to be true; those that are added to the scores are added up.
+    """
     value = value_of(mask)
     call = call_of(mask)
-    if call is None or value is None or value.dtype != torch.bool:
+    if call is None or value is None or not (value.dtype == torch.bool or value.is_floating_point()):
         return [mask]
     if call.name == "expand" and isinstance(call["input"], fx.Node):
         source = value_of(call["input"])
         if source is not None and source.dim() == value.dim():
             return _conjuncts(call["input"])
-    if call.name == "and" and all(isinstance(call[side], fx.Node) for side in ("input", "other")):
-        return [*_conjuncts(call["input"]), *_conjuncts(call["other"])]
-    return [mask]
+    if call.name == "and" and value.dtype == torch.bool:
+        parts = call["input"], call["other"]
+    elif call.name == "add" and value.is_floating_point() and call["alpha"] == 1:
+        parts = call["input"], call["other"]
+    elif call.name == "where" and _hides(call["other"], value.dtype):
+        parts = call["condition"], call["input"]
+    else:
+        return [mask]
+    if not all(isinstance(part, fx.Node) for part in parts):
+        return [mask]
+    # A row of numbers, or those of another dtype, are no mask by themselves.
+    found = [value_of(part) for part in parts]
+    are_masks = (one is not None and one.dtype in (torch.bool, value.dtype) for one in found)
+    if not all(are_masks) or any(one is not None and one.dim() < 2 for one in found):
+        return [mask]
+    return [each for part in parts for each in _conjuncts(part)]
+
+
+def _hides(number: Any, dtype: torch.dtype) -> bool:
+    """Whether it is one that, in place of something added to a score, hides the key."""
+    return dtype.is_floating_point and isinstance(number, (int, float)) and number < _lowest(dtype)
 
 
 def _lengths_of(mask: fx.Node, length_kv: int) -> fx.Node | None:

@@ -75,11 +75,14 @@ class Attention(Pattern):
         masks = list(dict.fromkeys(part for part in parts if part is not None))
 
         def build(query: Any, key: Any, value: Any, *masks: Any) -> Any:
+            rest = masks[-1] if visible.rest is not None else None
+            if visible.rest not in (None, mask):
+                rest = rest.contiguous()  # once for all layers, and not in each of them
             return torch.ops.cudnn_ops.sdpa.default(
                 query,
                 key,
                 value,
-                masks[-1] if visible.rest is not None else None,
+                rest,
                 dropout_p,
                 visible.is_causal,
                 scale=scale,
