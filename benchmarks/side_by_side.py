@@ -2,7 +2,8 @@
 
 `python -m benchmarks.side_by_side zoo --jobs 8 --out FILE` runs each part of bench_zoo in a process
 of its own and puts its rows into the file as it ends. A part that fails, for want of memory beside
-the others as it may be, runs once more by itself. What a part prints is in FILE's folder.
+the others as it may be, runs once more with a GPU for itself. What a part prints is in FILE's
+folder.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Runner:
         end = time.monotonic() + self.limit_s
         with tempfile.TemporaryDirectory(prefix="turns-") as folder:
             again = self._run(parts, self.jobs, Path(folder), end)
-            return self._run(again, 1, Path(folder), end)
+            return self._run(again, max(len(self.gpus), 1), Path(folder), end)
 
     def _run(self, parts: Sequence[str], jobs: int, folder: Path, end: float) -> list[str]:
         waiting, failed = list(parts), []

@@ -138,15 +138,16 @@ def _conjuncts(mask: fx.Node) -> list[fx.Node]:
     """
     value = value_of(mask)
     call = call_of(mask)
-    if call is None or value is None or not (value.dtype == torch.bool or value.is_floating_point()):
+    if call is None or value is None:
+        return [mask]
+    is_bool = value.dtype == torch.bool
+    if not is_bool and not value.is_floating_point():
         return [mask]
     if call.name == "expand" and isinstance(call["input"], fx.Node):
         source = value_of(call["input"])
         if source is not None and source.dim() == value.dim():
             return _conjuncts(call["input"])
-    if call.name == "and" and value.dtype == torch.bool:
-        parts = call["input"], call["other"]
-    elif call.name == "add" and value.is_floating_point() and call["alpha"] == 1:
+    if call.name == "and" if is_bool else call.name == "add" and call["alpha"] == 1:
         parts = call["input"], call["other"]
     elif call.name == "where" and _hides(call["other"], value.dtype):
         parts = call["condition"], call["input"]

@@ -88,8 +88,7 @@ class Pattern:
 
 def applied(function: Callable[..., Any], *args: Any) -> Any:
     """A function's result; where arguments stand for tensors of a graph, one node of that graph."""
-    proxies = (one for one in args if isinstance(one, fx.Proxy))
-    proxy = next(proxies, None)
+    proxy = next((one for one in args if isinstance(one, fx.Proxy)), None)
     if proxy is None:
         return function(*args)
     return proxy.tracer.create_proxy("call_function", function, args, {})

@@ -49,7 +49,8 @@ bool is_slow_depthwise(const ConvParams& params, const Channels& channels) {
 // took 1.2 to 10 times as long as those without. Compiled ones took 0.1 to 0.9 of two passes, but
 // for many numbers in groups of 40, 56 and multiples of 64 channels, 1.2 to 2 times as long.
 bool is_slow_grouped(const ConvParams& params, const Channels& channels) {
-  constexpr int64_t kNarrow = 16, kPrecompiled = 32, kCompiled = 64, kManyNumbers = int64_t{1} << 21;
+  constexpr int64_t kNarrow = 16, kPrecompiled = 32, kCompiled = 64,
+                    kManyNumbers = int64_t{1} << 21;
   const int64_t width = channels.inputs;
   if (width <= 1 || !channels.is_grouped || width != channels.outputs) return false;
   if (width <= kNarrow) return true;
@@ -268,7 +269,8 @@ std::string_view reason_for_bare(const ConvParams& params) {
            "and those that do are slower";
   }
   if (is_slow_grouped(params, channels)) {
-    return "for groups of this many channels cuDNN's kernel without an epilogue, the one that torch "
+    return "for groups of this many channels cuDNN's kernel without an epilogue, the one that "
+           "torch "
            "runs, is faster";
   }
   if (is_slow_odd(params, channels)) {

@@ -76,7 +76,7 @@ class Attention(Pattern):
 
         def build(query: Any, key: Any, value: Any, *masks: Any) -> Any:
             rest = masks[-1] if visible.rest is not None else None
-            if visible.rest not in (None, mask):
+            if rest is not None and visible.rest is not mask:
                 rest = rest.contiguous()  # once for all layers, and not in each of them
             return torch.ops.cudnn_ops.sdpa.default(
                 query,
