@@ -27,6 +27,7 @@ BENCHMARKS = ROOT / "benchmarks"
 TESTS_LIMIT_S = 1800
 BENCHMARK_LIMIT_S = 600
 TIMED_OUT = 124
+NOTHING_SELECTED = 5  # pytest's exit status
 
 
 @dataclass
@@ -43,6 +44,10 @@ class Outcome:
     def good(self) -> bool:
         """Something was tested, and nothing went wrong."""
         return self.passed > 0 and not self.failures
+
+    def __add__(self, other: "Outcome") -> "Outcome":
+        pairs = zip(asdict(self).items(), asdict(other).values(), strict=True)
+        return Outcome(**{key: mine + its for (key, mine), its in pairs})
 
     def __str__(self) -> str:
         counts = ("passed", "failed", "skipped", "errors")
@@ -132,9 +137,30 @@ def describe(status: int) -> str:
 def run_tests(
     pytest_args: Sequence[str], jobs: int = 1, part: tuple[int, int] = (1, 1)
 ) -> tuple[Outcome, float]:
-    """All tests or a part of them, by one process or several at once."""
+    """All tests or a part of them, by one process or several at once.
+
+    Of several, those that need the GPUs for themselves come last, one after the other.
+    """
     files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_*.py"))
     chosen = files[part[0] - 1 :: part[1]] if part[1] > 1 else ["tests"]
+    phases = [("gpu and not alone", jobs), ("gpu and alone", 1)] if jobs > 1 else [("gpu", 1)]
+    total, seconds, is_empty = Outcome(), 0.0, False
+    for selected, processes in phases:
+        arguments = ["-m", selected, *chosen, *pytest_args]
+        outcome, status, duration = _run_pytest(arguments, processes)
+        is_empty |= status == NOTHING_SELECTED
+        if status not in (0, NOTHING_SELECTED) and not outcome.failures:
+            # A crash leaves no report, and a bad option a clean one.
+            outcome.errors += 1
+            outcome.failures.append(f"pytest: {describe(status)}")
+        total, seconds = total + outcome, seconds + duration
+    if is_empty and total == Outcome():
+        return Outcome(errors=1, failures=["pytest: no test was selected"]), seconds
+    return total, seconds
+
+
+def _run_pytest(arguments: Sequence[str], jobs: int) -> tuple[Outcome, int, float]:
+    """What it counted, its exit status, and its seconds."""
     # One test after another to whoever is free: some take a minute, and most no time.
     spread = ["-n", str(jobs), "--maxschedchunk", "1"] if jobs > 1 else []
     # Else each process would start as many others as there are cores, to compile with.
@@ -142,15 +168,9 @@ def run_tests(
     variables = {"TORCHINDUCTOR_COMPILE_THREADS": threads} if jobs > 1 else {}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
-        options = ["-m", "gpu", "-q", f"--junit-xml={report}", *spread]
-        command = ["-m", "pytest", *options, *chosen, *pytest_args]
+        command = ["-m", "pytest", "-q", f"--junit-xml={report}", *spread, *arguments]
         status, seconds = run(command, TESTS_LIMIT_S, variables)
-        outcome = parse_junit(report) if report.exists() else Outcome()
-    if status != 0 and not outcome.failures:
-        # A crash leaves no report, and a bad option or an empty selection a clean one.
-        outcome.errors += 1
-        outcome.failures.append(f"pytest: {describe(status)}")
-    return outcome, seconds
+        return parse_junit(report) if report.exists() else Outcome(), status, seconds
 
 
 def parse_junit(report: Path) -> Outcome:

@@ -59,24 +59,48 @@ def test_a_crash_of_pytest_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tests_are_spread_over_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    variables: dict[str, str] = {}
+    asked: list[tuple[list[str], dict[str, str]]] = []
 
     def run(arguments: list[str], _: float, given: dict[str, str]) -> tuple[int, float]:
-        asked[:] = arguments
-        variables.clear()
-        variables.update(given)
+        asked.append((arguments, given))
         return 0, 1.0
 
     monkeypatch.setattr(gpu_suite, "run", run)
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
-    gpu_suite.run_tests(["-k", "one"], jobs=3)
-    assert asked[asked.index("-n") + 1] == "3"
-    assert asked[-3:] == ["tests", "-k", "one"]
+    _, seconds = gpu_suite.run_tests(["-k", "one"], jobs=3)
+    assert seconds == 2.0
+    (beside, variables), (alone, no_variables) = asked
+    assert beside[beside.index("-n") + 1] == "3"
+    assert "gpu and not alone" in beside
     assert variables == {"TORCHINDUCTOR_COMPILE_THREADS": "2"}  # the cores are shared too
+    assert "gpu and alone" in alone
+    assert "-n" not in alone
+    assert not no_variables
+    assert beside[-3:] == alone[-3:] == ["tests", "-k", "one"]
+    asked.clear()
     gpu_suite.run_tests([])
-    assert "-n" not in asked
+    ((arguments, variables),) = asked
+    assert "-n" not in arguments
+    assert arguments[arguments.index("gpu") - 1] == "-m"
     assert not variables
+
+
+@pytest.mark.parametrize("passed", [[3, 0], [0, 2], [0, 0]])
+def test_what_several_runs_counted_is_added_up(passed, monkeypatch):
+    """A part may have no test for one of them; of none there is nothing to say that is good."""
+    counts = iter(passed)
+
+    def run(arguments: list[str], *_: Any) -> tuple[int, float]:
+        count = next(counts)
+        (report,) = (word for word in arguments if word.startswith("--junit-xml="))
+        cases = "".join(f'<testcase classname="tests.x" name="{i}"/>' for i in range(count))
+        Path(report.removeprefix("--junit-xml=")).write_text(f"<suite>{cases}</suite>")
+        return 0 if count else gpu_suite.NOTHING_SELECTED, 1.0
+
+    monkeypatch.setattr(gpu_suite, "run", run)
+    outcome, _ = gpu_suite.run_tests([], jobs=2)
+    assert outcome.passed == sum(passed)
+    assert outcome.good == (sum(passed) > 0)
 
 
 def test_a_process_is_stopped_at_its_limit() -> None:

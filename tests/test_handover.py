@@ -16,6 +16,7 @@ def test_on_cpus():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_on_gpus():
     run_in_processes(handover_checks.check_pair, 2, backend="nccl")
 

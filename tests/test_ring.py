@@ -156,6 +156,7 @@ def test_on_cpus():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_on_gpus():
     def in_low_precision(splits: list[Split]) -> list[Split]:
         return list(

@@ -408,6 +408,7 @@ def test_on_cpus():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_on_gpus():
     names = [check.__name__ for check in CHECKS if check not in ON_CPUS_ALONE]
     run_in_processes(run, 2, names, backend="nccl")

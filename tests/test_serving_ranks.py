@@ -18,6 +18,7 @@ def test_on_cpus():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_on_gpus(overlaps):
     run_in_processes(serving_checks.check_on_gpus, 2, overlaps, backend="nccl")

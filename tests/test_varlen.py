@@ -213,6 +213,7 @@ def test_the_host_never_waits(feature):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("heads", [(64, 4), (16, 16)])
 def test_totals_beyond_2_to_the_31_elements(heads, much_memory):
     """Offsets are 64-bit numbers; the backward is cut into groups of heads."""

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
 #: Parametrize with this: gloo everywhere, NCCL with ``-m gpu``.
-BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)]
+BACKENDS = ["gloo", pytest.param("nccl", marks=[pytest.mark.gpu, pytest.mark.alone])]
 
 #: A process that waits for one that does not call gives up after this time.
 TIMEOUT = timedelta(seconds=180)
