@@ -81,6 +81,9 @@ class Chooser:
             if pattern.name not in settings.swap:
                 candidate.reason = "not among options['swap']"
                 return False
+            if found.is_trial:
+                candidate.reason = "not measured"
+                return False
             candidate.reason = "dry run" if settings.dry_run else "asked for by options['swap']"
             return not settings.dry_run
         if reason := self._unmeasurable(found):

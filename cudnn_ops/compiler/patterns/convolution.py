@@ -209,7 +209,8 @@ def _found(node: fx.Node, parts: _Parts, way: _Way = "") -> Found:
         overload = op.padding if isinstance(geometry[1], str) else op.default
         return overload(x, weight, bias, *lists, groups, parts.activation, named.get("residual"))
 
-    return Found(parts.nodes, [node], inputs, build, note=way)
+    is_trial = way == "without its groups"
+    return Found(parts.nodes, [node], inputs, build, way, is_trial)
 
 
 def _as_list(numbers: Any) -> Any:
