@@ -344,8 +344,8 @@ def test_slopes_behind_a_triangle():
     [
         lambda seen, bias: torch.where(seen, bias, -1.0),
         lambda seen, bias: torch.where(seen, bias, bias * 2),
-        lambda seen, bias: torch.add(torch.where(seen, 0.0, -9.0).double(), bias, alpha=2),
-        lambda seen, bias: torch.where(seen, bias.float(), -math.inf).double(),
+        lambda seen, bias: torch.add(torch.where(seen, 0.0, -math.inf).double(), bias, alpha=2),
+        lambda seen, bias: torch.where(seen, 0.0, -math.inf).double() + bias.float(),
         lambda seen, bias: torch.where(seen, bias[0, 0, 0], LOW),
         lambda seen, bias: bias * seen,
     ],
