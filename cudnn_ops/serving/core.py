@@ -152,6 +152,12 @@ class Core:
 
     def _follow(self) -> None:
         """Repeats the first rank's steps until it closes the engine."""
+        try:
+            self._repeat_steps()
+        finally:
+            self._runner.release_graphs()
+
+    def _repeat_steps(self) -> None:
         ranks = self._ranks
         assert ranks is not None
         step: Step | None = None

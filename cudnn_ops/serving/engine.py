@@ -322,10 +322,14 @@ class Engine(Core):
     def close(self) -> None:
         """Ends :meth:`follow` on the other ranks; where there are none, it does nothing.
 
-        The engine may be used again once they follow it again.
+        All ranks then let go of their CUDA graphs: NCCL destroys no communicator before. The engine
+        may be used again once they follow it again.
         """
-        if self.is_leader:
-            self._tell("close", Order.CLOSE)
+        if self._ranks and self.is_leader:
+            try:
+                self._tell("close", Order.CLOSE)
+            finally:
+                self._runner.release_graphs()
 
     def __enter__(self) -> Engine:
         return self

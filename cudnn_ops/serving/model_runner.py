@@ -223,6 +223,16 @@ class ModelRunner:
                 self._fill(packed, queries, [0] * size, [])
                 self._compute(packed, queries)[1].tolist()
 
+    def release_graphs(self) -> None:
+        """Lets go of the CUDA graphs, which are captured again when they are needed.
+
+        NCCL waits for all graphs with its collectives before it destroys a communicator, forever
+        where they are kept: https://docs.nvidia.com/dl-cuda-graph/latest/troubleshooting.
+        """
+        self._graphs.clear()
+        # The pool is kept as long as a tensor of it is, and no graph may join it any more.
+        self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+
     def _fill(
         self, packed: Packed, queries: int, lengths: list[int], sequences: list[KVSequence]
     ) -> None:

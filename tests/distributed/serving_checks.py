@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -140,6 +141,7 @@ def check_equal(mesh: DeviceMesh, script: Script, kv_heads: int = 4, **options: 
     expected = alone.run(script)
     seen = on_all(mesh, (ours.released, ours.pages, ours.counters()))
     assert seen == seen[:1] * mesh.size()
+    assert not ours.engine._runner._graphs  # or NCCL would wait for them in the end
     usage = ours.engine.cache.usage()
     assert usage.in_use == usage.sequences == 0
     assert ours.engine.running == ours.engine.waiting == 0
@@ -444,6 +446,26 @@ def check_who_is_called(mesh: DeviceMesh) -> None:
     engine.follow()
 
 
+def check_closing(mesh: DeviceMesh) -> None:
+    """No rank keeps a CUDA graph, also where the first one fails."""
+    for fails in (False, True):
+        served = Served(mesh)
+        graphs = served.engine._runner._graphs
+        graphs[1, 1] = None  # type: ignore[assignment]  # on a CPU there are none
+
+        def script(engine: Engine, fails: bool = fails) -> list[Request]:
+            request = engine.submit([1, 2], SamplingParams(3))
+            assert list(engine.run()) == [request]
+            if fails:
+                raise KeyError
+            return [request]
+
+        is_told = fails and served.engine.is_leader
+        with pytest.raises(KeyError) if is_told else nullcontext():
+            served.run(script)
+        assert not graphs
+
+
 def check_caches_that_differ(mesh: DeviceMesh) -> None:
     """A rank whose cache is not like the first one's says so, and the others name its silence."""
     served = Served(impatient(mesh))
@@ -532,6 +554,7 @@ def check_pairs_and_all() -> None:
         check_heads_that_cannot_be_shared,
         check_ranks_that_differ,
         check_who_is_called,
+        check_closing,
         check_caches_that_differ,
         check_a_rank_that_never_calls,
     ):
