@@ -330,6 +330,20 @@ def test_a_bias_for_what_is_seen(mask, causal):
     assert node.args[3].meta["example_value"].shape == (1, q.shape[1], LENGTH, LENGTH)
 
 
+@pytest.mark.gpu
+def test_a_bias_for_what_is_seen_on_a_gpu():
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        seen = torch.ones(72, 72, dtype=torch.bool, device="cuda").tril()
+        low = torch.finfo(torch.bfloat16).min
+        return sdpa(q, k, v, attn_mask=torch.where(seen[None, None], bias, low))
+
+    options = {"dtype": torch.bfloat16, "device": "cuda"}
+    q, k, v = (torch.randn(2, 4, 72, 64, **options) for _ in range(3))
+    bias = torch.randn(1, 4, 72, 72, **options)
+    found = check_swap(attend, q, k, v, bias, expect=["attention"], tolerance=6e-2)
+    assert _options(found) == _expect(causal=True, mask=True)
+
+
 def test_slopes_behind_a_triangle():
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         hidden = upper_triangle_added(q.shape[2], q.shape[2])

@@ -574,6 +574,20 @@ def test_without_groups(case):
     assert found.ours[0].args[6] == groups
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", [2, 8])
+def test_without_groups_on_a_gpu(groups):
+    options = {"dtype": torch.bfloat16, "device": "cuda"}
+    x = torch.randn(4, 112, 28, 20, **options)
+    weight = torch.randn(112, 112 // groups, 3, 3, **options) / (1008 / groups) ** 0.5
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        return F.conv2d(x, weight, stride=2, padding=1, groups=groups).relu()
+
+    found = check_swap(function, x, weight, expect=["convolution"], tries=True, tolerance=6e-2)
+    assert found.ours[0].args[6] == 1
+
+
 @pytest.mark.parametrize(
     ("inputs", "groups", "kernel"),
     [(8, 8, 3), (8, 2, 1), (1024, 4, 3), (64, 32, 3)],

@@ -111,3 +111,17 @@ def test_what_changes_is_folded_where_it_was(changed):
         torch.testing.assert_close(found(x), torchs(x))
     assert _targets(found).count(folded_together) == 1
     assert _targets(found).count(folded) == (1 if changed else 0)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    model = _blocks(6).to("cuda")
+    x = torch.randn(4, C, 32, 24, device="cuda", dtype=torch.float64)
+    with torch.no_grad():
+        right = model(x)
+        model.bfloat16()
+        x = x.bfloat16()
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="cudnn_ops", options={"swap": ["convolution"]})
+        mine, torchs = (float((one(x) - right).norm() / right.norm()) for one in (compiled, model))
+    assert mine <= 2 * torchs + 1e-3

@@ -129,7 +129,7 @@ def _run(
         return results, []
     generator = torch.Generator().manual_seed(7)
     grads = [
-        torch.randn(result.shape, generator=generator, dtype=torch.float64).to(result.dtype)
+        torch.randn(result.shape, generator=generator, dtype=torch.float64).to(result)
         for result in roots
     ]
     return results, list(torch.autograd.grad(roots, leaves, grads, allow_unused=True))
