@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from cudnn_ops.compiler.patterns import folding
 from cudnn_ops.compiler.patterns.folding import folded, folded_together
@@ -74,6 +75,14 @@ def test_weights_of_several_dtypes_are_not_mixed():
         for _ in range(2)
     ]
     nodes = [node for group in groups for node in group]
+    assert list(folding._groups(graph, dict.fromkeys(nodes), set())) == [[nodes[0], nodes[2]]]
+
+
+def test_sharded_weights_are_each_their_own():
+    graph = fx.Graph()
+    nodes = [_folded_node(graph, torch.half, torch.half) for _ in range(3)]
+    for name, value in nodes[1].args[0].meta.items():
+        nodes[1].args[0].meta[name] = TwoTensor(value, value.clone())
     assert list(folding._groups(graph, dict.fromkeys(nodes), set())) == [[nodes[0], nodes[2]]]
 
 

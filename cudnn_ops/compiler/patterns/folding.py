@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cudnn_ops.compiler.nodes import value_of
 
@@ -102,12 +103,13 @@ def _groups(
 
 
 def _is_early(node: fx.Node, mutated: Collection[fx.Node]) -> bool:
-    """Whether it reads parameters alone, all of one dtype, which nothing changes."""
+    """Whether it reads parameters alone, plain ones of one dtype, which nothing changes."""
     read = node.all_input_nodes
-    dtypes = {value.dtype for one in read if (value := value_of(one)) is not None}
+    values = [value for one in read if (value := value_of(one)) is not None]
+    are_plain = not any(is_traceable_wrapper_subclass(value) for value in values)  # or sharded
     are_given = all(one.op in ("placeholder", "get_attr") and one not in mutated for one in read)
     has_bias = node.args[Norm._fields.index("norm_bias")] is not None
-    return are_given and len(dtypes) == 1 and has_bias
+    return are_plain and are_given and has_bias and len({value.dtype for value in values}) == 1
 
 
 def _laid_out(norm: Norm) -> Any:
