@@ -23,10 +23,11 @@ from torch._prims_common import make_channels_last_strides_for
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cudnn_ops import _C
-from cudnn_ops.compiler.nodes import is_same, value_of
+from cudnn_ops.compiler.nodes import value_of
 from cudnn_ops.compiler.options import Settings
 from cudnn_ops.compiler.pattern import Found, Pattern
 from cudnn_ops.compiler.report import Candidate, CompileReport
+from cudnn_ops.compiler.trial import trial_of
 from cudnn_ops.plans import timing
 from cudnn_ops.plans.cache import store_info
 from cudnn_ops.plans.files import replacing
@@ -121,74 +122,38 @@ class Chooser:
         return ""
 
     def _measure(self, pattern: Pattern, found: Found) -> Times:
-        modules = {"ours": replacement_of(found), "stock": module_of(found)}
-        values = [value_of(node) for node in found.inputs]
+        trial = trial_of(found)
+        graphs = {"ours": trial.ours, "stock": trial.stock}
+        values = [value_of(node) for node in trial.inputs]
         devices = {value.device for value in values if value is not None and value.is_cuda}
         # Named, or torch would warn of a machine with several GPUs.
         rng = torch.random.fork_rng(devices=[device.index or 0 for device in devices])
         with rng, _outside_of_compilation(), _current(devices), using_plan_policy(_POLICY):
-            inputs = [_random_like(node, pattern) for node in found.inputs]
-            steps = {name: _compiled_step(module, inputs) for name, module in modules.items()}
+            inputs = [_random_like(node, pattern) for node in trial.inputs]
+            steps = {
+                name: _compiled_step(fx.GraphModule({}, graph), inputs)
+                for name, graph in graphs.items()
+            }
             gpu, host = self._clock(steps), dict.fromkeys(steps, 0.0)
             if not self._measures_anywhere:
                 host = timing.host_ms(steps, rounds=_ROUNDS)
         return Times(gpu["ours"], gpu["stock"], host["ours"], host["stock"])
 
 
-def module_of(found: Found) -> fx.GraphModule:
-    """The nodes of a match as a graph of its own, from its inputs to its outputs."""
-    return fx.GraphModule({}, _stock_graph(found))
-
-
-def replacement_of(found: Found) -> fx.GraphModule:
-    """Likewise what replaces them."""
-    return fx.GraphModule({}, _our_graph(found))
-
-
-def _stock_graph(found: Found) -> fx.Graph:
-    """With names of its own: in nothing else do the layers of a model differ."""
-    graph = fx.Graph()
-    values = dict(zip(found.inputs, _placeholders(graph, found), strict=True))
-
-    def read(node: fx.Node) -> fx.Node:
-        if node not in values:  # something once more, such as a slice that is taken twice
-            same = next(one for one in (*values, *found.alike) if is_same(one, node))
-            values[node] = values[found.alike.get(same, same)]
-        return values[node]
-
-    for number, node in enumerate(sorted(found.nodes)):  # as they are in their graph
-        values[node] = graph.node_copy(node, read)
-        values[node]._rename(f"value_{number}")
-    graph.output(tuple(values[node] for node in found.outputs))
-    return graph
-
-
-def _our_graph(found: Found) -> fx.Graph:
-    graph = fx.Graph()
-    tracer = fx.proxy.GraphAppendingTracer(graph)
-    proxies = [fx.Proxy(given, tracer) for given in _placeholders(graph, found)]
-    graph.output(tuple(result.node for result in found.built(*proxies)))
-    return graph
-
-
-def _placeholders(graph: fx.Graph, found: Found) -> list[fx.Node]:
-    return [graph.placeholder(f"input_{number}") for number in range(len(found.inputs))]
-
-
 def key_of(pattern: Pattern, found: Found) -> str:
     """What the times depend on: the computation, its tensors, the GPU and the versions."""
-    values = [value_of(node) for node in found.inputs]
+    trial = trial_of(found)
+    values = [value_of(node) for node in trial.inputs]
     tensors = [
         (str(v.dtype), tuple(v.shape), _strides_of(node, pattern), v.requires_grad)
         if (v := value_of(node)) is not None
         else None
-        for node in found.inputs
+        for node in trial.inputs
     ]
     device = next((v.device for v in values if v is not None), torch.device("cpu"))
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     # Not of modules, whose making compiles them.
-    graphs = _stock_graph(found), _our_graph(found)
-    computations = tuple(graph.python_code("self").src for graph in graphs)
+    computations = tuple(graph.python_code("self").src for graph in (trial.ours, trial.stock))
     facts = (
         *(pattern.name, computations, tensors, torch.is_grad_enabled(), where),
         *(torch.__version__, _C.cudnn_version(), _C.versions()["graphs"], _POLICY),

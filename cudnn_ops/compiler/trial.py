@@ -1,0 +1,147 @@
+"""The two graphs that are timed for a match: the stock one and the replacement, by themselves.
+
+Both go on with what reads the results, as far as inductor would make one kernel of it: what it
+computes itself then is never written to memory, and an operator's result is.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import fx
+from torch.nn import functional as F
+
+from cudnn_ops.compiler.nodes import call_of, is_same, value_of
+from cudnn_ops.compiler.pattern import Found
+
+#: How many nodes behind a match belong to its trial: no more make a kernel another one.
+_MOST_FOLLOWERS = 4
+#: What inductor computes in the kernel that makes its input.
+_FUSED = {
+    *("add", "sub", "mul", "addcmul", "div", "pow", "square", "sqrt", "rsqrt", "reciprocal"),
+    *("neg", "mean", "var", "sigmoid", "tanh", "exp", "erf", "relu", "relu6", "hardtanh", "clamp"),
+    *("silu", "hardswish", "leaky_relu", "gelu", "where", "masked_fill", "layer_norm", "rms_norm"),
+    *("cast", "cat", "reshape", "expand", "permute", "transpose", "unsqueeze", "getitem"),
+    *("narrow", "flatten", "unflatten", "contiguous"),
+}
+_FUSED_FUNCTIONS = {F.adaptive_avg_pool2d}
+
+
+class Trial(NamedTuple):
+    """What is timed.
+
+    Attributes:
+        inputs: nodes of the model's graph, of which both graphs have one placeholder each.
+        stock: what the model computes.
+        ours: the replacement.
+    """
+
+    inputs: list[fx.Node]
+    stock: fx.Graph
+    ours: fx.Graph
+
+
+def trial_of(found: Found) -> Trial:
+    """The graphs of a match, with names of their own: layers differ in nothing else."""
+    followers = list(_followers(found))
+    inside = {*found.nodes, *followers}
+    own = {*found.outputs, *followers}
+    read = (one for node in followers for one in node.all_input_nodes if one not in own)
+    inputs = list(dict.fromkeys((*found.inputs, *read)))
+    results = [
+        node
+        for node in (*found.outputs, *followers)
+        if not node.users or not inside.issuperset(node.users)
+    ]
+
+    def finished(graph: fx.Graph, values: dict[fx.Node, fx.Node]) -> fx.Graph:
+        for number, node in enumerate(followers):
+            values[node] = graph.node_copy(node, values.__getitem__)
+            values[node]._rename(f"follower_{number}")
+        graph.output(tuple(values[node] for node in results))
+        return graph
+
+    return Trial(
+        inputs,
+        finished(*_stock(found, inputs)),
+        finished(*_ours(found, inputs)),
+    )
+
+
+def _followers(found: Found) -> Iterator[fx.Node]:
+    """What reads the results and nothing that is computed after them, in the graph's order."""
+    last, inside, own = max(found.outputs), set(found.nodes), set(found.outputs)
+    waiting: list[fx.Node] = []
+
+    def add_users(node: fx.Node) -> None:
+        for user in node.users:
+            if user not in inside and user not in own and user not in waiting:
+                heapq.heappush(waiting, user)
+
+    def is_ready(node: fx.Node) -> bool:
+        return all(
+            one in own or (one < last and one not in inside and _can_be_drawn(one))
+            for one in node.all_input_nodes
+        )
+
+    for output in found.outputs:
+        add_users(output)
+    count = 0
+    while waiting and count < _MOST_FOLLOWERS:
+        node = heapq.heappop(waiting)
+        if _is_fused(node) and is_ready(node):
+            own.add(node)
+            add_users(node)
+            count += 1
+            yield node
+
+
+def _is_fused(node: fx.Node) -> bool:
+    call = call_of(node)
+    if call is None:
+        return node.target in _FUSED_FUNCTIONS and _is_static(node)
+    return call.name in _FUSED and not call.in_place and _is_static(node)
+
+
+def _is_static(node: fx.Node) -> bool:
+    value = value_of(node)
+    return value is not None and all(isinstance(size, int) for size in value.shape)
+
+
+def _can_be_drawn(node: fx.Node) -> bool:
+    """Whether any numbers will do: integers may be places in something."""
+    value = value_of(node)
+    is_number = value is not None and (value.is_floating_point() or value.dtype == torch.bool)
+    return is_number and _is_static(node)
+
+
+def _stock(found: Found, inputs: list[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    graph = fx.Graph()
+    values = _placeholders(graph, inputs)
+
+    def read(node: fx.Node) -> fx.Node:
+        if node not in values:  # something once more, such as a slice that is taken twice
+            same = next(one for one in (*values, *found.alike) if is_same(one, node))
+            values[node] = values[found.alike.get(same, same)]
+        return values[node]
+
+    for number, node in enumerate(sorted(found.nodes)):  # as they are in their graph
+        values[node] = graph.node_copy(node, read)
+        values[node]._rename(f"value_{number}")
+    return graph, values
+
+
+def _ours(found: Found, inputs: list[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    graph = fx.Graph()
+    values = _placeholders(graph, inputs)
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    results = found.built(*(fx.Proxy(values[node], tracer) for node in found.inputs))
+    values |= {node: one.node for node, one in zip(found.outputs, results, strict=True)}
+    return graph, values
+
+
+def _placeholders(graph: fx.Graph, inputs: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+    return {node: graph.placeholder(f"input_{i}") for i, node in enumerate(inputs)}

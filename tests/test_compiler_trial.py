@@ -1,0 +1,135 @@
+"""What is timed for a match: with what inductor would make one kernel of with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from cudnn_ops.compiler import trial
+from cudnn_ops.compiler.nodes import value_of
+from cudnn_ops.compiler.pattern import Found, Pattern
+from cudnn_ops.compiler.report import Candidate, CompileReport
+from cudnn_ops.compiler.trial import Trial, trial_of
+from tests.cases.compiler import Asked, Rewritten
+
+C = 4
+
+
+class Recording(Asked):
+    """Keeps the trials of what it is asked about, and runs them."""
+
+    trials: list[Trial]
+
+    def __call__(self, pattern: Pattern, found: Found, candidate: Candidate) -> bool:
+        self.trials.append(tried := trial_of(found))
+        values = [value_of(node) for node in tried.inputs]
+        if any(not isinstance(size, int) for v in values if v is not None for size in v.shape):
+            return super().__call__(pattern, found, candidate)
+        with torch._subclasses.fake_tensor.unset_fake_temporarily(), torch.no_grad():
+            torch.manual_seed(0)
+            inputs = [torch.rand(v.shape, dtype=v.dtype) for v in values if v is not None]
+            ours, stock = (fx.GraphModule({}, g)(*inputs) for g in (tried.ours, tried.stock))
+        assert len(ours) == len(stock) > 0
+        for one, other in zip(ours, stock, strict=True):
+            torch.testing.assert_close(one, other)
+        return super().__call__(pattern, found, candidate)
+
+
+def _trials(function: Callable[..., Any], *inputs: Tensor, dynamic: bool = False) -> list[Trial]:
+    found = Rewritten(function, ["convolution"], dynamic)
+    chooser = found.chooser = Recording(found.chooser.settings, CompileReport(), lambda _: {})
+    chooser.trials = []
+    torch.testing.assert_close(found(*inputs), function(*inputs))
+    return chooser.trials
+
+
+def _followers(one: Trial) -> list[str]:
+    return [str(n.target) for n in one.stock.nodes if n.name.startswith("follower")]
+
+
+def _x() -> Tensor:
+    return torch.randn(2, C, 6, 5, dtype=torch.float64)
+
+
+def _w() -> Tensor:
+    return torch.randn(C, C, 3, 3, dtype=torch.float64)
+
+
+def _results(one: Trial) -> int:
+    (output,) = one.stock.find_nodes(op="output")
+    return len(output.args[0])
+
+
+def test_squeezing():
+    """The mean of what a convolution gives, which is read again: two results."""
+
+    def function(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+        x = F.conv2d(x, w).relu()
+        return x @ (F.adaptive_avg_pool2d(x, 1) * scale).expand(-1, -1, 3, 3)
+
+    scale = torch.rand(C, 1, 1, dtype=torch.float64)
+    (one,) = _trials(function, torch.randn(2, C, 5, 5).double(), _w(), scale)
+    assert len(_followers(one)) == 3
+    assert len(one.inputs) == 3
+    assert _results(one) == 2
+
+
+def test_what_nothing_else_reads_is_no_result():
+    (one,) = _trials(lambda x, w: F.conv2d(x, w).flatten(2).mean(2).sigmoid(), _x(), _w())
+    assert len(_followers(one)) == 3
+    assert _results(one) == 1
+
+
+def test_what_is_added_later():
+    """A shortcut is read from memory, whatever computed it."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        first = F.conv2d(x, w, padding=1)
+        return first * torch.matmul(first, torch.ones(5, 5, dtype=first.dtype))
+
+    (one,) = _trials(function, _x(), _w())
+    assert _followers(one) == []
+    assert _results(one) == 1
+
+
+def test_what_was_there_before_is_an_input():
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        before = torch.matmul(x, torch.ones(5, 5, dtype=x.dtype)) * 2
+        return torch.cat([before, F.conv2d(x, w, padding=1)], 1)
+
+    (one,) = _trials(function, _x(), _w())
+    assert len(_followers(one)) == 1
+    assert len(one.inputs) == 3
+
+
+def test_no_more_than_a_few(monkeypatch):
+    monkeypatch.setattr(trial, "_MOST_FOLLOWERS", 2)
+    (one,) = _trials(lambda x, w: F.conv2d(x, w).exp().sqrt().neg().tanh(), _x(), _w())
+    assert len(_followers(one)) == 2
+    assert _results(one) == 1
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        lambda x: x.mul_(2),
+        lambda x: x @ x.transpose(2, 3),
+        lambda x: x.cumsum(1),
+        lambda x: x[:, torch.tensor([1, 1])],
+        lambda x: x.chunk(2, 1)[0],
+    ],
+    ids=["in place", "product", "another function", "places", "several"],
+)
+def test_what_is_no_part_of_a_kernel(behind):
+    (one,) = _trials(lambda x, w: behind(F.conv2d(x, w)), _x(), _w())
+    assert not set(_followers(one)) - {"transpose"}
+
+
+def test_a_size_that_is_dynamic():
+    trials = _trials(lambda x, w: F.conv2d(x, w).exp(), _x(), _w(), dynamic=True)
+    assert [_followers(one) for one in trials] == [[]]
