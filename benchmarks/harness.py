@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import subprocess
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime, timezone
@@ -63,7 +62,8 @@ def host_us(functions: Functions, *, rounds: int, around: Around | None = None) 
     gc.collect()
     gc.disable()
     try:
-        return timing.medians(functions, _host_sample, rounds, around)
+        found = timing.host_ms(functions, rounds=rounds, calls=HOST_CALLS, around=around)
+        return {name: 1e3 * ms for name, ms in found.items()}
     finally:
         gc.enable()
 
@@ -86,16 +86,6 @@ def peak_bytes(function: Callable[[], object]) -> int:
     function()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
-
-
-def _host_sample(function: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter_ns()
-    for _ in range(HOST_CALLS):
-        function()
-    elapsed = time.perf_counter_ns() - start
-    torch.cuda.synchronize()
-    return elapsed / HOST_CALLS / 1e3
 
 
 def _step_sample(function: Callable[[], object]) -> float:

@@ -52,7 +52,6 @@ class Runner:
     limit_s: float
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _gpu_of: dict[str, int] = field(default_factory=dict)
-    _turns_of: dict[str, Path] = field(default_factory=dict)
 
     def run(self, parts: Sequence[str]) -> list[str]:
         """The parts that failed twice, were interrupted or did not begin."""
@@ -81,8 +80,7 @@ class Runner:
         if self.gpus:
             gpu = self._gpu_of[part] = min(self.gpus, key=used.count)
             environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
-        # Parts on one GPU take turns, those on another do not wait for them.
-        own = self._turns_of[part] = folder / f"turns-{self._gpu_of.get(part, 0)}"
+        own = self._turns(part, folder)
         own.mkdir(exist_ok=True)
         environment[turns.FOLDER_VARIABLE] = str(own)
         rows = folder / f"{_file_name(part)}.json"
@@ -99,13 +97,17 @@ class Runner:
             )
             turns.join(own, process.pid)
 
+    def _turns(self, part: str, folder: Path) -> Path:
+        """Parts on one GPU take turns, those on another do not wait for them."""
+        return folder / f"turns-{self._gpu_of.get(part, 0)}"
+
     def _ended(self, folder: Path) -> list[str]:
         """Takes in what has ended; the parts that did not end well."""
         bad: list[str] = []
         for part, process in list(self._running.items()):
             if process.poll() is None:
                 continue
-            turns.leave(self._turns_of.pop(part), process.pid)
+            turns.leave(self._turns(part, folder), process.pid)
             del self._running[part]
             self._gpu_of.pop(part, None)
             self._merge(folder / f"{_file_name(part)}.json")

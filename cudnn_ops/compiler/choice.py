@@ -23,7 +23,7 @@ from torch._prims_common import make_channels_last_strides_for
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cudnn_ops import _C
-from cudnn_ops.compiler.nodes import value_of
+from cudnn_ops.compiler.nodes import has_static_sizes, value_of
 from cudnn_ops.compiler.options import Settings
 from cudnn_ops.compiler.pattern import Found, Pattern
 from cudnn_ops.compiler.report import Candidate, CompileReport
@@ -82,7 +82,7 @@ class Chooser:
             if pattern.name not in settings.swap:
                 candidate.reason = "not among options['swap']"
                 return False
-            if found.is_trial:
+            if found.only_measured:
                 candidate.reason = "not measured"
                 return False
             candidate.reason = "dry run" if settings.dry_run else "asked for by options['swap']"
@@ -117,7 +117,7 @@ class Chooser:
             return "its tensors are not on a GPU"
         if devices == {"cuda"} and torch.cuda.get_device_capability(tensors[0].device) < (8, 0):
             return "the GPU has a compute capability below 8.0"
-        if any(not isinstance(size, int) for value in tensors for size in value.shape):
+        if not all(map(has_static_sizes, tensors)):
             return "a size is dynamic, and times differ from size to size"
         return ""
 

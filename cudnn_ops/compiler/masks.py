@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 
 from cudnn_ops.compiler.nodes import (
     call_of,
+    has_static_sizes,
     memory_of,
     target_name,
     value_of,
@@ -208,7 +209,7 @@ def _squeezed(node: fx.Node) -> tuple[int, ...]:
 def computed(node: fx.Node) -> Tensor | None:
     """The tensor that a node gives in every call, on the CPU; None where it reads an input."""
     value = value_of(node)
-    if value is None or any(not isinstance(size, int) for size in value.shape):
+    if value is None or not has_static_sizes(value):
         return None
     if value.numel() > _MOST_NUMBERS or not (needed := _needed(node)):
         return None

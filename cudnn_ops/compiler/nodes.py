@@ -354,6 +354,10 @@ def value_of(node: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
+def has_static_sizes(value: Tensor) -> bool:
+    return all(isinstance(size, int) for size in value.shape)
+
+
 def number_of(value: Any) -> int | float | None:
     """The number that an argument is; None where it is something else.
 

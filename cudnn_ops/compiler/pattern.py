@@ -22,7 +22,7 @@ class Found:
         build: the replacement, a function of the inputs' tensors: one tensor, or as many as there
             are outputs.
         note: what readers of a report should know of it.
-        is_trial: whether it is for some shapes only, which measuring tells.
+        only_measured: whether it is faster at some shapes only, and measuring alone may choose it.
         written: inputs that it writes to, as the nodes do, and that nothing else may read.
         unchanged: what nothing may write to, beside the inputs; what is left of it without a user
             goes away.
@@ -35,7 +35,7 @@ class Found:
     inputs: Sequence[fx.Node]
     build: Callable[..., Any]
     note: str = ""
-    is_trial: bool = False
+    only_measured: bool = False
     written: Sequence[fx.Node] = ()
     unchanged: Sequence[fx.Node] = ()
     filled: Sequence[fx.Node] = ()

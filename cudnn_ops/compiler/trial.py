@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from cudnn_ops.compiler.nodes import call_of, is_same, value_of
+from cudnn_ops.compiler.nodes import call_of, has_static_sizes, is_same, value_of
 from cudnn_ops.compiler.pattern import Found
 
 #: How many nodes behind a match belong to its trial: no more make a kernel another one.
@@ -100,22 +100,20 @@ def _followers(found: Found) -> Iterator[fx.Node]:
 
 
 def _is_fused(node: fx.Node) -> bool:
-    call = call_of(node)
+    call, value = call_of(node), value_of(node)
+    if value is None or not has_static_sizes(value):
+        return False
     if call is None:
-        return node.target in _FUSED_FUNCTIONS and _is_static(node)
-    return call.name in _FUSED and not call.in_place and _is_static(node)
-
-
-def _is_static(node: fx.Node) -> bool:
-    value = value_of(node)
-    return value is not None and all(isinstance(size, int) for size in value.shape)
+        return node.target in _FUSED_FUNCTIONS
+    return call.name in _FUSED and not call.in_place
 
 
 def _can_be_drawn(node: fx.Node) -> bool:
     """Whether any numbers will do: integers may be places in something."""
     value = value_of(node)
-    is_number = value is not None and (value.is_floating_point() or value.dtype == torch.bool)
-    return is_number and _is_static(node)
+    if value is None or not has_static_sizes(value):
+        return False
+    return value.is_floating_point() or value.dtype == torch.bool
 
 
 def _stock(found: Found, inputs: list[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:

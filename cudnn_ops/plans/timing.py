@@ -7,11 +7,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 
 WARM_UP_CALLS = 10
-GPU_CALLS = HOST_CALLS = 10  # a sample
+GPU_CALLS = 10  # a sample
 SLEEP_CYCLES = 4_000_000  # about 2 ms
 SLEEP_DOUBLINGS = 8
 
@@ -28,12 +29,15 @@ def gpu_ms(functions: Functions, *, rounds: int, around: Around | None = None) -
     return medians(functions, _gpu_sample, rounds, around)
 
 
-def host_ms(functions: Functions, *, rounds: int) -> dict[str, float]:
-    """Median host time of one call of each function, in milliseconds, which waits for no GPU.
+def host_ms(
+    functions: Functions, *, rounds: int, calls: int = 10, around: Around | None = None
+) -> dict[str, float]:
+    """Median host time of one call of each function, in milliseconds, without synchronization.
 
-    A sample is HOST_CALLS calls in a row that start on an idle GPU.
+    A sample is ``calls`` calls in a row that start on an idle GPU. ``around`` is as for
+    :func:`gpu_ms`.
     """
-    return medians(functions, _host_sample, rounds)
+    return medians(functions, partial(_host_sample, calls=calls), rounds, around)
 
 
 def cpu_ms(functions: Functions, *, rounds: int) -> dict[str, float]:
@@ -93,14 +97,14 @@ def _gpu_sample(function: Callable[[], object]) -> float:
     raise RuntimeError("the function waits for the GPU, which hides its GPU time")
 
 
-def _host_sample(function: Callable[[], object]) -> float:
+def _host_sample(function: Callable[[], object], calls: int) -> float:
     torch.cuda.synchronize()
     start = time.perf_counter_ns()
-    for _ in range(HOST_CALLS):
+    for _ in range(calls):
         function()
     elapsed = time.perf_counter_ns() - start
     torch.cuda.synchronize()
-    return elapsed / HOST_CALLS / 1e6
+    return elapsed / calls / 1e6
 
 
 def _cpu_sample(function: Callable[[], object]) -> float:

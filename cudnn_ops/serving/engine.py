@@ -322,8 +322,8 @@ class Engine(Core):
     def close(self) -> None:
         """Ends :meth:`follow` on the other ranks; where there are none, it does nothing.
 
-        All ranks then let go of their CUDA graphs: NCCL destroys no communicator before. The engine
-        may be used again once they follow it again.
+        All ranks then release their CUDA graphs, without which NCCL cannot destroy its
+        communicator. The engine may be used again once they follow it again.
         """
         if self._ranks and self.is_leader:
             try:

@@ -224,10 +224,10 @@ class ModelRunner:
                 self._compute(packed, queries)[1].tolist()
 
     def release_graphs(self) -> None:
-        """Lets go of the CUDA graphs, which are captured again when they are needed.
+        """Releases the CUDA graphs, which are captured again when they are needed.
 
-        NCCL waits for all graphs with its collectives before it destroys a communicator, forever
-        where they are kept: https://docs.nvidia.com/dl-cuda-graph/latest/troubleshooting.
+        NCCL destroys a communicator only after all graphs with its collectives are gone, and waits
+        forever where one is kept (NVIDIA's CUDA graph guide, Troubleshooting, Process Hang).
         """
         self._graphs.clear()
         # The pool is kept as long as a tensor of it is, and no graph may join it any more.

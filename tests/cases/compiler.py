@@ -31,7 +31,7 @@ class Asked(Chooser):
     def __call__(self, pattern: Pattern, found: Found, candidate: Candidate) -> bool:
         if not self._unmeasurable(found):
             key_of(pattern, found)
-        if found.is_trial and self.tries:
+        if found.only_measured and self.tries:
             return True
         return super().__call__(pattern, found, candidate)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -29,8 +29,8 @@ from cudnn_ops.ops.activation import Activation
 
 _CONVS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
 _FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
-#: How it is computed, if not as it is; what reports say of it.
-_Way = Literal["", "by squares of 2 x 2 pixels", "without its groups"]
+#: How it is computed, if not as it is: what reports say of it.
+_BY_SQUARES, _WITHOUT_GROUPS = "by squares of 2 x 2 pixels", "without its groups"
 _STATISTICS = ("running_mean", "running_var", "weight", "bias")
 
 
@@ -69,9 +69,9 @@ class Convolution(Pattern):
     def find(self, node: fx.Node) -> Iterator[Found]:
         for parts in _with_activation(node):
             if _is_stem(parts.conv):
-                yield _found(node, parts, "by squares of 2 x 2 pixels")
+                yield _found(node, parts, _BY_SQUARES)
             if _has_few_groups(parts.conv):
-                yield _found(node, parts, "without its groups")
+                yield _found(node, parts, _WITHOUT_GROUPS)
             yield _found(node, parts)
 
     def finish(
@@ -175,7 +175,7 @@ def _pair(numbers: Any) -> tuple[int, int] | None:
     return (numbers, numbers) if isinstance(numbers, int) else tuple(numbers)
 
 
-def _found(node: fx.Node, parts: _Parts, way: _Way = "") -> Found:
+def _found(node: fx.Node, parts: _Parts, way: str = "") -> Found:
     conv = call_of(parts.conv)
     assert conv is not None
     _check(conv)
@@ -196,10 +196,10 @@ def _found(node: fx.Node, parts: _Parts, way: _Way = "") -> Found:
         named = {name: given[inputs.index(one)] for name, one in tensors.items()}
         weight, bias = _folded(named, eps, dims, dtype)
         x, lists, groups = named["input"], [_as_list(one) for one in geometry[:3]], geometry[3]
-        if way == "by squares of 2 x 2 pixels":
+        if way == _BY_SQUARES:
             x, weight = squares(x, weight, sizes, kernel, _pair(geometry[1]) or ())
             lists = [[1, 1], [0, 0], [1, 1]]
-        elif way == "without its groups":
+        elif way == _WITHOUT_GROUPS:
             weight, groups = applied(dense, weight, groups), 1
         if dims in _FORMATS:
             # Of all that the graph does for the layout, inductor makes one pass, or none.
@@ -209,8 +209,7 @@ def _found(node: fx.Node, parts: _Parts, way: _Way = "") -> Found:
         overload = op.padding if isinstance(geometry[1], str) else op.default
         return overload(x, weight, bias, *lists, groups, parts.activation, named.get("residual"))
 
-    is_trial = way == "without its groups"
-    return Found(parts.nodes, [node], inputs, build, way, is_trial)
+    return Found(parts.nodes, [node], inputs, build, way, only_measured=way == _WITHOUT_GROUPS)
 
 
 def _as_list(numbers: Any) -> Any:

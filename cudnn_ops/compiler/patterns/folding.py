@@ -1,8 +1,8 @@
 """Batch norms in evaluation, folded into the convolutions before them, many at a time.
 
-A network has dozens of them, and each takes two kernels of microseconds, as long as the launch
-of one. What is folded from parameters alone waits for nothing: convolutions that follow each other
-get their weights and biases from one kernel each.
+A network has dozens of them, and folding one takes two kernels, which run for about as long as they
+take to launch. What is folded from parameters alone waits for nothing: for convolutions that follow
+each other, one kernel computes all weights and one all biases.
 """
 
 from __future__ import annotations
@@ -36,11 +36,9 @@ class Norm(NamedTuple):
 def folded(*norm: Any) -> tuple[Tensor, Tensor]:
     """Weight and bias with the norm in them, from the fields of a :class:`Norm`."""
     one = Norm(*norm)
-    weight, bias, (scale, shift) = _laid_out(one), one.bias, _scale_and_shift(one)
+    weight, (scale, shift) = _laid_out(one), _scale_and_shift(one)
     if one.norm_bias is not None:
         shift = shift + one.norm_bias
-    if bias is not None:
-        shift = bias * scale + shift
     folded_weight = weight * _for_each_output(scale, weight)
     return folded_weight.to(weight.dtype), shift.to(weight.dtype)
 
@@ -53,7 +51,7 @@ def folded_together(norms: Sequence[Sequence[Any]]) -> tuple[Tensor, ...]:
         weight, (scale, shift) = _laid_out(one), _scale_and_shift(one)
         weights.append(weight)
         scales.append(_for_each_output(scale, weight))
-        shifts.append(shift if one.bias is None else one.bias * scale + shift)
+        shifts.append(shift)
     biases = torch._foreach_add(shifts, [one.norm_bias for one in given])
     return (*torch._foreach_mul(weights, scales), *biases)
 
@@ -117,11 +115,12 @@ def _laid_out(norm: Norm) -> Any:
 
 
 def _scale_and_shift(norm: Norm) -> tuple[Any, Any]:
-    """What the norm multiplies by, and what it adds but for its bias."""
+    """What the norm multiplies by, and what is added then but for its bias."""
     scale = (norm.running_var + norm.eps).rsqrt()
     if norm.norm_weight is not None:
         scale = scale * norm.norm_weight
-    return scale, -norm.running_mean * scale
+    shift = -norm.running_mean * scale
+    return scale, shift if norm.bias is None else norm.bias * scale + shift
 
 
 def _for_each_output(scale: Any, weight: Any) -> Any:
