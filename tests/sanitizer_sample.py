@@ -337,6 +337,32 @@ def depthwise_images() -> Iterator[Sample]:
             )
 
 
+def grouped_images() -> Iterator[Sample]:
+    """Our kernel, whether or not it is the faster one; its parts of a stage, and more than one."""
+
+    def run(dtype: torch.dtype, width: int, outputs: int, stride: int) -> None:
+        format = torch.channels_last
+        x = _tensor(3, 2 * width, 10, 11, dtype=dtype).to(memory_format=format).requires_grad_()
+        weight = _tensor(2 * outputs, width, 3, 3, dtype=dtype).to(memory_format=format)
+        bias = _tensor(2 * outputs, dtype=dtype).requires_grad_()
+        _ops._conv_use_grouped(2)
+        try:
+            call = partial(cudnn_ops.conv2d, x, weight.requires_grad_(), bias, stride, 1, 1, 2)
+            out = call()
+            _backward(out)
+            _backward(call(activation="silu", residual=out.detach()))
+        finally:
+            _ops._conv_use_grouped(0)
+
+    for name in ("half", "bfloat16"):
+        for steps, width, outputs in ((1, 8, 72), (2, 24, 24), (3, 40, 56), (4, 120, 8)):
+            for stride in (1, 2):
+                yield (
+                    f"grouped_conv_{name}_{steps}, stride {stride}",
+                    partial(run, TYPES[name], width, outputs, stride),
+                )
+
+
 def mixtures() -> Iterator[Sample]:
     """Of one block of pairs and of several, with pairs that have no expert."""
 
@@ -531,7 +557,16 @@ def decoding() -> Iterator[Sample]:
 
 FAMILIES = (
     *(gated, rotary, norms, group_norms, batch_norms, adaptive_norms, convolutions),
-    *(depthwise_images, mixtures, appending, rounding, turned_rounding, rounding_rows, decoding),
+    *(
+        depthwise_images,
+        grouped_images,
+        mixtures,
+        appending,
+        rounding,
+        turned_rounding,
+        rounding_rows,
+        decoding,
+    ),
 )
 
 

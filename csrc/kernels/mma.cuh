@@ -25,6 +25,15 @@ __device__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
 }
 
+// Four matrices of 8 rows of 16 bytes: lane i has the address of row i % 8 of matrix i / 8, and
+// gets the elements [2 * (i % 4)] and [2 * (i % 4) + 1] of row i / 4.
+__device__ void load_rows(unsigned (&to)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
 // Four matrices of 8 rows of 16 bytes, of each the transposed: lane i has the address of row i % 8
 // of matrix i / 8, and gets the elements [2 * (i % 4)] and [2 * (i % 4) + 1] of column i / 4.
 __device__ void load_transposed(unsigned (&to)[4], const void* row) {

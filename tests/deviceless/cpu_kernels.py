@@ -22,6 +22,7 @@ from torch import Tensor
 _HERE = Path(__file__).parent
 _KERNELS = _HERE.parents[1] / "csrc" / "kernels"
 _CONVERSION = re.compile(r'asm\("([\w.]+) %[^"]*"\s*:\s*"=\w"\((\w+)\)\s*:\s*(.*?)\);')
+_SHARED = re.compile(r"extern __shared__ (\w+ \w+)\[\];")
 _ARGUMENT = re.compile(r"const __grid_constant__ (\w+) (\w+)")
 
 
@@ -46,6 +47,8 @@ def _for_cpu(source: str) -> str:
         values = ", ".join(re.findall(r"\((\w+)\)", found[3]))
         return f"{found[1].replace('.', '_')}({found[2]}, {values});"
 
+    # More than a block of any kernel has.
+    source = _SHARED.sub(r"static \1[1 << 15];", source)
     return _ARGUMENT.sub(r"const \1& \2", _CONVERSION.sub(call, source))
 
 
@@ -53,7 +56,9 @@ def compile_for_cpu(name: str, folder: Path, *macros: str) -> ctypes.CDLL:
     """A source of ``csrc/kernels`` as a library with its kernels."""
     (folder / "kernels").mkdir(parents=True, exist_ok=True)
     for path in (*_KERNELS.glob("*.cuh"), *_KERNELS.glob("*.h"), _KERNELS / f"{name}.cu"):
-        (folder / "kernels" / path.name).write_text(_for_cpu(path.read_text()))
+        path = _HERE / "cpu_mma.h" if path.name == "mma.cuh" else path
+        name_there = "mma.cuh" if path.name == "cpu_mma.h" else path.name
+        (folder / "kernels" / name_there).write_text(_for_cpu(path.read_text()))
     library = folder / f"{name}{''.join(macros)}.so"
     words = [
         *("g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-w", "-fno-strict-aliasing"),

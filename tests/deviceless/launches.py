@@ -388,6 +388,30 @@ def run_images(recorder: Recorder, device: torch.device) -> None:
         _ops._conv_use_depthwise(step, 0)
 
 
+def run_grouped_images(recorder: Recorder, device: torch.device) -> None:
+    """Convolutions in groups, by our kernel wherever it can."""
+    shapes = itertools.product(
+        ((2, 8, 8), (3, 24, 40), (3, 40, 24), (4, 56, 56), (2, 232, 136), (1000, 8, 72)),
+        *((1, 7, 224), (1, 300), (1, 3, 7), (1, 2)),
+    )
+    _ops._conv_use_grouped(2)
+    for ((groups, inputs, outputs), size, batch, kernel, stride), dtype in itertools.product(
+        shapes, DTYPES[:2]
+    ):
+        weight = memory(device, dtype, groups * outputs, kernel, kernel, inputs)
+        bias = memory(device, dtype, groups * outputs)
+        geometry = [stride, stride, *[kernel] * 4, 1, 1, groups]
+        out_size = (size + kernel) // stride + 1
+        x, out = (
+            memory(device, dtype, batch, n, n, channels).permute(0, 3, 1, 2)
+            for n, channels in ((size, groups * inputs), (out_size, groups * outputs))
+        )
+        by_taps = weight.permute(0, 3, 1, 2)
+        with recorder.calling("conv2d", dtype, batch, groups, inputs, outputs, size, kernel):
+            _ops._conv.default(x, by_taps, bias, out, geometry, 2, True)
+    _ops._conv_use_grouped(0)
+
+
 def run_transposed_rows(recorder: Recorder, device: torch.device) -> None:
     """Transposed ones of these; their epilogue is a pass of its own."""
     shapes = itertools.product((2, 3, 64, 2048), (2, 7, 1000), (1, 300), (2, 4, 129), (1, 3))
@@ -542,6 +566,7 @@ RUNS = (
     run_epilogues,
     run_rows,
     run_images,
+    run_grouped_images,
     run_transposed_rows,
     run_linear,
     run_append,

@@ -90,6 +90,11 @@ BARE = {
     "one pixel of relu": ("conv2d", (8, 64, 7, 7), (128, 64, 7, 7), torch.float32, "relu", {}),
     "twelve of relu": ("conv2d", (8, 96, 9, 9), (192, 12, 3, 3), BF16, "relu", {"groups": 8}),
     "48 a group, of relu": ("conv2d", (8, 96, 9, 9), (96, 48, 3, 3), BF16, "relu", {"groups": 2}),
+    "96 a group, of relu": ("conv2d", (8, 192, 9, 9), (192, 96, 3, 3), BF16, "relu", {"groups": 2}),
+    "16 to 32 of relu": ("conv2d", (8, 96, 9, 9), (192, 16, 3, 3), BF16, "relu", {"groups": 6}),
+    "more outputs of relu": ("conv2d", (8, 64, 9, 9), (128, 32, 3, 3), BF16, "relu", {"groups": 2}),
+    "49 taps of relu": ("conv2d", (8, 64, 9, 9), (64, 32, 7, 7), BF16, "relu", {"groups": 2}),
+    "25 taps of relu": ("conv2d", (8, 128, 9, 9), (128, 64, 5, 5), BF16, "relu", {"groups": 2}),
     "many of 56": ("conv2d", (64, 112, 28, 28), (112, 56, 3, 3), BF16, "silu", {"groups": 2}),
     "many of 64": ("conv2d", (64, 128, 28, 28), (128, 64, 3, 3), BF16, "silu", {"groups": 2}),
     "odd groups of relu": ("conv2d", (8, 66, 9, 9), (66, 33, 3, 3), BF16, "relu", {"groups": 2}),
@@ -115,7 +120,6 @@ FUSED = {
     "few of 56": ("conv2d", (8, 112, 9, 9), (112, 56, 3, 3), BF16, "silu", {"groups": 2}),
     "many of 48": ("conv2d", (64, 96, 28, 28), (96, 48, 3, 3), BF16, "silu", {"groups": 2}),
     "64 a group, of relu": ("conv2d", (8, 128, 9, 9), (128, 64, 3, 3), BF16, "relu", {"groups": 2}),
-    "sixteen of relu": ("conv2d", (8, 96, 9, 9), (192, 16, 3, 3), BF16, "relu", {"groups": 6}),
     "one pixel": ("conv2d", (8, 64, 7, 7), (128, 64, 7, 7), torch.float32, "silu", {}),
     "three channels": ("conv2d", (8, 3, 9, 9), (32, 3, 3, 3), BF16, "silu", {}),
 }
@@ -123,9 +127,11 @@ FUSED = {
 
 @pytest.fixture
 def without_our_kernels() -> Iterator[None]:
-    """As where cuDNN's depthwise convolutions of images are the faster ones."""
+    """As where cuDNN's depthwise convolutions and those in groups are the faster ones."""
     _ops._conv_use_depthwise(0, 1)
+    _ops._conv_use_grouped(1)
     yield
+    _ops._conv_use_grouped(0)
     _ops._conv_use_depthwise(0, 0)
 
 

@@ -1,6 +1,7 @@
 #include "ops/conv/conv_choice.h"
 
 #include "graph/cudnn_library.h"
+#include "kernels/grouped_conv.h"
 
 #include <c10/util/accumulate.h>
 
@@ -8,6 +9,7 @@
 #include <array>
 #include <atomic>
 #include <iterator>
+#include <utility>
 
 namespace cudnn_ops {
 namespace {
@@ -25,6 +27,10 @@ struct Channels {
                                     params.weight.sizes.begin() + params.weight.rank)) {
   }
 };
+
+bool is_power_of_two(int64_t number) {
+  return (number & (number - 1)) == 0;
+}
 
 // Whether cuDNN compiles a kernel for this epilogue; for the others it has precompiled ones.
 bool is_compiled(Activation activation) {
@@ -44,17 +50,22 @@ bool is_slow_depthwise(const ConvParams& params, const Channels& channels) {
 }
 
 // Compiled kernels pad each group to a tile: they took up to 8 times as long for 8 channels a
-// group. Wider groups were measured on an H100 (cuDNN 9.19, 3 x 3, 30 sizes). The precompiled
-// kernels with an epilogue are good for multiples of 32 channels alone: for 24 to 232 channels they
-// took 1.2 to 10 times as long as those without. Compiled ones took 0.1 to 0.9 of two passes, but
-// for many numbers in groups of 40, 56 and multiples of 64 channels, 1.2 to 2 times as long.
+// group. Wider groups were measured on an H100 (cuDNN 9.19, 60 sizes). The precompiled kernels with
+// an epilogue are good for 32, 64, 128 and 256 channels, as many in as out, and few taps: for all
+// others they took 1.2 to 23 times as long as those without. Compiled ones took 0.1 to 0.9 of two
+// passes, but for many numbers in groups of 40, 56 and multiples of 64 channels, 1.2 to 2 times as
+// long.
 bool is_slow_grouped(const ConvParams& params, const Channels& channels) {
-  constexpr int64_t kNarrow = 16, kPrecompiled = 32, kCompiled = 64,
-                    kManyNumbers = int64_t{1} << 21;
+  constexpr int64_t kNarrow = 16, kCompiled = 64, kManyNumbers = int64_t{1} << 21;
+  constexpr int64_t kFewTaps = 9, kSomeTaps = 25, kSomeChannels = 32;
   const int64_t width = channels.inputs;
-  if (width <= 1 || !channels.is_grouped || width != channels.outputs) return false;
+  if (width <= 1 || !channels.is_grouped) return false;
+  if (!is_compiled(params.activation)) {
+    if (width != channels.outputs || width <= kNarrow || !is_power_of_two(width)) return true;
+    return channels.taps > (width <= kSomeChannels ? kSomeTaps : kFewTaps);
+  }
+  if (width != channels.outputs) return false;
   if (width <= kNarrow) return true;
-  if (!is_compiled(params.activation)) return width % kPrecompiled != 0;
   const auto& out = params.out.sizes;
   const bool has_many =
       c10::multiply_integers(out.begin(), out.begin() + params.out.rank) >= kManyNumbers;
@@ -180,13 +191,13 @@ bool is_faster_depthwise(const Conv& args, ConvStep step) {
 }
 
 constexpr size_t kSteps = 3;
-std::array<std::atomic<DepthwiseUse>, kSteps> depthwise_use{};
+std::array<std::atomic<KernelUse>, kSteps> depthwise_use{};
 
 // Nothing to say where it is not a question of speed.
 KernelChoice choose_depthwise_images(const Conv& args, ConvStep step) {
-  const DepthwiseUse use = depthwise_use.at(static_cast<size_t>(step));
-  if (use == DepthwiseUse::kNever || !is_for_depthwise_images(args)) return {};
-  if (use == DepthwiseUse::kMeasured && !is_faster_depthwise(args, step)) {
+  const KernelUse use = depthwise_use.at(static_cast<size_t>(step));
+  if (use == KernelUse::kNever || !is_for_depthwise_images(args)) return {};
+  if (use == KernelUse::kMeasured && !is_faster_depthwise(args, step)) {
     return {ConvKernel::kPlan, "",
             "no kernel of cudnn_ops runs: for depthwise convolutions of this size none was "
             "measured to be faster than cuDNN's, the one that torch runs"};
@@ -197,6 +208,80 @@ KernelChoice choose_depthwise_images(const Conv& args, ConvStep step) {
                 "convolutions of this size it is faster than cuDNN's"
               : "a kernel of cudnn_ops runs: for depthwise convolutions of this size it is faster "
                 "than cuDNN's"};
+}
+
+// What the kernel for groups reads and writes: the gradient of the input is a convolution of the
+// output's, with as many channels in as the other has out.
+struct GroupWidths {
+  int64_t inputs, outputs, groups;
+
+  GroupWidths(const Conv& args, ConvStep step)
+      : inputs(args.weight.size(1)),
+        outputs(args.weight.size(0) / args.geometry.groups()),
+        groups(args.geometry.groups()) {
+    if (step == ConvStep::kInputGradient) std::swap(inputs, outputs);
+  }
+};
+
+// Whole vectors of channels in half precision, and counts that fit in 32 bits.
+bool is_for_grouped(const Conv& args, ConvStep step) {
+  constexpr int64_t kMost = int64_t{1} << 28, kMostTiles = 65535;
+  const auto& geometry = args.geometry;
+  if (step == ConvStep::kWeightGradient || args.dims() != 2 || geometry.groups() <= 1 ||
+      geometry.is_transposed() || args.input.element_size() != 2) {
+    return false;
+  }
+  const GroupWidths widths(args, step);
+  if (widths.inputs % kGroupedConvChannels != 0 || widths.outputs % kGroupedConvChannels != 0 ||
+      widths.groups > kMostTiles / (widths.outputs / kGroupedConvChannels)) {
+    return false;
+  }
+  int64_t lines = args.input.size(0);
+  for (size_t dim = 0; dim < 2; ++dim) {
+    const auto at = static_cast<int64_t>(dim) + 2;
+    const int64_t count = args.weight.size(at), dilation = geometry.dilation(dim);
+    const int64_t padded = args.input.size(at) + geometry.before(dim) + geometry.after(dim);
+    if (step == ConvStep::kInputGradient && geometry.stride(dim) != 1) return false;
+    if (std::max({padded, geometry.stride(dim), dilation}) > kMost || count > kMost / dilation) {
+      return false;
+    }
+    if (dim == 0) lines *= padded;
+  }
+  return lines <= kMost;
+}
+
+// Where the kernel for groups was measured to be faster than cuDNN's with the channels last (H100,
+// cuDNN 9.19, 150 sizes): 1.1 to 8 times as fast.
+bool is_faster_grouped(const Conv& args, ConvStep step) {
+  // Of more taps and more channels cuDNN's took down to 0.2 of the time.
+  constexpr int64_t kMostTaps = 9, kMostChannels = 128;
+  const GroupWidths widths(args, step);
+  const int64_t taps = args.weight.size(2) * args.weight.size(3), width = widths.inputs;
+  if (taps > kMostTaps || std::max(width, widths.outputs) > kMostChannels) return false;
+  if (width != widths.outputs) return true;
+  constexpr int64_t kPointwiseChannels = 64;
+  if (taps == 1) return width <= kPointwiseChannels;
+  if (is_power_of_two(width)) {
+    return width == 16 && widths.groups <= 4 && step == ConvStep::kForward;
+  }
+  // In few groups of these, of many numbers, cuDNN's took 0.9 to 0.95 of the time.
+  constexpr int64_t kManyNumbers = int64_t{1} << 22;
+  const bool is_few = (width == 24 && widths.groups == 2) || (width == 56 && widths.groups == 3);
+  return !is_few || args.input.numel() < kManyNumbers;
+}
+
+std::atomic<KernelUse> grouped_use{KernelUse::kMeasured};
+
+KernelChoice choose_grouped(const Conv& args, ConvStep step) {
+  const KernelUse use = grouped_use;
+  if (use == KernelUse::kNever || !is_for_grouped(args, step)) return {};
+  if (use == KernelUse::kMeasured && !is_faster_grouped(args, step)) return {};
+  return {ConvKernel::kGrouped, "cudnn_ops",
+          step == ConvStep::kForward
+              ? "a kernel of cudnn_ops runs: it computes the whole epilogue, and for groups of "
+                "this many channels it is faster than cuDNN's"
+              : "a kernel of cudnn_ops runs: for groups of this many channels it is faster than "
+                "cuDNN's"};
 }
 
 // Kernels that see all of a sample at once: one output, of one product. A gradient of the weight is
@@ -295,11 +380,16 @@ KernelChoice choose_kernel(const Conv& args, ConvStep step) {
             "a matrix product of torch runs: the kernel is as large as the input, and cuDNN's "
             "convolutions are slower there"};
   }
-  return choose_depthwise_images(args, step);
+  if (is_depthwise_image(args)) return choose_depthwise_images(args, step);
+  return choose_grouped(args, step);
 }
 
-void set_depthwise_use(ConvStep step, DepthwiseUse use) {
+void set_depthwise_use(ConvStep step, KernelUse use) {
   depthwise_use.at(static_cast<size_t>(step)) = use;
+}
+
+void set_grouped_use(KernelUse use) {
+  grouped_use = use;
 }
 
 bool is_length_last(const Conv& args) {

@@ -20,9 +20,9 @@ std::string_view reason_for_bare(const ConvParams& params);
 enum class ConvStep : int64_t { kForward, kInputGradient, kWeightGradient };
 
 // What computes it: a plan of cuDNN, kernels of ours for depthwise convolutions of one dimension
-// (kernels/depthwise_conv1d.h) or of more (kernels/depthwise_conv.h), or torch's product of
-// matrices.
-enum class ConvKernel { kPlan, kDepthwise, kDepthwiseImages, kProduct };
+// (kernels/depthwise_conv1d.h) or of more (kernels/depthwise_conv.h) and for groups
+// (kernels/grouped_conv.h), or torch's product of matrices.
+enum class ConvKernel { kPlan, kDepthwise, kDepthwiseImages, kGrouped, kProduct };
 
 struct KernelChoice {
   ConvKernel kernel = ConvKernel::kPlan;
@@ -33,9 +33,11 @@ struct KernelChoice {
 KernelChoice choose_kernel(const Conv& args, ConvStep step);
 
 // For tests and benchmarks: which steps of depthwise convolutions of two and three dimensions our
-// kernels compute, of those that they can. kMeasured, at first: those that they are faster for.
-enum class DepthwiseUse : int64_t { kMeasured, kNever, kAlways };
-void set_depthwise_use(ConvStep step, DepthwiseUse use);
+// kernels compute, and which convolutions in groups, of those that they can. kMeasured, at first:
+// those that they are faster for.
+enum class KernelUse : int64_t { kMeasured, kNever, kAlways };
+void set_depthwise_use(ConvStep step, KernelUse use);
+void set_grouped_use(KernelUse use);
 
 // Whether results have the length last in memory, as the input has: of depthwise convolutions of
 // one dimension, whose kernels have that layout too. Those of all others, transposed ones among

@@ -10,6 +10,7 @@
 #include "kernels/conv_epilogue.h"
 #include "kernels/depthwise_conv.h"
 #include "kernels/depthwise_conv1d.h"
+#include "kernels/grouped_conv.h"
 
 #include <ATen/Context.h>
 #include <ATen/cuda/EmptyTensor.h>
@@ -219,6 +220,26 @@ Convolved convolve_depthwise_image(const Conv& args, bool with_before) {
   return {out, before, ConvFusion::kAll};
 }
 
+GroupedConvSteps grouped_steps(const Conv& args) {
+  GroupedConvSteps steps;
+  const auto& geometry = args.geometry;
+  for (size_t dim = 0; dim < 2; ++dim) {
+    steps.stride.at(dim) = geometry.stride(dim);
+    steps.dilation.at(dim) = geometry.dilation(dim);
+    steps.padding.at(dim) = geometry.before(dim);
+  }
+  return steps;
+}
+
+// Likewise, of an image in groups.
+Convolved convolve_grouped(const Conv& args, const Images& images, bool with_before) {
+  const at::Tensor out = empty(conv_params(args, ConvFusion::kNone, false).out, images.input);
+  const at::Tensor before = with_before ? empty(out.sizes(), out) : at::Tensor();
+  grouped_conv(images.input, images.weight, grouped_steps(args), images.bias, images.residual,
+               args.kind(), before, out);
+  return {out, before, ConvFusion::kAll};
+}
+
 // The part of the epilogue that the plan did not compute, in one pass.
 void add_rest(const Conv& args, const Images& images, bool with_before, Convolved& convolved) {
   if (convolved.fusion == ConvFusion::kAll) return;
@@ -238,6 +259,7 @@ Convolved convolve_by_choice(const Conv& args, bool with_before) {
   if (kernel == ConvKernel::kDepthwise) return convolve_depthwise(args, with_before);
   if (kernel == ConvKernel::kDepthwiseImages) return convolve_depthwise_image(args, with_before);
   const Images images(args);
+  if (kernel == ConvKernel::kGrouped) return convolve_grouped(args, images, with_before);
   Convolved convolved =
       kernel == ConvKernel::kProduct ? multiply(args, images) : convolve(args, images, with_before);
   add_rest(args, images, with_before, convolved);
@@ -321,6 +343,26 @@ at::Tensor depthwise_image_gradient(const Conv& args, const at::Tensor& grad, bo
   return result;
 }
 
+// Of an image in groups, with stride 1: a convolution of the output's gradient, by each group's
+// weights with inputs and outputs exchanged.
+void grouped_input_gradient(const Conv& args, const at::Tensor& grad, const at::Tensor& weight,
+                            const at::Tensor& result) {
+  const OnlyKernels guard;
+  const int64_t groups = args.geometry.groups(), inputs = weight.size(1);
+  const int64_t outputs = weight.size(0) / groups, rows = weight.size(2), columns = weight.size(3);
+  const at::Tensor exchanged = empty({groups * inputs, outputs, rows, columns}, weight);
+  const auto by_group = [&](const at::Tensor& of, int64_t first, int64_t second) {
+    return of.permute({0, 2, 3, 1}).view({groups, first, rows, columns, second});
+  };
+  by_group(exchanged, inputs, outputs).copy_(by_group(weight, outputs, inputs).transpose(1, 4));
+  GroupedConvSteps steps = grouped_steps(args);
+  for (auto* each : {&steps.dilation, &steps.padding}) {
+    for (int64_t& number : *each) number = -number;
+  }
+  grouped_conv(grad, exchanged, steps, /*bias=*/{}, /*residual=*/{}, Activation::kNone,
+               /*before=*/{}, result);
+}
+
 // As a product; `other` is the weight, or the input.
 void multiply_gradient(const at::Tensor& grad, const at::Tensor& other, bool is_of_weight,
                        const at::Tensor& result) {
@@ -348,6 +390,10 @@ at::Tensor gradient(const Conv& args, const at::Tensor& grad, bool is_of_weight,
   const at::Tensor other = image_of(is_of_weight ? args.input : args.weight, args.op());
   if (kernel == ConvKernel::kProduct) {
     multiply_gradient(image, other, is_of_weight, result);
+    return result;
+  }
+  if (kernel == ConvKernel::kGrouped) {
+    grouped_input_gradient(args, image, other, result);
     return result;
   }
   graph::CallPointers pointers;

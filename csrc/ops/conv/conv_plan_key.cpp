@@ -62,9 +62,13 @@ std::tuple<std::string, std::string> other_engine(const at::Tensor& input, const
   return {std::string(choice.engine), std::string(choice.reason)};
 }
 
-// By a ConvStep and a DepthwiseUse.
+// By a ConvStep and a KernelUse.
 void use_depthwise(int64_t step, int64_t use) {
-  set_depthwise_use(static_cast<ConvStep>(step), static_cast<DepthwiseUse>(use));
+  set_depthwise_use(static_cast<ConvStep>(step), static_cast<KernelUse>(use));
+}
+
+void use_grouped(int64_t use) {
+  set_grouped_use(static_cast<KernelUse>(use));
 }
 
 std::vector<int64_t> backward_plan_key(const at::Tensor& input, const at::Tensor& weight,
@@ -95,6 +99,7 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   m.def("_conv_other_engine(Tensor input, Tensor weight, int[] geometry, int step) -> (str, str)",
         other_engine);
   m.def("_conv_use_depthwise(int step, int use) -> ()", use_depthwise);
+  m.def("_conv_use_grouped(int use) -> ()", use_grouped);
   m.def(
       "_conv_backward_plan_key(Tensor input, Tensor weight, int[] geometry, bool is_of_weight) "
       "-> int[]",

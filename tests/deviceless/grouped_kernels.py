@@ -1,0 +1,105 @@
+"""Runs the kernels of grouped convolutions, thread by thread; prints as JSON what was wrong.
+
+LD_PRELOAD=fake_runtime.so python -m tests.deviceless.grouped_kernels fake_runtime.so
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import cudnn_ops
+from cudnn_ops.ops.activation import Activation
+from tests.deviceless.cpu_kernels import Kernels, from_gpu, to_gpu
+
+
+class Case(NamedTuple):
+    """A convolution: batch and size, groups, channels of one and its outputs, the kernel."""
+
+    sizes: tuple[int, int, int]
+    groups: int
+    width: int
+    outputs: int
+    kernel: tuple[int, int] = (3, 3)
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (1, 1)
+    dilation: tuple[int, int] = (1, 1)
+    bias: bool = True
+    residual: bool = False
+    activation: Activation = "relu"
+
+
+CASES = (
+    Case((2, 9, 7), 2, 56, 56),
+    Case((1, 14, 14), 3, 16, 24, stride=(2, 2), activation="none", bias=False),
+    Case((2, 8, 8), 2, 8, 8, padding=(2, 2), dilation=(2, 2), residual=True, activation="silu"),
+    Case((1, 10, 13), 2, 24, 72, (1, 3), (1, 2), (0, 1), activation="gelu"),
+    Case((1, 7, 7), 2, 112, 120, activation="hardswish"),
+    Case((3, 5, 6), 2, 232, 64, (2, 2), padding=(0, 0), activation="leaky_relu"),
+    Case((1, 12, 12), 4, 32, 32, (5, 5), padding=(2, 2), activation="relu6"),
+    Case((1, 12, 12), 2, 48, 40, stride=(2, 1), residual=True, activation="gelu_tanh"),
+    Case((1, 1, 1), 2, 64, 64),
+    Case((5, 6, 6), 2, 40, 200, (1, 1), padding=(0, 0), bias=False),
+)
+ACTIVATIONS = {
+    "none": lambda x: x,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    **{name: getattr(F, name) for name in ("relu", "silu", "gelu", "relu6", "hardswish")},
+    "leaky_relu": lambda x: F.leaky_relu(x, 0.01),
+}
+
+
+def run(case: Case, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    batch, *size = case.sizes
+
+    def draw(*sizes: int) -> Tensor:
+        x = torch.randn(sizes, dtype=torch.float64).to(dtype)
+        return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+
+    x = draw(batch, case.groups * case.width, *size)
+    weight = draw(case.groups * case.outputs, case.width, *case.kernel)
+    bias = draw(case.groups * case.outputs) if case.bias else None
+    geometry = case.stride, case.padding, case.dilation, case.groups
+    exact = F.conv2d(
+        x.double(), weight.double(), None if bias is None else bias.double(), *geometry
+    )
+    residual = draw(*exact.shape) if case.residual else None
+    if residual is not None:
+        exact = exact + residual.double()
+    exact = ACTIVATIONS[case.activation](exact)
+    found = cudnn_ops.conv2d(
+        to_gpu(x),
+        to_gpu(weight),
+        None if bias is None else to_gpu(bias),
+        *geometry,
+        activation=case.activation,
+        residual=None if residual is None else to_gpu(residual),
+    )
+    epsilon = torch.finfo(dtype).eps
+    torch.testing.assert_close(from_gpu(found).double(), exact, rtol=2 * epsilon, atol=epsilon)
+
+
+def main() -> None:
+    kernels = Kernels(Path(sys.argv[1]), ("grouped_conv",))
+    torch.ops.cudnn_ops._conv_use_grouped(2)
+    wrong = []
+    for case in CASES:
+        for dtype in (torch.half, torch.bfloat16):
+            try:
+                run(case, dtype)
+            except AssertionError as error:
+                wrong.append(f"{case}, {dtype}: {error}")
+    answer = {"launched": sorted(set(kernels.launched)), "overruns": kernels.overruns()}
+    print(json.dumps({**answer, "wrong": wrong}))
+
+
+if __name__ == "__main__":
+    assert cudnn_ops
+    main()
