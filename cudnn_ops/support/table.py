@@ -211,7 +211,7 @@ _CONVS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], dict[str, Any]]] 
     "conv2d, 1 x 1": ("conv2d", (8, 64, 28, 28), (128, 64, 1, 1), {}),
     "conv2d, stride 2": ("conv2d", (8, 64, 28, 28), (128, 64, 3, 3), {"stride": 2}),
     "conv2d, dilation 2": ("conv2d", (8, 64, 28, 28), (128, 64, 3, 3), {"dilation": 2}),
-    "conv2d, 4 groups": ("conv2d", (8, 64, 28, 28), (128, 16, 3, 3), {"groups": 4}),
+    "conv2d, 4 groups": ("conv2d", (8, 128, 28, 28), (128, 32, 3, 3), {"groups": 4}),
     "conv2d, depthwise": ("conv2d", (8, 64, 28, 28), (64, 1, 3, 3), {"groups": 64}),
     "conv2d, 3 channels": ("conv2d", (8, 3, 28, 28), (64, 3, 7, 7), {"stride": 2}),
     "conv3d": ("conv3d", (2, 64, 8, 28, 28), (128, 64, 3, 3, 3), {"padding": 1}),

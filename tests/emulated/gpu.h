@@ -313,6 +313,15 @@ inline void cp_async_commit_group() {
 inline void cp_async_wait_group(int most) {
   arrive(static_cast<size_t>(most));
 }
+inline void ldmatrix_sync_aligned_m8n8_x4_shared_b16(uint32_t& r0, uint32_t& r1, uint32_t& r2,
+                                                     uint32_t& r3, uint32_t row) {
+  const Slot* slots = exchange({{row}});
+  uint32_t* results[] = {&r0, &r1, &r2, &r3};
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    const uint32_t from = slots[matrix * 8 + lane() / 4].words[0];
+    std::memcpy(results[matrix], shared_memory() + from + lane() % 4 * 4, sizeof(uint32_t));
+  }
+}
 inline void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(uint32_t& r0, uint32_t& r1, uint32_t& r2,
                                                            uint32_t& r3, uint32_t row) {
   const Slot* slots = exchange({{row}});
