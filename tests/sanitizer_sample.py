@@ -557,16 +557,8 @@ def decoding() -> Iterator[Sample]:
 
 FAMILIES = (
     *(gated, rotary, norms, group_norms, batch_norms, adaptive_norms, convolutions),
-    *(
-        depthwise_images,
-        grouped_images,
-        mixtures,
-        appending,
-        rounding,
-        turned_rounding,
-        rounding_rows,
-        decoding,
-    ),
+    *(depthwise_images, grouped_images, mixtures, appending),
+    *(rounding, turned_rounding, rounding_rows, decoding),
 )
 
 

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from cudnn_ops.support import explain
 from tests.cases import conv as cases
-from tests.cases.conv import ConvCase
+from tests.cases.conv import ConvCase, other_engines
 from tests.conftest import DEVICES
 
 pytestmark = pytest.mark.usefixtures("without_tf32")
@@ -135,13 +135,6 @@ def test_depthwise_images_with_every_activation(activation, device, ours, poison
             cases.check(case, cases.make(case, dtype, device, seed=32))
 
 
-def behind(tensor: torch.Tensor) -> torch.Tensor:
-    """At an address that is no multiple of anything."""
-    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)[1:]
-    moved = memory.as_strided(tensor.shape, tensor.stride()).copy_(tensor.detach())
-    return moved.requires_grad_(tensor.requires_grad)
-
-
 def part(tensor: torch.Tensor) -> torch.Tensor:
     """Some of the channels, or numbers, of a larger tensor."""
     dim = min(tensor.dim() - 1, 1)
@@ -156,7 +149,7 @@ def first(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("lay_out", [behind, part, first])
+@pytest.mark.parametrize("lay_out", [cases.behind, part, first])
 def test_any_layout(lay_out, device, ours, poisoned):
     for shape in (image(2, 40, (11, 12), 5), image(2, 26, (9, 8), 3, 2), image(2, 7, (4, 6, 5), 3)):
         case = replace(shape, activation="gelu", residual=True)
@@ -218,25 +211,7 @@ def test_our_kernels_run_where_they_are_asked_for():
 def test_a_cuda_graph_is_replayed(ours):
     case = replace(image(2, 64, (14, 14), 7), activation="gelu")
     t = cases.make(case, torch.bfloat16, "cuda", seed=38)
-    leaves = list(t.differentiable.values())
-    expected = torch.autograd.grad(cases.run(case, t), leaves, t.grad_out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = torch.autograd.grad(cases.run(case, t), leaves, t.grad_out)
-    for tensor in found:
-        tensor.fill_(torch.nan)
-    graph.replay()
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-
-
-def other_engines(case: ConvCase) -> list[str]:
-    """Of the forward and both gradients; empty where a plan of cuDNN's runs."""
-    input = torch.empty(case.batch, case.channels, *case.size, dtype=torch.bfloat16, device="meta")
-    weight = input.new_empty(case.out_channels, case.channels // case.groups, *case.kernel)
-    geometry = _ops._conv_geometry(
-        *(case.dims, weight, case.stride, case.padding, case.dilation, case.groups)
-    )
-    return [_ops._conv_other_engine(input, weight, geometry, step)[0] for step in STEPS]
+    cases.check_a_replayed_graph(case, t)
 
 
 def test_what_is_chosen():

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from cudnn_ops.support import explain
 from tests.cases import conv as cases
-from tests.cases.conv import ConvCase
+from tests.cases.conv import ConvCase, other_engines
 from tests.conftest import DEVICES
 
 pytestmark = pytest.mark.usefixtures("without_tf32")
@@ -107,12 +107,7 @@ def test_layouts_and_addresses(ours):
     case = replace(image(2, (9, 10), 2, 24), activation="gelu", residual=True)
     t = cases.make(case, torch.bfloat16, "cuda", seed=53)
     expected = cases.run(case, t)
-
-    def behind(tensor: torch.Tensor) -> torch.Tensor:
-        memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device="cuda")[1:]
-        return memory.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
-
-    for lay_out in (torch.Tensor.contiguous, behind):
+    for lay_out in (torch.Tensor.contiguous, cases.behind):
         changed = {name: lay_out(tensor.detach()) for name, tensor in t.differentiable.items()}
         assert torch.equal(cases.run(case, replace(t, **changed)), expected)
 
@@ -167,25 +162,7 @@ def test_our_kernel_runs_where_it_is_asked_for():
 def test_a_cuda_graph_is_replayed(ours):
     case = replace(image(2, (14, 14), 2, 56), activation="gelu")
     t = cases.make(case, torch.bfloat16, "cuda", seed=57)
-    leaves = list(t.differentiable.values())
-    expected = torch.autograd.grad(cases.run(case, t), leaves, t.grad_out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = torch.autograd.grad(cases.run(case, t), leaves, t.grad_out)
-    for tensor in found:
-        tensor.fill_(torch.nan)
-    graph.replay()
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-
-
-def other_engines(case: ConvCase, dtype: torch.dtype = torch.bfloat16) -> list[str]:
-    """Of the forward and both gradients; empty where a plan of cuDNN's runs."""
-    input = torch.empty(case.batch, case.channels, *case.size, dtype=dtype, device="meta")
-    weight = input.new_empty(case.out_channels, case.channels // case.groups, *case.kernel)
-    geometry = _ops._conv_geometry(
-        *(case.dims, weight, case.stride, case.padding, case.dilation, case.groups)
-    )
-    return [_ops._conv_other_engine(input, weight, geometry, step)[0] for step in range(3)]
+    cases.check_a_replayed_graph(case, t)
 
 
 FORWARD, BOTH, NEITHER = ["cudnn_ops", "", ""], ["cudnn_ops", "cudnn_ops", ""], [""] * 3

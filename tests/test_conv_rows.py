@@ -96,11 +96,7 @@ def apart(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def behind(lay_out: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """At an address that is no multiple of anything."""
-    laid_out = lay_out(tensor.detach())
-    memory = torch.empty(laid_out.numel() + 1, dtype=tensor.dtype, device=tensor.device)[1:]
-    moved = memory.as_strided(laid_out.shape, laid_out.stride()).copy_(laid_out)
-    return moved.requires_grad_(tensor.requires_grad)
+    return cases.behind(lay_out(tensor))
 
 
 LAYOUTS = {

@@ -164,6 +164,37 @@ def check_by(
         sdpa.check(mine, right, other, f"{case} {name}")
 
 
+def check_a_replayed_graph(case: ConvCase, t: Tensors) -> None:
+    """A CUDA graph of the forward and the backward gives what calls give."""
+    leaves = list(t.differentiable.values())
+    expected = torch.autograd.grad(run(case, t), leaves, t.grad_out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = torch.autograd.grad(run(case, t), leaves, t.grad_out)
+    for tensor in found:
+        tensor.fill_(torch.nan)
+    graph.replay()
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def other_engines(case: ConvCase, dtype: torch.dtype = torch.bfloat16) -> list[str]:
+    """Of the forward and both gradients; empty where a plan of cuDNN's runs."""
+    ops = torch.ops.cudnn_ops
+    input = torch.empty(case.batch, case.channels, *case.size, dtype=dtype, device="meta")
+    weight = input.new_empty(case.out_channels, case.channels // case.groups, *case.kernel)
+    geometry = ops._conv_geometry(
+        *(case.dims, weight, case.stride, case.padding, case.dilation, case.groups)
+    )
+    return [ops._conv_other_engine(input, weight, geometry, step)[0] for step in range(3)]
+
+
+def behind(tensor: Tensor) -> Tensor:
+    """The same at an address that is no multiple of anything."""
+    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)[1:]
+    moved = memory.as_strided(tensor.shape, tensor.stride()).copy_(tensor.detach())
+    return moved.requires_grad_(tensor.requires_grad)
+
+
 def draw(rng: random.Random) -> ConvCase:
     """Any geometry that fits."""
     dims = rng.choice([1, 2, 2, 2, 3])

@@ -10,6 +10,7 @@ torch's own, such as those that copy and fill, do nothing: tensors are filled by
 from __future__ import annotations
 
 import ctypes
+import json
 import re
 import subprocess
 import tempfile
@@ -56,9 +57,8 @@ def compile_for_cpu(name: str, folder: Path, *macros: str) -> ctypes.CDLL:
     """A source of ``csrc/kernels`` as a library with its kernels."""
     (folder / "kernels").mkdir(parents=True, exist_ok=True)
     for path in (*_KERNELS.glob("*.cuh"), *_KERNELS.glob("*.h"), _KERNELS / f"{name}.cu"):
-        path = _HERE / "cpu_mma.h" if path.name == "mma.cuh" else path
-        name_there = "mma.cuh" if path.name == "cpu_mma.h" else path.name
-        (folder / "kernels" / name_there).write_text(_for_cpu(path.read_text()))
+        source = _HERE / "cpu_mma.h" if path.name == "mma.cuh" else path
+        (folder / "kernels" / path.name).write_text(_for_cpu(source.read_text()))
     library = folder / f"{name}{''.join(macros)}.so"
     words = [
         *("g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-w", "-fno-strict-aliasing"),
@@ -105,9 +105,11 @@ class Kernels:
                 return 0
         raise LookupError(f"{name} was not compiled for the CPU")
 
-    def overruns(self) -> int:
-        """How many tensors have something written around them."""
-        return int(self._runtime.fake_overruns())
+    def report(self, wrong: list[str]) -> str:
+        """As JSON: what was launched, how many tensors were written around, what was wrong."""
+        overruns = int(self._runtime.fake_overruns())
+        launched = sorted(set(self.launched))
+        return json.dumps({"launched": launched, "overruns": overruns, "wrong": wrong})
 
 
 def to_gpu(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -35,6 +36,21 @@ def run_with_fake_runtime(
         text=True,
         check=False,
     )
+
+
+def launched_on_a_cpu(module: str, folder: Path) -> list[str]:
+    """The names of the kernels that a module launched, which checks what they compute.
+
+    Args:
+        module: whose output is that of ``cpu_kernels.Kernels.report``.
+        folder: for the library.
+    """
+    done = run_with_fake_runtime(folder, "-m", module, has_memory=True)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert not answer["wrong"], answer["wrong"]
+    assert answer["overruns"] == 0
+    return list(answer["launched"])
 
 
 def include_folders() -> list[str]:

@@ -5,7 +5,6 @@ LD_PRELOAD=fake_runtime.so python -m tests.deviceless.fp8_kernels fake_runtime.s
 
 from __future__ import annotations
 
-import json
 import sys
 from itertools import product
 from pathlib import Path
@@ -69,8 +68,7 @@ def main() -> None:
             run(kernels)
         except AssertionError as error:
             wrong.append(f"{run.__name__}: {error}")
-    answer = {"launched": sorted(set(kernels.launched)), "overruns": kernels.overruns()}
-    print(json.dumps({**answer, "wrong": wrong}))
+    print(kernels.report(wrong))
 
 
 if __name__ == "__main__":

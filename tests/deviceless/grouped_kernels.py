@@ -5,7 +5,6 @@ LD_PRELOAD=fake_runtime.so python -m tests.deviceless.grouped_kernels fake_runti
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -96,8 +95,7 @@ def main() -> None:
                 run(case, dtype)
             except AssertionError as error:
                 wrong.append(f"{case}, {dtype}: {error}")
-    answer = {"launched": sorted(set(kernels.launched)), "overruns": kernels.overruns()}
-    print(json.dumps({**answer, "wrong": wrong}))
+    print(kernels.report(wrong))
 
 
 if __name__ == "__main__":
