@@ -62,6 +62,12 @@ IMAGES = {
     "24 to 72": image(1, (12, 13), 3, 24, 72),
     "232 to 40": image(1, (5, 6), 2, 232, 40),
     "strided": image(2, (15, 14), 2, 56, stride=(2, 2)),
+    "strided, no padding": image(2, (15, 14), 2, 56, stride=(2, 2), padding=(0, 0)),
+    "strided, far padding": image(2, (7, 6), 2, 40, stride=(2, 2), padding=(4, 3)),
+    "strided, 32 to 72": image(2, (15, 14), 2, 32, 72, stride=(2, 2)),
+    "strided, even kernel": image(2, (15, 14), 2, 24, kernel=(4, 2), stride=(2, 2)),
+    "strided, one row": image(2, (1, 40), 2, 24, stride=(2, 2)),
+    "strided one way": image(2, (15, 14), 2, 24, stride=(1, 2)),
     "strides of two sizes": image(2, (15, 14), 2, 24, stride=(1, 3)),
     "stride beyond the kernel": image(2, (15, 14), 2, 24, kernel=(2, 2), stride=(4, 4)),
     "dilated": image(2, (15, 14), 2, 48, padding=(2, 2), dilation=(2, 2)),
@@ -165,21 +171,32 @@ def test_a_cuda_graph_is_replayed(ours):
     cases.check_a_replayed_graph(case, t)
 
 
-FORWARD, BOTH, NEITHER = ["cudnn_ops", "", ""], ["cudnn_ops", "cudnn_ops", ""], [""] * 3
+FORWARD, GRADIENT = ["cudnn_ops", "", ""], ["", "cudnn_ops", ""]
+BOTH, NEITHER = ["cudnn_ops", "cudnn_ops", ""], [""] * 3
 
 
 def test_what_is_chosen():
     square = image(8, (14, 14), 4, 24)
     with using(ALWAYS):
         for case in IMAGES.values():
-            assert other_engines(case) == (BOTH if case.stride == (1, 1) else FORWARD)
+            has_gradient = case.stride == (1, 1) or (
+                max(case.stride) == 2 and case.dilation == (1, 1)
+            )
+            assert other_engines(case) == (BOTH if has_gradient else FORWARD)
         assert other_engines(image(2, (9, 7), 3, 12)) == NEITHER
         assert other_engines(image(2, (9, 7), 1, 24)) == NEITHER
         assert other_engines(square, torch.float32) == NEITHER
     with using(NEVER):
         assert other_engines(square) == NEITHER
     assert other_engines(square) == BOTH
-    assert other_engines(replace(square, stride=(2, 2))) == FORWARD
+    assert other_engines(replace(square, stride=(2, 2))) == BOTH
+    assert other_engines(replace(square, stride=(2, 3))) == FORWARD
+    assert other_engines(replace(square, stride=(2, 2), dilation=(2, 2))) == FORWARD
+    for width in (64, 128):
+        assert other_engines(image(8, (14, 14), 4, width, stride=(2, 2))) == GRADIENT
+    assert other_engines(image(8, (14, 14), 4, 32, stride=(2, 2))) == NEITHER
+    strided_pointwise = image(8, (14, 14), 4, 24, kernel=(1, 1), padding=(0, 0), stride=(2, 2))
+    assert other_engines(strided_pointwise) == FORWARD
     for width in (40, 48, 56, 72, 96, 112):
         assert other_engines(image(8, (14, 14), 4, width)) == BOTH
     for width in (8, 32, 64, 128, 136, 232):

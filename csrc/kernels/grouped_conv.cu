@@ -16,9 +16,10 @@ enum class Activation : int {
 };
 
 // Where an output pixel begins to read: the first row of its image among all rows, and the row and
-// the column of its first tap in the image.
+// the column of its first tap in the image. And which one it is of the output's.
 struct Place {
   int image, row, column;
+  long long pixel;
 };
 
 constexpr int kPixels = kGroupedConvPixels, kOutputs = kGroupedConvOutputs;
@@ -60,10 +61,14 @@ __device__ void forward(const GroupedConvCall& call) {
 
   {
     const long long pixel = first_pixel + thread;
-    Place place{0, -(1 << 29), 0};  // beyond the last one: no tap is in the image
+    Place place{0, -(1 << 29), 0, 0};  // beyond the last one: no tap is in the image
     if (pixel < call.pixels) {
       const unsigned column = pixel % call.columns, row = pixel / call.columns % call.rows;
-      place.image = (int)(pixel / call.columns / call.rows) * call.in_rows;
+      const long long image = pixel / call.columns / call.rows;
+      place.image = (int)image * call.in_rows;
+      place.pixel =
+          (image * call.all_rows + row * call.out_step[0] + call.out_first[0]) * call.all_columns +
+          column * call.out_step[1] + call.out_first[1];
       place.row = (int)(row * call.stride[0]) - call.padding[0];
       place.column = (int)(column * call.stride[1]) - call.padding[1];
     }
@@ -73,8 +78,9 @@ __device__ void forward(const GroupedConvCall& call) {
 
   const Bits* input = (const Bits*)call.input + group * call.width;
   const unsigned taps = call.taps[0] * call.taps[1];
-  const Bits* weight = (const Bits*)call.weight +
-                       ((long long)group * call.out_width + first_output) * taps * call.width;
+  const Bits* weight =
+      (const Bits*)call.weight +
+      ((long long)group * call.out_width + first_output) * call.all_taps * call.width;
   const unsigned chunks = (call.width + kChannels - 1) / kChannels, turns = taps * chunks;
 
   const auto load = [&](unsigned turn) {
@@ -82,8 +88,10 @@ __device__ void forward(const GroupedConvCall& call) {
       Bits* pixels = stages + turn % kStages * kStageBits;
       Bits* weights = pixels + kPixels * kPitch;
       const unsigned tap = turn / chunks, first = turn % chunks * kChannels;
-      const int down = (int)(tap / call.taps[1]) * call.dilation[0];
-      const int right = (int)(tap % call.taps[1]) * call.dilation[1];
+      const unsigned tap_row = tap / call.taps[1], tap_column = tap % call.taps[1];
+      const int down = (int)tap_row * call.dilation[0], right = (int)tap_column * call.dilation[1];
+      const unsigned of_all = (tap_row * call.tap_step[0] + call.tap_first[0]) * call.taps_of_row +
+                              tap_column * call.tap_step[1] + call.tap_first[1];
 #pragma unroll
       for (int i = 0; i < kPixels * kPieces / kThreads; ++i) {
         const unsigned at = thread + i * kThreads, pixel = at / kPieces;
@@ -102,7 +110,8 @@ __device__ void forward(const GroupedConvCall& call) {
         const unsigned channel = first + at % kPieces * 8;
         const bool is_there = output < outputs && channel < call.width;
         const Bits* source =
-            is_there ? weight + ((long long)output * taps + tap) * call.width + channel : weight;
+            is_there ? weight + ((long long)output * call.all_taps + of_all) * call.width + channel
+                     : weight;
         copy_async(weights + output * kPitch + at % kPieces * 8, source, is_there);
       }
     }
@@ -164,7 +173,7 @@ __device__ void forward(const GroupedConvCall& call) {
 #pragma unroll
     for (int k = 0; k < 8; ++k) values[k] = tile[pixel * kTilePitch + output + k];
     const unsigned channel = group * call.out_width + first_output + output;
-    const long long at = ((first_pixel + pixel) * call.outputs + channel) / 8;
+    const long long at = (places[pixel].pixel * call.outputs + channel) / 8;
     if (call.bias != nullptr) ((const Vector*)call.bias)[channel / 8].add_to(values);
     if (call.residual != nullptr) ((const Vector*)call.residual)[at].add_to(values);
     if (call.before != nullptr) ((Vector*)call.before)[at] = Vector::of(values);

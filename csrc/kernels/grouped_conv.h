@@ -12,9 +12,12 @@
 namespace cudnn_ops {
 
 // Where out[i] finds its inputs: at i * stride - padding + tap * dilation, in height and width.
-// Both of the latter are negative where the gradient of the input is computed of the output's.
+// Where only each `out_step`-th output is computed and each `tap_step`-th tap read, from the first
+// one on, i and tap count these. Dilation and padding are negative where the gradient of the input
+// is computed of the output's.
 struct GroupedConvSteps {
   std::array<int64_t, 2> stride{1, 1}, dilation{1, 1}, padding{};
+  std::array<int64_t, 2> out_first{}, out_step{1, 1}, tap_first{}, tap_step{1, 1};
 };
 
 // What the kernel takes: multiples of so many channels a group, in and out; and counts that fit in

@@ -40,9 +40,8 @@ void grouped_conv(const at::Tensor& input, const at::Tensor& weight, const Group
   call.residual = residual ? residual->const_data_ptr() : nullptr;
   call.before = before.defined() ? before.mutable_data_ptr() : nullptr;
   call.out = out.mutable_data_ptr();
-  call.rows = static_cast<unsigned>(out.size(2));
-  call.columns = static_cast<unsigned>(out.size(3));
-  call.pixels = out.size(0) * out.size(2) * out.size(3);
+  call.all_rows = static_cast<unsigned>(out.size(2));
+  call.all_columns = static_cast<unsigned>(out.size(3));
   call.in_rows = static_cast<int>(input.size(2));
   call.in_columns = static_cast<int>(input.size(3));
   call.channels = static_cast<unsigned>(input.size(1));
@@ -50,12 +49,28 @@ void grouped_conv(const at::Tensor& input, const at::Tensor& weight, const Group
   call.width = static_cast<unsigned>(weight.size(1));
   const int64_t groups = input.size(1) / weight.size(1);
   call.out_width = static_cast<unsigned>(out.size(1) / groups);
+  unsigned counts[2];
   for (size_t dim = 0; dim < 2; ++dim) {
-    call.taps[dim] = static_cast<unsigned>(weight.size(static_cast<int64_t>(dim) + 2));
+    const auto at = static_cast<int64_t>(dim) + 2;
+    const auto count_of = [at](const at::Tensor& of, int64_t first, int64_t step) {
+      return static_cast<unsigned>(std::max<int64_t>(divide_up(of.size(at) - first, step), 0));
+    };
+    counts[dim] = count_of(out, steps.out_first[dim], steps.out_step[dim]);
+    call.taps[dim] = count_of(weight, steps.tap_first[dim], steps.tap_step[dim]);
+    call.out_first[dim] = static_cast<unsigned>(steps.out_first[dim]);
+    call.out_step[dim] = static_cast<unsigned>(steps.out_step[dim]);
+    call.tap_first[dim] = static_cast<unsigned>(steps.tap_first[dim]);
+    call.tap_step[dim] = static_cast<unsigned>(steps.tap_step[dim]);
     call.stride[dim] = static_cast<unsigned>(steps.stride[dim]);
     call.dilation[dim] = static_cast<int>(steps.dilation[dim]);
     call.padding[dim] = static_cast<int>(steps.padding[dim]);
   }
+  call.rows = counts[0];
+  call.columns = counts[1];
+  call.pixels = out.size(0) * counts[0] * counts[1];
+  if (call.pixels == 0) return;
+  call.all_taps = static_cast<unsigned>(weight.size(2) * weight.size(3));
+  call.taps_of_row = static_cast<unsigned>(weight.size(3));
   call.activation = static_cast<int>(activation);
   const int64_t steps_of_channels = std::min(divide_up(weight.size(1), kStepChannels), kMostSteps);
   const DeviceKernel& kernel = kernels[type_index(out.scalar_type())][steps_of_channels - 1];

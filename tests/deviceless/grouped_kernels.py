@@ -12,10 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.grad import conv2d_input
 
 import cudnn_ops
 from cudnn_ops.ops.activation import Activation
-from tests.deviceless.cpu_kernels import Kernels, from_gpu, to_gpu
+from tests.deviceless.cpu_kernels import Kernels, copy_on_the_cpu, from_gpu, to_gpu
+
+_ops = torch.ops.cudnn_ops
 
 
 class Case(NamedTuple):
@@ -44,6 +47,9 @@ CASES = (
     Case((1, 12, 12), 4, 32, 32, (5, 5), padding=(2, 2), activation="relu6"),
     Case((1, 12, 12), 2, 48, 40, stride=(2, 1), residual=True, activation="gelu_tanh"),
     Case((1, 1, 1), 2, 64, 64),
+    Case((2, 9, 10), 2, 24, 40, stride=(2, 2), bias=False, activation="none"),
+    Case((1, 7, 8), 2, 16, 16, (3, 2), (2, 1), (0, 3), bias=False, activation="none"),
+    Case((1, 7, 8), 2, 8, 24, (1, 1), (2, 2), (0, 0), bias=False, activation="none"),
     Case((5, 6, 6), 2, 40, 200, (1, 1), padding=(0, 0), bias=False),
 )
 ACTIVATIONS = {
@@ -83,11 +89,21 @@ def run(case: Case, dtype: torch.dtype) -> None:
     )
     epsilon = torch.finfo(dtype).eps
     torch.testing.assert_close(from_gpu(found).double(), exact, rtol=2 * epsilon, atol=epsilon)
+    numbers = _ops._conv_geometry(2, weight, *geometry)
+    if not _ops._conv_other_engine(x, weight, numbers, 1)[0]:
+        return
+    grad = draw(*exact.shape)
+    of_input, *_ = _ops._conv_backward.default(
+        to_gpu(grad), to_gpu(x), to_gpu(weight), None, numbers, 0, (True, False, False, False)
+    )
+    exact = conv2d_input(x.shape, weight.double(), grad.double(), *geometry)
+    torch.testing.assert_close(from_gpu(of_input).double(), exact, rtol=2 * epsilon, atol=epsilon)
 
 
 def main() -> None:
     kernels = Kernels(Path(sys.argv[1]), ("grouped_conv",))
-    torch.ops.cudnn_ops._conv_use_grouped(2)
+    _ops._conv_use_grouped(2)
+    copies = copy_on_the_cpu()
     wrong = []
     for case in CASES:
         for dtype in (torch.half, torch.bfloat16):
@@ -96,6 +112,7 @@ def main() -> None:
             except AssertionError as error:
                 wrong.append(f"{case}, {dtype}: {error}")
     print(kernels.report(wrong))
+    del copies
 
 
 if __name__ == "__main__":

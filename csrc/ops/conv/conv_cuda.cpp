@@ -343,24 +343,39 @@ at::Tensor depthwise_image_gradient(const Conv& args, const at::Tensor& grad, bo
   return result;
 }
 
-// Of an image in groups, with stride 1: a convolution of the output's gradient, by each group's
-// weights with inputs and outputs exchanged.
-void grouped_input_gradient(const Conv& args, const at::Tensor& grad, const at::Tensor& weight,
-                            const at::Tensor& result) {
+// Each group's weights with inputs and outputs exchanged.
+at::Tensor exchanged(const at::Tensor& weight, int64_t groups) {
   const OnlyKernels guard;
-  const int64_t groups = args.geometry.groups(), inputs = weight.size(1);
-  const int64_t outputs = weight.size(0) / groups, rows = weight.size(2), columns = weight.size(3);
-  const at::Tensor exchanged = empty({groups * inputs, outputs, rows, columns}, weight);
+  const int64_t inputs = weight.size(1), outputs = weight.size(0) / groups;
+  const int64_t rows = weight.size(2), columns = weight.size(3);
+  const at::Tensor result = empty({groups * inputs, outputs, rows, columns}, weight);
   const auto by_group = [&](const at::Tensor& of, int64_t first, int64_t second) {
     return of.permute({0, 2, 3, 1}).view({groups, first, rows, columns, second});
   };
-  by_group(exchanged, inputs, outputs).copy_(by_group(weight, outputs, inputs).transpose(1, 4));
-  GroupedConvSteps steps = grouped_steps(args);
-  for (auto* each : {&steps.dilation, &steps.padding}) {
-    for (int64_t& number : *each) number = -number;
+  by_group(result, inputs, outputs).copy_(by_group(weight, outputs, inputs).transpose(1, 4));
+  return result;
+}
+
+// Of an image in groups: convolutions of the output's gradient, one for the inputs of each
+// remainder by the stride, which the same taps reach.
+void grouped_input_gradient(const Conv& args, const at::Tensor& grad, const at::Tensor& weight,
+                            const at::Tensor& result) {
+  const GroupedConvSteps forward = grouped_steps(args);
+  const at::Tensor turned = exchanged(weight, args.geometry.groups());
+  GroupedConvSteps steps;
+  steps.out_step = steps.tap_step = forward.stride;
+  for (steps.out_first[0] = 0; steps.out_first[0] < forward.stride[0]; ++steps.out_first[0]) {
+    for (steps.out_first[1] = 0; steps.out_first[1] < forward.stride[1]; ++steps.out_first[1]) {
+      for (size_t dim = 0; dim < 2; ++dim) {
+        const int64_t reach = steps.out_first.at(dim) + forward.padding.at(dim);
+        steps.tap_first.at(dim) = reach % forward.stride.at(dim);
+        steps.padding.at(dim) = -(reach / forward.stride.at(dim));
+        steps.dilation.at(dim) = -forward.dilation.at(dim);
+      }
+      grouped_conv(grad, turned, steps, /*bias=*/{}, /*residual=*/{}, Activation::kNone,
+                   /*before=*/{}, result);
+    }
   }
-  grouped_conv(grad, exchanged, steps, /*bias=*/{}, /*residual=*/{}, Activation::kNone,
-               /*before=*/{}, result);
 }
 
 // As a product; `other` is the weight, or the input.
