@@ -80,7 +80,7 @@ class Runner:
         if self.gpus:
             gpu = self._gpu_of[part] = min(self.gpus, key=used.count)
             environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
-        own = self._turns(part, folder)
+        own = turns.folder_of(self._gpu_of.get(part, 0), folder)
         own.mkdir(exist_ok=True)
         environment[turns.FOLDER_VARIABLE] = str(own)
         rows = folder / f"{_file_name(part)}.json"
@@ -97,19 +97,14 @@ class Runner:
             )
             turns.join(own, process.pid)
 
-    def _turns(self, part: str, folder: Path) -> Path:
-        """Parts on one GPU take turns, those on another do not wait for them."""
-        return folder / f"turns-{self._gpu_of.get(part, 0)}"
-
     def _ended(self, folder: Path) -> list[str]:
         """Takes in what has ended; the parts that did not end well."""
         bad: list[str] = []
         for part, process in list(self._running.items()):
             if process.poll() is None:
                 continue
-            turns.leave(self._turns(part, folder), process.pid)
+            turns.leave(turns.folder_of(self._gpu_of.pop(part, 0), folder), process.pid)
             del self._running[part]
-            self._gpu_of.pop(part, None)
             self._merge(folder / f"{_file_name(part)}.json")
             print(f"{part}: {'done' if process.returncode == 0 else 'failed'}", flush=True)
             bad += [part] * (process.returncode != 0)

@@ -2,7 +2,9 @@
 
 Compiling takes most of the time of some benchmarks, and a CPU's. `benchmarks.side_by_side` starts
 several at a time; the package's clock, by which benchmarks measure and its compile backend chooses,
-takes a turn, in which every other process of that GPU, with all that it has started, is stopped.
+takes a turn, in which the others, with all that they have started, are stopped: those of that GPU
+for its time alone, those of all GPUs where the host's time counts, which others' compiling makes
+longer.
 """
 
 from __future__ import annotations
@@ -12,14 +14,16 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-#: Names the folder in which the processes know of each other; without it there is nobody else.
+#: Names the folder in which the processes of a GPU know of each other, beside those of other GPUs;
+#: without it there is nobody else.
 FOLDER_VARIABLE = "CUDNN_OPS_BENCHMARK_TURNS"
 #: What was launched before a process stopped ends meanwhile.
 SETTLE_S = 0.1
+_PREFIX = "gpu-"
 
 
 def is_alone() -> bool:
@@ -28,14 +32,19 @@ def is_alone() -> bool:
 
 
 @contextmanager
-def turn() -> Iterator[None]:
-    """Inside it all other processes stand still; alone there is nothing to do."""
+def turn(*, of_all_gpus: bool = True) -> Iterator[None]:
+    """Inside it the other processes stand still; alone there is nothing to do."""
     if is_alone():
         yield
         return
-    folder = Path(os.environ[FOLDER_VARIABLE])
-    with between_turns(folder):
-        others = [group for group in members(folder) if group != os.getpgid(0)]
+    own = Path(os.environ[FOLDER_VARIABLE])
+    with ExitStack() as locks:
+        # In one order: no two wait for each other.
+        folders = sorted(own.parent.glob(f"{_PREFIX}*")) if of_all_gpus else [own]
+        for folder in folders:
+            locks.enter_context(between_turns(folder))
+        others = [group for folder in folders for group in members(folder)]
+        others = [group for group in others if group != os.getpgid(0)]
         try:
             send(others, signal.SIGSTOP)
             time.sleep(SETTLE_S)
@@ -48,12 +57,17 @@ def clock_in_turns() -> None:
     """From now on the package's clock takes turns."""
     from cudnn_ops.plans import timing
 
-    def in_turn(*args: Any, **kwargs: Any) -> dict[str, float]:
-        with turn():
-            return medians(*args, **kwargs)
+    def in_turn(functions: Any, sample: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with turn(of_all_gpus=sample is not timing.gpu_sample):
+            return medians(functions, sample, *args, **kwargs)
 
     medians = timing.medians
     timing.medians = in_turn
+
+
+def folder_of(gpu: int, folder: Path) -> Path:
+    """Where the processes of a GPU know of each other."""
+    return folder / f"{_PREFIX}{gpu}"
 
 
 @contextmanager

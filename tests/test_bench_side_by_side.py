@@ -78,8 +78,8 @@ def test_one_is_timed_while_the_others_stand_still(command, tmp_path):
                 assert not any(begin < one < end for pair in others for one in pair)
 
 
-def test_parts_on_another_gpu_are_no_others(tmp_path):
-    """Each part has the GPU that fewest have, and takes turns with those on it."""
+def test_each_part_has_the_gpu_that_fewest_have(tmp_path):
+    """And a folder with those on it."""
     script = (
         "import json, os, sys; from pathlib import Path; import time; time.sleep(0.5); "
         "Path(sys.argv[1], sys.argv[3]).write_text(json.dumps([os.environ[name] for name in "
@@ -97,12 +97,41 @@ def test_parts_on_another_gpu_are_no_others(tmp_path):
     assert len({folder for _, folder in found}) == 2
 
 
+def test_whose_time_counts_stands_still(tmp_path, monkeypatch):
+    """Processes of another GPU go on while a GPU's time is taken, and not while the host's is."""
+    own, other = (turns.folder_of(gpu, tmp_path) for gpu in (0, 1))
+    sleepers = [subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in range(2)]
+    try:
+        for folder, sleeper in zip((own, other), sleepers, strict=True):
+            folder.mkdir()
+            turns.join(folder, sleeper.pid)
+        monkeypatch.setenv(turns.FOLDER_VARIABLE, str(own))
+        monkeypatch.setattr(timing, "medians", timing.medians)
+        monkeypatch.setattr(timing, "gpu_sample", lambda function: function() or 0.0)
+        turns.clock_in_turns()
+        found: list[list[str]] = []
+        functions = {"x": lambda: found.append([_state(sleeper.pid) for sleeper in sleepers])}
+        timing.gpu_ms(functions, rounds=1)
+        timing.cpu_ms(functions, rounds=1)
+        assert (found[0], found[-1]) == (["T", "S"], ["T", "T"])
+        assert [_state(sleeper.pid) for sleeper in sleepers] == ["S", "S"]
+    finally:
+        for sleeper in sleepers:
+            sleeper.kill()
+            sleeper.wait()
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
 def test_the_package_s_clock_takes_turns(monkeypatch):
     """By which the compile backend chooses, too."""
     moments = []
 
     @contextmanager
-    def turn():
+    def turn(*, of_all_gpus):
+        assert of_all_gpus
         moments.append("begin")
         yield
         moments.append("end")
@@ -158,8 +187,7 @@ def test_who_ends_in_a_turn_stops_nobody(tmp_path):
         turns.leave(tmp_path, 2**22 + 1)
         assert turns.members(tmp_path) == [sleeper.pid]
         time.sleep(0.1)
-        state = Path(f"/proc/{sleeper.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        assert state == "S"
+        assert _state(sleeper.pid) == "S"
     finally:
         sleeper.kill()
         sleeper.wait()

@@ -26,7 +26,7 @@ def gpu_ms(functions: Functions, *, rounds: int, around: Around | None = None) -
     A sample is GPU_CALLS calls in a row over the same tensors; every function gives one sample a
     round. ``around(name)`` is a context entered around a sample, outside the timed part.
     """
-    return medians(functions, _gpu_sample, rounds, around)
+    return medians(functions, gpu_sample, rounds, around)
 
 
 def host_ms(
@@ -79,7 +79,7 @@ def interleaved(names: Iterable[str], rounds: int) -> Iterator[str]:
         yield from order
 
 
-def _gpu_sample(function: Callable[[], object]) -> float:
+def gpu_sample(function: Callable[[], object]) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for doubling in range(SLEEP_DOUBLINGS):
         torch.cuda.synchronize()
