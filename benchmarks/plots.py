@@ -1,7 +1,7 @@
 """The documentation's plots, drawn from benchmarks/results/<gpu>/<name>.json: bars beside peers.
 
 `svg` draws one; the build of the documentation draws all of them, and `python -m benchmarks.tables`
-keeps the one that the README shows.
+keeps those that the README shows.
 """
 
 import io
@@ -110,6 +110,7 @@ PLOTS = {
         GAIN,
         "resnet",
     ),
+    "zoo": Plot(lambda rows: dict(sorted(gains(rows, "step_ms").items())), GAIN, "zoo"),
 }
 
 

@@ -333,14 +333,14 @@ def distributed(rows: Sequence[Row]) -> Lines:
 def zoo(rows: Sequence[Row]) -> Lines:
     """A line a model: milliseconds a step, each peer's over ours, compile seconds, memory.
 
-    Models that were compiled beside others have no seconds.
+    Models that were compiled beside others have no seconds; what no model has gets no column.
     """
     steps, peaks = pivot(rows, "step_ms"), pivot(rows, "peak_mib")
     seconds = pivot(rows, "compile_s")
     peers = ("eager", "compile", "compile max-autotune")
     lines = [["", "ours", *(f"vs {peer}" for peer in peers), "compile s", "MiB, of compile"]]
     gains: dict[str, list[float]] = {peer: [] for peer in peers}
-    for case, ms in steps.items():
+    for case, ms in sorted(steps.items()):
         lines.append([_spaced(case), short(ms[OURS])])
         for peer in peers:
             if peer in ms:
@@ -350,7 +350,9 @@ def zoo(rows: Sequence[Row]) -> Lines:
         both = (short(found[impl]) for impl in (OURS, "compile") if impl in found)
         lines[-1] += [" / ".join(both), f"{peaks[case][OURS] / peaks[case]['compile']:.2f}"]
     means = (f"{statistics.geometric_mean(one):.2f}x" if one else "" for one in gains.values())
-    return [*lines, ["geometric mean", "", *means, "", ""]]
+    lines.append(["geometric mean", "", *means, "", ""])
+    columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
+    return [list(line) for line in zip(*columns, strict=True)]
 
 
 def _spaced(case: str) -> str:
@@ -502,8 +504,9 @@ TABLES = {
     ),
     "zoo": Table(
         zoo,
-        "Milliseconds of a step with the host's time, bf16; x is the other's time over ours. Both "
-        "compile times are from nothing to the end of the first step.",
+        "Milliseconds of a step with the host's time, bf16; x is the other's time over ours. MiB: "
+        "ours over torch.compile's at the peak. Compile times are from nothing to the end of the "
+        "first step.",
         "zoo",
     ),
     "soak": Table(

@@ -154,3 +154,15 @@ def test_the_table():
     _, _, line, mean = tables.zoo(rows.rows)
     assert line == ["y, inference", "1.00", "12.00x", "8.00x", "", "", "0.12"]
     assert mean[2:5] == ["6.00x", "4.00x", "1.50x"]
+
+
+def test_what_no_model_has_gets_no_column():
+    rows = Rows({})
+    for impl, ms in ((OURS, 1.0), ("eager", 3.0), ("compile", 2.0)):
+        for metric in ("step_ms", "peak_mib"):
+            rows.add("x, training", impl, metric, ms)
+    assert tables.zoo(rows.rows) == [
+        ["", "ours", "vs eager", "vs compile", "MiB, of compile"],
+        ["x, training", "1.00", "3.00x", "2.00x", "0.50"],
+        ["geometric mean", "", "3.00x", "2.00x", ""],
+    ]
