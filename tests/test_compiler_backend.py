@@ -414,6 +414,34 @@ def test_images_between_convolutions_are_measured_channels_last(store):
     assert strides == dict.fromkeys(("ours", "stock"), (256, 1, 32, 4))
 
 
+def _added_in_place(x: Tensor, norm: Tensor) -> Tensor:
+    x += norm
+    return x
+
+
+@pytest.mark.parametrize("add", [_added_in_place, Tensor.add_])
+def test_a_trial_writes_to_none_of_its_inputs(store, add):
+    """ResNet adds a block's shortcut in place, here to what another kernel computed."""
+    results = []
+
+    def clock(functions):
+        for function in functions.values():
+            results.append([out.clone() for _ in range(3) for out in function()])
+        return {"ours": 2.0, "stock": 1.0}
+
+    def block(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        norm = F.batch_norm(x.cos(), mean, var, training=True)
+        return add(x.sin(), norm).relu()
+
+    report = CompileReport()
+    chooser = Chooser(settings_of(None, None), report, clock)
+    _rewritten(block, chooser, torch.randn(2, 3, 8, 8), torch.zeros(3), torch.ones(3))
+    assert {candidate.pattern for candidate in report} == {"batch_norm"}
+    for found in results:
+        for again in found[1:]:
+            torch.testing.assert_close(again, found[0], rtol=0, atol=0)
+
+
 def test_a_dry_run_measures_nothing(store):
     chooser = Chooser(settings_of(None, {"dry_run": True}), CompileReport(), lambda _: 1 / 0)
     _rewritten(_norm, chooser, torch.randn(3, 16), torch.randn(16))

@@ -7,14 +7,14 @@ computes itself then is never written to memory, and an operator's result is.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import fx
 from torch.nn import functional as F
 
-from cudnn_ops.compiler.nodes import call_of, has_static_sizes, is_same, value_of
+from cudnn_ops.compiler.nodes import OPERATIONS, call_of, has_static_sizes, is_same, value_of
 from cudnn_ops.compiler.pattern import Found
 
 #: How many nodes behind a match belong to its trial: no more make a kernel another one.
@@ -127,9 +127,29 @@ def _stock(found: Found, inputs: list[fx.Node]) -> tuple[fx.Graph, dict[fx.Node,
         return values[node]
 
     for number, node in enumerate(sorted(found.nodes)):  # as they are in their graph
-        values[node] = graph.node_copy(node, read)
+        values[node] = _out_of_place(graph, node, inputs, read) or graph.node_copy(node, read)
         values[node]._rename(f"value_{number}")
     return graph, values
+
+
+def _out_of_place(
+    graph: fx.Graph, node: fx.Node, inputs: list[fx.Node], read: Callable[[fx.Node], fx.Node]
+) -> fx.Node | None:
+    """What writes to an input, as inductor computes it in the model: into memory of its own.
+
+    A trial's inputs are leaves, and are read once more by the other graph.
+    """
+    call = call_of(node)
+    if call is None or not call.in_place or call["input"] not in inputs:
+        return None
+    parameters, spellings = OPERATIONS[call.name]
+    function = [one for one in spellings if callable(one)][-1]  # torch's: operator's has no names
+    given = {
+        name: fx.map_arg(value, read)
+        for name, value in call.arguments.items()
+        if value is not parameters[name]
+    }
+    return graph.call_function(function, kwargs=given)
 
 
 def _ours(found: Found, inputs: list[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
