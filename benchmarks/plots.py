@@ -1,7 +1,7 @@
 """The documentation's plots, drawn from benchmarks/results/<gpu>/<name>.json: bars beside peers.
 
 `svg` draws one; the build of the documentation draws all of them, and `python -m benchmarks.tables`
-keeps those that the README shows.
+keeps the one that the README shows.
 """
 
 import io
