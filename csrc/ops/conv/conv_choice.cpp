@@ -264,7 +264,7 @@ bool is_faster_grouped(const Conv& args, ConvStep step) {
   bool is_strided = false;
   for (size_t dim = 0; dim < args.dims(); ++dim) is_strided |= args.geometry.stride(dim) != 1;
   if (step == ConvStep::kInputGradient && is_strided) {
-    // H200, 44 sizes: 1.1 to 4.5 times as fast; of 8 to 32 channels a group cuDNN's took 0.4 to 1.1
+    // H200, 44 sizes: 1.1 to 4.2 times as fast; of 8 to 32 channels a group cuDNN's took 0.4 to 1.1
     // of the time, of a single tap 0.3 to 0.6.
     constexpr int64_t kLeastPowerOfTwo = 64;
     const bool is_for_cudnn = width == widths.outputs && is_power_of_two(width);
