@@ -63,11 +63,16 @@ class TableModel:
         """Set once a step is held up."""
         self.error: BaseException | None = None
         """Raised once, by the next step."""
+        self.free = 0
+        """The gate closes once this many more steps have gone through it."""
 
     def __call__(self, tokens: Tensor, positions: Tensor, last: Tensor, attend: object) -> Tensor:
         if not self.gate.is_set():
             self.held.set()
         assert self.gate.wait(60)
+        self.free -= 1
+        if self.free == 0:
+            self.gate.clear()
         error, self.error = self.error, None
         if error is not None:
             raise error
