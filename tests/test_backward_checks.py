@@ -62,6 +62,7 @@ def batch_norm(device: str) -> Arguments:
         "training": True,
         "activation": 1,
         "output_mask": [True] * 4,
+        "params_in_input_dtype": False,
     }
 
 

@@ -173,9 +173,9 @@ def test_opcheck(training, layout, device):
     x, weight = (tensor.detach() for tensor in (t.input, t.weight))
     mean, rstd = torch.zeros(8, device=device), torch.ones(8, device=device)
     for mask in ((True,) * 4, (True, False, False, False), (False, True, False, True)):
-        saved = (t.grad_out, x, weight, out, mean, rstd, training, 1, mask)
+        saved = (t.grad_out, x, weight, out, mean, rstd, training, 1, mask, True)
         torch.library.opcheck(_ops._batch_norm_backward.default, saved)
-        saved = (t.grad_out, x, None, None, mean, rstd, training, 0, mask)
+        saved = (t.grad_out, x, None, None, mean, rstd, training, 0, mask, False)
         torch.library.opcheck(_ops._batch_norm_backward.default, saved)
 
 

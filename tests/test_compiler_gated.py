@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 
 from tests.cases.compiler import check_swap
 
@@ -160,6 +161,84 @@ def test_dynamic_sizes():
 def test_large_and_small_numbers():
     for factor in (1e-8, 1e4):
         check_swap(llama, *(factor * x for x in _inputs()), expect=["gated"])
+
+
+def _of_results(gate: Tensor, up: Tensor) -> Tensor:
+    return llama(gate * 2, up + 1)
+
+
+def _geglu_of_results(gate: Tensor, up: Tensor) -> Tensor:
+    return modernbert(gate @ gate.mT, up @ up.mT)
+
+
+def _tanh_geglu_of_results(gate: Tensor, up: Tensor) -> Tensor:
+    return gemma(gate * 2, up)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("block", [_of_results, _geglu_of_results, _tanh_geglu_of_results])
+def test_in_the_place_of_the_gate(block, dynamic):
+    """Where nothing else reads the gate, now or for a gradient."""
+    inputs = _inputs(dtype=torch.float32)
+    options = {"expect": ["gated"], "dynamic": dynamic}
+    for gradients in (False, True):
+        found = check_swap(block, *inputs, gradients=gradients, **options)
+        is_in_place = str(found.ours[0].target) == "cudnn_ops._gated_.default"
+        assert is_in_place == (not gradients)
+
+
+def test_inductor_needs_no_memory_for_it():
+    gate, up = _inputs(dtype=torch.float32)
+    torch._dynamo.reset()
+    compiled = torch.compile(_of_results, backend="cudnn_ops", options={"swap": ["gated"]})
+    found, (code,) = run_and_get_code(compiled, gate, up)
+    torch.testing.assert_close(found, _of_results(gate, up))
+    assert "cudnn_ops._gated_.default(" in code
+    assert code[code.index("def call") :].count("= empty_strided_cpu(") == 2
+
+
+def _of_an_input(gate: Tensor, up: Tensor) -> Tensor:
+    return llama(gate, up * 2)
+
+
+def _of_a_view(gate: Tensor, up: Tensor) -> Tensor:
+    return llama(gate.view(-1), up.view(-1))
+
+
+def _of_halves(gate: Tensor, up: Tensor) -> Tensor:
+    return halves(gate * 2, up)
+
+
+def _read_elsewhere(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    doubled = gate * 2
+    return llama(doubled, up), doubled + 1
+
+
+def _returned(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    doubled = gate * 2
+    return llama(doubled, up), doubled
+
+
+def _with_a_view_elsewhere(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    doubled = gate * 2
+    row = doubled[0]
+    return llama(doubled, up), row
+
+
+def _of_transposed(gate: Tensor, up: Tensor) -> Tensor:
+    return llama((gate.mT * 2), up.mT)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        *(_of_an_input, _of_a_view, _of_halves, _read_elsewhere, _returned),
+        *(_with_a_view_elsewhere, _of_transposed),
+    ],
+)
+def test_not_in_place_of_what_is_somebody_elses(block):
+    found = check_swap(block, *_inputs(dtype=torch.float32), expect=["gated"], gradients=False)
+    assert [str(node.target) for node in found.ours] == ["cudnn_ops.swiglu.default"]
 
 
 def _relu(gate: Tensor, up: Tensor) -> Tensor:

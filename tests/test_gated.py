@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -91,8 +92,22 @@ def test_opcheck(device):
     gate, up = halves((3, 16), "halves", torch.float32, device)
     for activation in range(3):
         torch.library.opcheck(_ops._gated.default, (gate, up, activation))
+        torch.library.opcheck(_ops._gated_.default, (gate.detach().clone(), up, activation))
         arguments = (torch.ones_like(gate).detach(), gate.detach(), up.detach(), activation)
         torch.library.opcheck(_ops._gated_backward.default, arguments)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_in_the_place_of_the_gate(device):
+    for shape, dtype in itertools.product(
+        ((5, 24), (3, 7), (1, 1), (0, 8), (257, 4096)), (torch.float32, torch.bfloat16)
+    ):
+        gate, up = (x.detach() for x in halves(shape, "dense", dtype, device))
+        for activation in range(3):
+            expected = _ops._gated.default(gate, up, activation)
+            own = gate.clone()
+            assert _ops._gated_.default(own, up, activation) is None
+            assert torch.equal(own, expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,5 +1,6 @@
 // A norm by known statistics, act((x - mean) / deviation * weight + bias + residual), in one pass
-// over memory, the signs of its results, a bit each, and what its derivative adds up. Compiled when
+// over memory, the signs of its results, a bit each, what its derivative adds up, and what there is
+// one number of for each channel in another type. Compiled when
 // the package is built (cmake/compile_kernels.py); batch_norm_cuda.cpp launches them.
 
 #include "batch_norm_call.h"
@@ -150,6 +151,20 @@ __device__ void add_up_planes(const BatchNormSumsCall& call) {
   }
 }
 
+// Row blockIdx.y of blocks has a copy.
+template <class Type>
+__device__ void copy_vectors(const BatchNormCopyCall& call) {
+  const unsigned channel = blockIdx.x * blockDim.x + threadIdx.x;
+  if (channel >= call.channels) return;
+  const auto& copy = call.copies[blockIdx.y];
+  const float value = read_vector<Type>(copy.from, channel, copy.otherwise);
+  if (copy.is_to_float) {
+    ((float*)copy.to)[channel] = value;
+  } else {
+    ((typename Type::Bits*)copy.to)[channel] = Type::write(value);
+  }
+}
+
 // Whether numbers are above 0, eight of them to a byte, the first one in its lowest bit.
 template <class Type>
 __device__ void find_signs(const BatchNormSignsCall& call) {
@@ -181,7 +196,11 @@ __device__ void find_signs(const BatchNormSignsCall& call) {
       batch_norm_sums_##suffix##_##width(const __grid_constant__ BatchNormSumsCall call) { \
     add_up_planes<Type, width>(call);                                                      \
   }
-#define SIGNS(Type, suffix)                                                        \
+#define OF_16_BITS(Type, suffix)                                                   \
+  extern "C" __global__ void __launch_bounds__(256)                                \
+      batch_norm_copy_##suffix(const __grid_constant__ BatchNormCopyCall call) {   \
+    copy_vectors<Type>(call);                                                      \
+  }                                                                                \
   extern "C" __global__ void __launch_bounds__(256)                                \
       batch_norm_signs_##suffix(const __grid_constant__ BatchNormSignsCall call) { \
     find_signs<Type>(call);                                                        \
@@ -199,8 +218,8 @@ SUMS(BFloat16, bfloat16, 8)
 SUMS(BFloat16, bfloat16, 1)
 SUMS(Float, float, 4)
 SUMS(Float, float, 1)
-SIGNS(Half, half)
-SIGNS(BFloat16, bfloat16)
+OF_16_BITS(Half, half)
+OF_16_BITS(BFloat16, bfloat16)
 
 extern "C" __global__ void __launch_bounds__(1024)
     batch_norm_add_up(const __grid_constant__ BatchNormSumsCall call) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
 
 #include <optional>
 
@@ -30,6 +31,17 @@ void batch_norm_apply(const BatchNormOfImages& args, const at::Tensor& out);
 // 195701), and has one block for a channel.
 void batch_norm_sums(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& mean,
                      const at::Tensor& sums);
+
+// A number for each channel into memory of another dtype, contiguous both: float32, or float16 or
+// bfloat16, of which a call has one alone.
+struct BatchNormCopy {
+  at::Tensor from;  // undefined: `otherwise`
+  at::Tensor to;
+  float otherwise = 0;
+};
+
+// Makes up to four copies, of as many channels each, in one launch.
+void batch_norm_copy(c10::ArrayRef<BatchNormCopy> copies);
 
 // Writes which numbers of float16 or bfloat16 images are above 0 to `signs`, uint8, eight of them
 // to a byte in the order of memory, the first one in the lowest bit. Their number is a multiple of

@@ -30,6 +30,19 @@ struct BatchNormSumsCall {
   long long samples, positions;
 };
 
+// A vector of numbers for each channel into another one, which is of either type too.
+struct BatchNormCopyOf {
+  BatchNormVector from;
+  float otherwise;  // where `from` is absent
+  void* to;
+  bool is_to_float;
+};
+
+struct BatchNormCopyCall {
+  BatchNormCopyOf copies[4];
+  unsigned channels;
+};
+
 struct BatchNormSignsCall {
   const void* images;
   unsigned char* signs;

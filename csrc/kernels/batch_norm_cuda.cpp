@@ -8,13 +8,14 @@
 #include <ATen/cuda/EmptyTensor.h>
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 
 namespace cudnn_ops {
 namespace {
 
 constexpr int64_t kVectorBytes = 16, kMostStretches = 65535;
-constexpr int kPlaneThreads = 256, kSumsThreads = 512, kSignsThreads = 256;
+constexpr int kPlaneThreads = 256, kSumsThreads = 512, kSignsThreads = 256, kCopyThreads = 256;
 // Pieces of a thread, of a plane.
 constexpr int64_t kPlaneTurns = 4;
 
@@ -139,6 +140,26 @@ void batch_norm_sums(const at::Tensor& grad, const at::Tensor& input, const at::
   void* argument = &call;
   kernel.launch(channels, static_cast<int>(stretches), kSumsThreads, &argument);
   if (stretches > 1) add_up.launch(divide_up(2 * channels, kStrip), 1, 1024, &argument);
+}
+
+void batch_norm_copy(c10::ArrayRef<BatchNormCopy> copies) {
+  static const DeviceKernel half(kBatchNormImages, "batch_norm_copy_half");
+  static const DeviceKernel bfloat16(kBatchNormImages, "batch_norm_copy_bfloat16");
+  BatchNormCopyCall call{};
+  TORCH_INTERNAL_ASSERT(!copies.empty() && copies.size() <= std::size(call.copies));
+  bool is_half = false;
+  for (size_t i = 0; i < copies.size(); ++i) {
+    const auto& [from, to, otherwise] = copies[i];
+    call.copies[i] = {vector_of(from), otherwise, to.mutable_data_ptr(),
+                      to.scalar_type() == at::kFloat};
+    is_half = is_half || to.scalar_type() == at::kHalf ||
+              (from.defined() && from.scalar_type() == at::kHalf);
+  }
+  call.channels = static_cast<unsigned>(copies.front().to.numel());
+  void* argument = &call;
+  (is_half ? half : bfloat16)
+      .launch(divide_up(call.channels, kCopyThreads), static_cast<int>(copies.size()), kCopyThreads,
+              &argument);
 }
 
 void batch_norm_signs(const at::Tensor& images, const at::Tensor& signs) {

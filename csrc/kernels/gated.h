@@ -8,7 +8,7 @@ namespace cudnn_ops {
 enum class GatedActivation : int64_t { kSilu, kGelu, kGeluTanh };
 
 // On the current device and stream, as the next. `gate` and `up` may have any strides; `out` is
-// contiguous.
+// contiguous, and may be either of them.
 void gated_forward(const at::Tensor& gate, const at::Tensor& up, GatedActivation activation,
                    const at::Tensor& out);
 

@@ -132,12 +132,13 @@ def _inference_fake(*args: Any) -> Tensor:
 def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _ops._batch_norm_backward_check.default(*args)
     call = bind(_ops._batch_norm_backward.default, args, {})
-    input, kept = call.input, stats_dtype(call.input.dtype)
+    input = call.input
+    dtype = input.dtype if call.params_in_input_dtype else stats_dtype(input.dtype)
     wants_input, wants_weight, wants_bias, wants_residual = call.output_mask
     return (
         empty_in_order_of(input) if wants_input else input.new_empty(0),
-        _channels(input) if wants_weight else input.new_empty(0, dtype=kept),
-        _channels(input) if wants_bias else input.new_empty(0, dtype=kept),
+        input.new_empty(input.shape[1] if wants_weight else 0, dtype=dtype),
+        input.new_empty(input.shape[1] if wants_bias else 0, dtype=dtype),
         empty_in_order_of(input) if wants_residual else input.new_empty(0),
     )
 

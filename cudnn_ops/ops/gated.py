@@ -117,6 +117,10 @@ def _gated_cpu(gate: Tensor, up: Tensor, activation: int) -> Tensor:
     return gated_in_torch(gate, up, activation)
 
 
+def _gated_in_place_cpu(gate: Tensor, up: Tensor, activation: int) -> None:
+    gate.copy_(_gated_cpu(gate, up, activation))
+
+
 def _gated_backward_cpu(
     grad_out: Tensor, gate: Tensor, up: Tensor, activation: int
 ) -> tuple[Tensor, Tensor]:
@@ -127,4 +131,5 @@ def _gated_backward_cpu(
 
 
 register("_gated", fake=_gated_fake, cpu=_gated_cpu)
+register("_gated_", fake=_ops._gated_check.default, cpu=_gated_in_place_cpu)
 register("_gated_backward", fake=_gated_backward_fake, cpu=_gated_backward_cpu)

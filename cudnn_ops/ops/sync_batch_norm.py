@@ -138,6 +138,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         sums = _ops._batch_norm_backward.default(
             *(grad, input, weight, None, mean, rstd, False, 0),
             (False, True, True, False),
+            False,
         )
         of_weight, of_bias = sums[1:3]
         of_input = None

@@ -30,7 +30,7 @@ class BatchNormCase:
     residual: bool = False
     weight: str = "float32"
     """"same": of the input's dtype; "float32"; "flat": float32 at an address that is no multiple of
-    16; "": none."""
+    16; "strided": float32, every second of some; "": none."""
     bias: str = "float32"
     running: str = "float32"
     """Likewise, of both statistics."""
@@ -84,6 +84,8 @@ def make(case: BatchNormCase, dtype: torch.dtype, device: str, seed: int) -> Ten
         if not kind:
             return None
         values = values.to(dtype if kind == "same" else torch.float32).to(device)
+        if kind == "strided":
+            return values.repeat_interleave(2)[::2]
         return in_flat_buffer(values) if kind == "flat" else values
 
     def parameter(kind: str) -> Tensor | None:
@@ -189,7 +191,7 @@ def draw(rng: random.Random) -> BatchNormCase:
     # Two values a channel are 1 and -1 whatever they are, and their gradients are differences of
     # equal numbers.
     batch = rng.choice([0, 3, 4, 5, 8] if all(number == 1 for number in size) else [1, 2, 3, 5])
-    vectors = ["same", "float32", "float32", "flat", ""]
+    vectors = ["same", "same", "float32", "float32", "flat", "strided", ""]
     layouts = _LAYOUTS if batch > 0 and channels > 1 and max(size, default=1) > 1 else ["first"]
     training = rng.random() < 0.7
     return BatchNormCase(

@@ -254,7 +254,8 @@ def run_batch_norms(recorder: Recorder, device: torch.device) -> None:
                 _ops._batch_norm_signs(x)
             if not is_last:
                 mask = (False, False, True, False)
-                _ops._batch_norm_backward.default(x, x, None, None, wide, wide, False, 0, mask)
+                saved = (x, None, None, wide, wide, False, 0)
+                _ops._batch_norm_backward.default(x, *saved, mask, True)
 
 
 def run_adaptive_norms(recorder: Recorder, device: torch.device) -> None:

@@ -51,13 +51,15 @@ struct BatchNormBackward {
   at::Tensor grad_out;
   BatchNormSaved saved;
   std::array<bool, 4> output_mask{};
-  CUDNN_OPS_FIELDS(grad_out, saved, output_mask)
+  bool params_in_input_dtype = false;  // weight and bias, and so their gradients; else the
+                                       // statistics' dtype is theirs
+  CUDNN_OPS_FIELDS(grad_out, saved, output_mask, params_in_input_dtype)
 };
 
 // The output, and what the backward needs of each channel, mean and 1 / deviation, float32 [C]
 // (float64 for float64 inputs), each a tensor of its own.
 using BatchNormResults = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-// Of input and residual, in the input's dtype; of weight and bias in that of the statistics. [0]
+// Of input and residual, in the input's dtype; of weight and bias in that or the statistics'. [0]
 // where nobody asks for it.
 using BatchNormGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 

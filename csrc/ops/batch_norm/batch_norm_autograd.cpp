@@ -20,11 +20,11 @@ const Operator<BatchNormGradients, BatchNormBackward>& batch_norm_backward_op() 
 struct BatchNormHistory {
   BatchNormSaved saved;
   double eps = 0;
-  CUDNN_OPS_FIELDS(saved, eps)
+  bool params_in_input_dtype = false;
+  CUDNN_OPS_FIELDS(saved, eps, params_in_input_dtype)
 };
 
-// Of input, weight, bias and residual. Those of weight and bias are in the statistics' dtype; the
-// engine casts them to the parameters'.
+// Of input, weight, bias and residual. Where weight and bias differ in dtype, the engine casts.
 variable_list batch_norm_gradients(const variable_list& grads, const Wanted<4>& wanted,
                                    const BatchNormHistory& history) {
   BatchNormSaved saved = history.saved;
@@ -42,7 +42,8 @@ variable_list batch_norm_gradients(const variable_list& grads, const Wanted<4>& 
   if (passes_on) computed[3] = false;
   variable_list result(4);
   if (computed[0] || computed[1] || computed[2] || computed[3]) {
-    result = only_wanted(computed, batch_norm_backward_op().call({grads[0], saved, computed}));
+    result = only_wanted(computed, batch_norm_backward_op().call(
+                                       {grads[0], saved, computed, history.params_in_input_dtype}));
   }
   if (passes_on) result[3] = grads[0];
   return result;
@@ -58,8 +59,13 @@ void set_batch_norm_derivative(const BatchNorm& args, const at::Tensor& out, con
                                const at::Tensor& rstd_or_var, bool training) {
   OptionalTensor of_relu;
   if (args.has_relu()) of_relu = out;
+  const auto dtype = args.input.scalar_type();
+  const auto is_of_it = [dtype](const OptionalTensor& vector) {
+    return !vector || vector->scalar_type() == dtype;
+  };
   const Borrowed<BatchNormHistory> history(args.input, args.weight, of_relu, mean, rstd_or_var,
-                                           training, args.activation, args.eps);
+                                           training, args.activation, args.eps,
+                                           is_of_it(args.weight) && is_of_it(args.bias));
   set_derivative<BatchNormBackwardNode>(
       torch::autograd::collect_next_edges(args.input, args.weight, args.bias, args.residual), {out},
       *history);

@@ -185,8 +185,22 @@ void batch_norm_gradients_cuda(const BatchNormSaved& saved, const at::Tensor& gr
   backward_by_kernels(saved, grad, is_last, wanted);
 }
 
+// The gradients of weight and bias in the dtype that these have, by one launch.
+void cast_vectors(Gradients& wanted, at::ScalarType dtype) {
+  if (dtype == at::kFloat) return;
+  c10::SmallVector<BatchNormCopy, 2> copies;
+  for (auto* vector : {&wanted.weight, &wanted.bias}) {
+    if (!vector->defined()) continue;
+    const at::Tensor cast =
+        at::detail::empty_cuda(vector->sizes(), dtype, vector->device(), std::nullopt);
+    copies.push_back({*vector, cast});
+    *vector = cast;
+  }
+  if (!copies.empty()) batch_norm_copy(copies);
+}
+
 BatchNormGradients batch_norm_backward_cuda(const BatchNormBackward& backward) {
-  const auto& [grad_out, given, output_mask] = backward;
+  const auto& [grad_out, given, output_mask, params_in_input_dtype] = backward;
   const auto& input = given.input;
   check_batch_norm_backward(backward);
   check_cuda_dtype(input);
@@ -209,9 +223,11 @@ BatchNormGradients batch_norm_backward_cuda(const BatchNormBackward& backward) {
     if (given.out) saved.out = in_order(*given.out, is_last);
     batch_norm_gradients_cuda(saved, in_order(grad_out, is_last), is_last, wanted);
   }
-  return {or_none(wanted.input, input, input.scalar_type()),
-          or_none(wanted.weight, input, at::kFloat), or_none(wanted.bias, input, at::kFloat),
-          or_none(wanted.residual, input, input.scalar_type())};
+  const auto dtype = input.scalar_type();
+  if (params_in_input_dtype) cast_vectors(wanted, dtype);
+  const auto of_params = params_in_input_dtype ? dtype : at::kFloat;
+  return {or_none(wanted.input, input, dtype), or_none(wanted.weight, input, of_params),
+          or_none(wanted.bias, input, of_params), or_none(wanted.residual, input, dtype)};
 }
 
 }  // namespace

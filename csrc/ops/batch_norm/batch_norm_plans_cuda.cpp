@@ -7,7 +7,7 @@
 #include "kernels/batch_norm.h"
 
 #include <ATen/Context.h>
-#include <ATen/ops/full.h>
+#include <ATen/cuda/EmptyTensor.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
@@ -30,15 +30,33 @@ at::Tensor aligned_image(const OptionalTensor& image) {
   return image ? aligned_image(*image) : at::Tensor();
 }
 
-// A number for each channel, as plans have them: float32, contiguous and aligned.
-at::Tensor aligned_vector(const at::Tensor& vector) {
-  return graph::dense(vector.to(at::kFloat));
-}
+// Numbers of each channel as plans have them, float32, contiguous and aligned. Those that are not
+// so are copied together.
+class Vectors {
+ public:
+  explicit Vectors(const at::Tensor& image) : image_(image) {
+  }
 
-at::Tensor aligned_vector(const OptionalTensor& vector, float otherwise, const at::Tensor& input) {
-  if (vector) return aligned_vector(*vector);
-  return at::full({input.size(1)}, otherwise, input.options().dtype(at::kFloat));
-}
+  // The vector, or memory that copy() fills. Each has memory of its own: see
+  // batch_norm_problem.cpp.
+  at::Tensor find(const OptionalTensor& vector, float otherwise = 0) {
+    if (vector && vector->scalar_type() == at::kFloat && vector->is_contiguous() &&
+        is_aligned(*vector)) {
+      return *vector;
+    }
+    const at::Tensor to =
+        at::detail::empty_cuda({image_.size(1)}, at::kFloat, image_.device(), std::nullopt);
+    copies_.push_back({vector ? vector->contiguous() : at::Tensor(), to, otherwise});
+    return to;
+  }
+  void copy() const {
+    if (!copies_.empty()) batch_norm_copy(copies_);
+  }
+
+ private:
+  const at::Tensor& image_;
+  c10::SmallVector<BatchNormCopy, 4> copies_;
+};
 
 // A bit for each number of an image that starts at a multiple of 16 bytes: see batch_norm_signs().
 at::Tensor signs_of(const at::Tensor& image) {
@@ -64,51 +82,50 @@ bool run(const Params& params, int device, const Prepare& prepare) {
   return plan != nullptr;
 }
 
-// A running statistic where a plan can change it: itself, or a copy, which write_back() copies to
-// it.
-struct Running {
-  at::Tensor original, aligned;
-
-  explicit Running(const OptionalTensor& statistic) {
-    if (!statistic) return;
-    original = *statistic;
-    aligned = aligned_vector(original);
+// Copies running statistics that a plan has changed elsewhere to where they belong.
+void write_back(std::initializer_list<std::pair<const OptionalTensor&, const at::Tensor&>> all) {
+  c10::SmallVector<BatchNormCopy, 2> copies;
+  for (const auto& [statistic, changed] : all) {
+    if (!statistic || statistic->is_same(changed)) continue;
+    if (statistic->is_contiguous()) {
+      copies.push_back({changed, *statistic});
+    } else {
+      at::Tensor(*statistic).copy_(changed);
+    }
   }
-  void write_back() const {
-    if (original.defined() && !aligned.is_same(original)) original.copy_(aligned);
-  }
-};
+  if (!copies.empty()) batch_norm_copy(copies);
+}
 
 }  // namespace
 
 bool run_batch_norm_plan(const BatchNorm& args, const at::Tensor& out, const at::Tensor& mean,
                          const at::Tensor& rstd) {
-  at::Tensor input, residual, weight, bias;
-  Running running_mean({}), running_var({});
+  at::Tensor input, residual, weight, bias, running_mean, running_var;
   auto eps = static_cast<float>(args.eps), momentum = static_cast<float>(args.momentum);
   graph::CallPointers pointers;
   const auto prepare = [&]() -> const graph::CallPointers& {
     input = aligned_image(args.input);
     residual = aligned_image(args.residual);
-    weight = aligned_vector(args.weight, 1, input);
-    bias = aligned_vector(args.bias, 0, input);
-    running_mean = Running(args.running_mean);
-    running_var = Running(args.running_var);
-    for (const auto& tensor : {input, weight, bias, running_mean.aligned, running_var.aligned}) {
+    Vectors vectors(input);
+    weight = vectors.find(args.weight, 1);
+    bias = vectors.find(args.bias, 0);
+    if (args.running_mean) {
+      running_mean = vectors.find(args.running_mean);
+      running_var = vectors.find(args.running_var);
+    }
+    vectors.copy();
+    for (const auto& tensor : {input, weight, bias, running_mean, running_var}) {
       pointers.read(tensor);
     }
     pointers.all.push_back(&eps);
-    if (running_mean.aligned.defined()) pointers.all.push_back(&momentum);
+    if (running_mean.defined()) pointers.all.push_back(&momentum);
     pointers.read(residual);
     // The running statistics in place: who writes those of a channel has read them.
-    for (const auto& tensor : {mean, rstd, running_mean.aligned, running_var.aligned, out}) {
-      pointers.write(tensor);
-    }
+    for (const auto& tensor : {mean, rstd, running_mean, running_var, out}) pointers.write(tensor);
     return pointers;
   };
   if (!run(batch_norm_params(args), args.input.get_device(), prepare)) return false;
-  running_mean.write_back();
-  running_var.write_back();
+  write_back({{args.running_mean, running_mean}, {args.running_var, running_var}});
   return true;
 }
 
@@ -119,9 +136,11 @@ bool run_batch_norm_backward_plan(const BatchNormSaved& saved, const at::Tensor&
   const auto prepare = [&]() -> const graph::CallPointers& {
     input = aligned_image(saved.input);
     grad = aligned_image(grad_out);
-    weight = aligned_vector(saved.weight, 1, input);
-    mean = aligned_vector(saved.mean);
-    rstd = aligned_vector(saved.rstd);
+    Vectors vectors(input);
+    weight = vectors.find(saved.weight, 1);
+    mean = vectors.find(saved.mean);
+    rstd = vectors.find(saved.rstd);
+    vectors.copy();
     if (out) mask = signs_of(aligned_image(*out));
     for (const auto& tensor : {input, weight, mean, rstd, grad, mask}) pointers.read(tensor);
     for (const auto& tensor :

@@ -99,6 +99,8 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   m.def("swiglu(Tensor gate, Tensor up) -> Tensor", swiglu, tags);
   m.def("geglu(Tensor gate, Tensor up, *, str approximate=\"none\") -> Tensor", geglu, tags);
   m.def("_gated(Tensor gate, Tensor up, int activation) -> Tensor", tags);
+  // The result in the place of the gate, for compiled graphs that read this nowhere else.
+  m.def("_gated_(Tensor(a!) gate, Tensor up, int activation) -> ()", tags);
   m.def(
       "_gated_backward(Tensor grad_out, Tensor gate, Tensor up, int activation) -> "
       "(Tensor grad_gate, Tensor grad_up)",

@@ -29,6 +29,16 @@ at::Tensor gated_cuda(const Gated& args) {
   return out;
 }
 
+void gated_in_place_cuda(const Gated& args) {
+  check_gated(args);
+  check_cuda_dtype(args.gate);
+  TORCH_CHECK_VALUE(args.gate.is_contiguous(),
+                    "cudnn_ops._gated_: gate must be contiguous, got strides ",
+                    args.gate.strides());
+  const c10::cuda::CUDAGuard device_guard(args.gate.device());
+  gated_forward(args.gate, args.up, static_cast<GatedActivation>(args.activation), args.gate);
+}
+
 GatedGradients gated_backward_cuda(const GatedBackward& args) {
   const auto& [gate, up, activation] = args.forward;
   check_gated_backward(args);
@@ -45,5 +55,6 @@ GatedGradients gated_backward_cuda(const GatedBackward& args) {
 
 TORCH_LIBRARY_IMPL(cudnn_ops, CUDA, m) {
   m.impl("_gated", cudnn_ops::kernel<cudnn_ops::gated_cuda>);
+  m.impl("_gated_", cudnn_ops::kernel<cudnn_ops::gated_in_place_cuda>);
   m.impl("_gated_backward", cudnn_ops::kernel<cudnn_ops::gated_backward_cuda>);
 }

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import fx
+from torch._prims_common import is_contiguous_or_false
 
 from cudnn_ops.compiler.match import Cast, Op, Var, match
+from cudnn_ops.compiler.nodes import memory_of, value_of
 from cudnn_ops.compiler.pattern import Found, Pattern, is_tensor, shape_of
 from cudnn_ops.compiler.patterns.activations import gelu, gelu_tanh, silu
 
@@ -16,6 +19,14 @@ _GATE, _UP = Cast(Var("gate", is_tensor)), Cast(Var("up", is_tensor))
 _GATED = {
     name: Cast(Op("mul", Cast(activation(_GATE)), _UP))
     for name, activation in (("silu", silu), ("gelu", gelu), ("gelu_tanh", gelu_tanh))
+}
+
+
+#: What :meth:`Gated.find` puts in, with the number that C++ has for the activation.
+_NUMBERS: dict[tuple[object, object], int] = {
+    (torch.ops.cudnn_ops.swiglu.default, None): 0,
+    (torch.ops.cudnn_ops.geglu.default, "none"): 1,
+    (torch.ops.cudnn_ops.geglu.default, "tanh"): 2,
 }
 
 
@@ -31,6 +42,47 @@ class Gated(Pattern):
                 gate, up = bound["gate"], bound["up"]
                 if gate is not up and shape_of(gate) == shape_of(up):
                     yield Found(list(bound.nodes), [node], [gate, up], _build(activation))
+
+    def finish(
+        self, graph: fx.Graph, mode: Mapping[fx.Node, object], mutated: Collection[fx.Node]
+    ) -> None:
+        """Puts results where their gates were, as inductor does, where nothing else reads these.
+
+        Gate and up are the largest tensors of most models, and one more would be the peak.
+        """
+        having = Counter(memory for node in graph.nodes for memory in _memory_of(node))
+        for node in list(graph.nodes):
+            if (number := _NUMBERS.get(_spelling_of(node))) is None:
+                continue
+            gate, up = node.args
+            if any(having[memory] > 1 for memory in _memory_of(gate)) or not _is_own(gate, node):
+                continue
+            with graph.inserting_before(node):
+                graph.call_function(torch.ops.cudnn_ops._gated_.default, (gate, up, number))
+            node.replace_all_uses_with(gate, lambda user, node=node: user is not node)
+            graph.erase_node(node)
+
+
+def _memory_of(node: fx.Node) -> set[int]:
+    return memory_of(node.meta.get("example_value"))
+
+
+def _spelling_of(node: fx.Node) -> tuple[object, object]:
+    """The operator, if it is one, and how it approximates."""
+    return node.target, node.kwargs.get("approximate")
+
+
+def _is_own(gate: fx.Node, node: fx.Node) -> bool:
+    """Whether a gate is a result that nothing but ``node`` reads, now or for a gradient."""
+    value, result = value_of(gate), value_of(node)
+    assert value is not None
+    assert result is not None
+    return (
+        gate.op in ("call_function", "call_method")
+        and list(gate.users) == [node]
+        and not result.requires_grad
+        and is_contiguous_or_false(value)
+    )
 
 
 def _build(activation: str) -> Any:
