@@ -26,13 +26,15 @@ class Recording(Asked):
     trials: list[Trial]
 
     def __call__(self, pattern: Pattern, found: Found, candidate: Candidate) -> bool:
+        if pattern.name not in (self.settings.swap or ()):
+            return super().__call__(pattern, found, candidate)
         self.trials.append(tried := trial_of(found))
         values = [value_of(node) for node in tried.inputs]
         if any(not isinstance(size, int) for v in values if v is not None for size in v.shape):
             return super().__call__(pattern, found, candidate)
         with torch._subclasses.fake_tensor.unset_fake_temporarily(), torch.no_grad():
             torch.manual_seed(0)
-            inputs = [torch.rand(v.shape, dtype=v.dtype) for v in values if v is not None]
+            inputs = [torch.rand(v.shape).to(v.dtype) for v in values if v is not None]
             ours, stock = (fx.GraphModule({}, g)(*inputs) for g in (tried.ours, tried.stock))
         assert len(ours) == len(stock) > 0
         for one, other in zip(ours, stock, strict=True):
@@ -40,8 +42,13 @@ class Recording(Asked):
         return super().__call__(pattern, found, candidate)
 
 
-def _trials(function: Callable[..., Any], *inputs: Tensor, dynamic: bool = False) -> list[Trial]:
-    found = Rewritten(function, ["convolution"], dynamic)
+def _trials(
+    function: Callable[..., Any],
+    *inputs: Tensor,
+    dynamic: bool = False,
+    pattern: str = "convolution",
+) -> list[Trial]:
+    found = Rewritten(function, [pattern], dynamic)
     chooser = found.chooser = Recording(found.chooser.settings, CompileReport(), lambda _: {})
     chooser.trials = []
     torch.testing.assert_close(found(*inputs), function(*inputs))
@@ -50,6 +57,12 @@ def _trials(function: Callable[..., Any], *inputs: Tensor, dynamic: bool = False
 
 def _followers(one: Trial) -> list[str]:
     return [str(n.target) for n in one.stock.nodes if n.name.startswith("follower")]
+
+
+def _leaders(one: Trial) -> list[str]:
+    for graph in (one.stock, one.ours):
+        names = [str(n.target) for n in graph.nodes if n.name.startswith("leader")]
+    return names
 
 
 def _x() -> Tensor:
@@ -133,3 +146,71 @@ def test_what_is_no_part_of_a_kernel(behind):
 def test_a_size_that_is_dynamic():
     trials = _trials(lambda x, w: F.conv2d(x, w).exp(), _x(), _w(), dynamic=True)
     assert [_followers(one) for one in trials] == [[]]
+
+
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def _masked_halves(x: Tensor) -> Tensor:
+    """As transformers' experts do, which give rows to nobody."""
+    gate, up = (x @ x.mT).masked_fill(x[:, :1] > 5, 0).chunk(2, -1)
+    return _gated(gate, up)
+
+
+def _rows() -> Tensor:
+    return torch.randn(6, 6, dtype=torch.float64)
+
+
+def test_what_inductor_computes_with_what_reads_it():
+    (one,) = _trials(_masked_halves, _rows(), pattern="gated")
+    assert len(_leaders(one)) == 4  # the halves are one each
+    assert [tuple(value_of(node).shape) for node in one.inputs] == [(6, 6), (6, 1)]
+
+
+def test_what_comes_from_a_chain():
+    (one,) = _trials(lambda x: _gated((x @ x) * 2 + 1, x @ x), _rows(), pattern="gated")
+    assert len(_leaders(one)) == 2
+    assert len(one.inputs) == 2
+
+
+def test_no_more_than_a_few_before_it(monkeypatch):
+    """Nor halves of something that does not belong to it."""
+    monkeypatch.setattr(trial, "_MOST_LEADERS", 2)
+    (one,) = _trials(_masked_halves, _rows(), pattern="gated")
+    assert _leaders(one) == []
+    (one,) = _trials(lambda x: _gated((x @ x).exp().sin().cos(), x), _rows(), pattern="gated")
+    assert len(_leaders(one)) == 0  # torch's sine and cosine are not among what is known
+    (one,) = _trials(lambda x: _gated((x @ x).exp().neg() * 2, x), _rows(), pattern="gated")
+    assert len(_leaders(one)) == 2
+
+
+def _read_twice(x: Tensor) -> tuple[Tensor, Tensor]:
+    gate = x * 2
+    return _gated(gate, x), gate + 1
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: _gated(x @ x, x),
+        _read_twice,
+        lambda x: _gated((x @ x).cumsum(0), x),
+        lambda x: _gated((x @ x).mul_(2), x),
+        lambda x: _gated(F.layer_norm(x @ x, (6,)), x),
+        lambda x: _gated(x[torch.tensor([0, 1, 2, 0, 1, 2])], x),
+    ],
+    ids=["product", "read twice", "another function", "in place", "sums", "places"],
+)
+def test_what_is_written_to_memory_is_an_input(function):
+    (one,) = _trials(function, _rows(), pattern="gated")
+    assert _leaders(one) == []
+
+
+def test_what_a_product_reads_is_an_input():
+    """Inductor writes it to memory whatever computes the product."""
+    (one,) = _trials(lambda x, w: F.conv2d(x * 2, w), _x(), _w())
+    assert _leaders(one) == []
+    residual = torch.randn(2, C, 4, 3, dtype=torch.float64)
+    (one,) = _trials(lambda x, w, r: F.conv2d(x, w) + r * 2, _x(), _w(), residual)
+    assert len(_leaders(one)) == 1

@@ -1,7 +1,8 @@
 """The two graphs that are timed for a match: the stock one and the replacement, by themselves.
 
-Both go on with what reads the results, as far as inductor would make one kernel of it: what it
-computes itself then is never written to memory, and an operator's result is.
+Both begin with what computes the inputs, and go on with what reads the results, as far as inductor
+would make one kernel of it: what it computes itself then is never written to memory, and what an
+operator reads or gives is.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from cudnn_ops.compiler.pattern import Found
 
 #: How many nodes behind a match belong to its trial: no more make a kernel another one.
 _MOST_FOLLOWERS = 4
-#: What inductor computes in the kernel that makes its input.
+#: How many before it.
+_MOST_LEADERS = 6
+#: What inductor computes in the kernel that makes its input, or that reads its result.
 _FUSED = {
     *("add", "sub", "mul", "addcmul", "div", "pow", "square", "sqrt", "rsqrt", "reciprocal"),
     *("neg", "mean", "var", "sigmoid", "tanh", "exp", "erf", "relu", "relu6", "hardtanh", "clamp"),
@@ -28,6 +31,9 @@ _FUSED = {
     *("narrow", "flatten", "unflatten", "contiguous"),
 }
 _FUSED_FUNCTIONS = {F.adaptive_avg_pool2d}
+#: Of those, what has sums: a kernel of its own, which what reads its result does not join.
+_SUMS = {"mean", "var", "layer_norm", "rms_norm"}
+_PARTS = {"split", "chunk", "unbind"}
 
 
 class Trial(NamedTuple):
@@ -46,11 +52,12 @@ class Trial(NamedTuple):
 
 def trial_of(found: Found) -> Trial:
     """The graphs of a match, with names of their own: layers differ in nothing else."""
-    followers = list(_followers(found))
+    leaders, followers = _leaders(found), list(_followers(found))
     inside = {*found.nodes, *followers}
-    own = {*found.outputs, *followers}
-    read = (one for node in followers for one in node.all_input_nodes if one not in own)
-    inputs = list(dict.fromkeys((*found.inputs, *read)))
+    own = {*found.outputs, *followers, *leaders}
+    beside = (one for node in (*leaders, *followers) for one in node.all_input_nodes)
+    read = (one for one in (*found.inputs, *beside) if one not in own)
+    inputs = list(dict.fromkeys(read))
     results = [
         node
         for node in (*found.outputs, *followers)
@@ -66,9 +73,43 @@ def trial_of(found: Found) -> Trial:
 
     return Trial(
         inputs,
-        finished(*_stock(found, inputs)),
-        finished(*_ours(found, inputs)),
+        finished(*_stock(found, inputs, leaders)),
+        finished(*_ours(found, inputs, leaders)),
     )
+
+
+def _leaders(found: Found) -> list[fx.Node]:
+    """What computes inputs for nothing but the match, in the graph's order.
+
+    Inductor computes it where it is read, unless a kernel that it does not write reads it.
+    """
+    inside, leaders = set(found.nodes), list[fx.Node]()
+    waiting = {*found.inputs}.difference(found.written, found.unchanged, found.filled)
+    while waiting and len(leaders) < _MOST_LEADERS:
+        node = max(waiting)  # all that reads it has been looked at
+        waiting.remove(node)
+        call = call_of(node)
+        if call is None or not inside.issuperset(node.users):
+            continue
+        is_pointwise = _is_fused(node) and call.name not in _SUMS
+        is_read = any(_is_fused(user) or user in leaders for user in node.users)
+        drawn = [one for one in node.all_input_nodes if value_of(one) is not None]
+        if (is_pointwise or call.name in _PARTS) and is_read and all(map(_can_be_drawn, drawn)):
+            inside.add(node)
+            leaders.append(node)
+            waiting.update(node.all_input_nodes)
+    return _drawn_from(leaders[::-1], set(found.nodes))
+
+
+def _drawn_from(leaders: list[fx.Node], inside: set[fx.Node]) -> list[fx.Node]:
+    """Those that are computed from tensors: not parts of something that is not among them."""
+    kept = [
+        node
+        for node in leaders
+        if all(value_of(one) is not None or one in leaders for one in node.all_input_nodes)
+        and inside.union(leaders).issuperset(node.users)
+    ]
+    return kept if kept == leaders else _drawn_from(kept, inside)
 
 
 def _followers(found: Found) -> Iterator[fx.Node]:
@@ -116,9 +157,10 @@ def _can_be_drawn(node: fx.Node) -> bool:
     return value.is_floating_point() or value.dtype == torch.bool
 
 
-def _stock(found: Found, inputs: list[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    graph = fx.Graph()
-    values = _placeholders(graph, inputs)
+def _stock(
+    found: Found, inputs: list[fx.Node], leaders: list[fx.Node]
+) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    graph, values = _begun(inputs, leaders)
 
     def read(node: fx.Node) -> fx.Node:
         if node not in values:  # something once more, such as a slice that is taken twice
@@ -152,14 +194,22 @@ def _out_of_place(
     return graph.call_function(function, kwargs=given)
 
 
-def _ours(found: Found, inputs: list[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    graph = fx.Graph()
-    values = _placeholders(graph, inputs)
+def _ours(
+    found: Found, inputs: list[fx.Node], leaders: list[fx.Node]
+) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    graph, values = _begun(inputs, leaders)
     tracer = fx.proxy.GraphAppendingTracer(graph)
     results = found.built(*(fx.Proxy(values[node], tracer) for node in found.inputs))
     values |= {node: one.node for node, one in zip(found.outputs, results, strict=True)}
     return graph, values
 
 
-def _placeholders(graph: fx.Graph, inputs: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-    return {node: graph.placeholder(f"input_{i}") for i, node in enumerate(inputs)}
+def _begun(
+    inputs: list[fx.Node], leaders: list[fx.Node]
+) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    graph = fx.Graph()
+    values = {node: graph.placeholder(f"input_{i}") for i, node in enumerate(inputs)}
+    for number, node in enumerate(leaders):
+        values[node] = graph.node_copy(node, values.__getitem__)
+        values[node]._rename(f"leader_{number}")
+    return graph, values
