@@ -306,6 +306,15 @@ def cold_start(rows: Sequence[Row]) -> Lines:
     return [["", *impls], *([case, *_cells(ms, impls, short)] for case, ms in times.items())]
 
 
+def compile_time(rows: Sequence[Row]) -> Lines:
+    """A line a model and what was known before: seconds, and ours over torch.compile's."""
+    lines = [["", OURS, "compile", "ratio"]]
+    for case, seconds in pivot(rows, "compile_s").items():
+        ours, stock = seconds[OURS], seconds["compile"]
+        lines.append([case, f"{ours:.1f}", f"{stock:.1f}", f"{ours / stock:.2f}"])
+    return lines
+
+
 def soak(rows: Sequence[Row]) -> Lines:
     """Memory as the shapes go by: a line a report."""
     device, host = pivot(rows, "device_mib"), pivot(rows, "host_mib")
@@ -508,6 +517,12 @@ TABLES = {
         "ours over torch.compile's at the peak. Compile times are from nothing to the end of the "
         "first step.",
         "zoo",
+    ),
+    "compile_time": Table(
+        compile_time,
+        "Seconds to the end of the first step, of one process each.",
+        "compile_time",
+        samples=0,
     ),
     "soak": Table(
         soak, "Forward + backward at distinct shapes, at most 48 plans held.", "soak", samples=0

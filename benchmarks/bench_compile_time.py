@@ -1,0 +1,88 @@
+"""Seconds to the end of a model's first compiled step: backend="cudnn_ops" beside torch.compile.
+
+Each sample is a process of its own, which has made the model and run it in eager mode. What earlier
+ones left on disk differs: nothing, and then ours measures what it swaps; what was measured, as for
+a model whose layers were compiled before in another one; or all that was compiled, too.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.harness import OURS, ROOT, Rows, main
+
+EMPTY, MEASURED, WARM = "nothing known", "measured before", "compiled before"
+#: Parts of benchmark `zoo`: few kernels and many, inference and training, with and without images.
+PARTS = ("ViT-B/16, inference", "GPT-2 medium, 12 layers, training", "ResNet-50, training")
+CHILD = """
+import sys, time
+import torch
+import cudnn_ops
+from benchmarks.bench_zoo import COMPILERS
+from benchmarks.whole_models import step_of
+from benchmarks.zoo_models import ZOO
+
+part, name = sys.argv[1:]
+model_name, mode = part.rsplit(", ", 1)
+entry = next(entry for entry in ZOO if entry.name == model_name)
+device = torch.device("cuda")
+model = entry.make(device).train(mode == "training").to(torch.bfloat16)
+inputs = entry.inputs(device)
+
+def seconds(model):
+    step = step_of(entry, model, inputs, mode == "training")
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+eager = seconds(model)  # torch's own first calls
+print(seconds(torch.compile(model, dynamic=False, **COMPILERS[name])))
+"""
+
+
+def run(rows: Rows, rounds: int) -> None:
+    for part in PARTS:
+        run_part(part, rows, rounds)
+
+
+def run_part(part: str, rows: Rows, rounds: int) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        folders = {name: Path(root, name) for name in ("plans", "first", "ours", "stock")}
+        plans = folders["plans"]
+        found = {
+            (EMPTY, OURS): child(part, OURS, plans, folders["first"]),
+            (MEASURED, OURS): child(part, OURS, plans, folders["ours"]),
+            (WARM, OURS): child(part, OURS, plans, folders["ours"]),
+            (EMPTY, "compile"): child(part, "compile", plans, folders["stock"]),
+            (WARM, "compile"): child(part, "compile", plans, folders["stock"]),
+        }
+    found[MEASURED, "compile"] = found[EMPTY, "compile"]  # which measures nothing of that kind
+    for state in (EMPTY, MEASURED, WARM):
+        for name in (OURS, "compile"):
+            rows.add(f"{part}, {state}", name, "compile_s", found[state, name])
+
+
+def child(part: str, name: str, plans: Path, compiled: Path) -> float:
+    """Seconds of one process, with the folder of our plans and that of what inductor compiled."""
+    stored = {"CUDNN_OPS_CACHE_DIR": str(plans), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, part, name],
+        cwd=ROOT,
+        env=os.environ | stored,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return float(done.stdout.split()[-1])
+
+
+if __name__ == "__main__":
+    main("compile_time", run, run_part, PARTS)
