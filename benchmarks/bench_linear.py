@@ -1,8 +1,9 @@
 """Linear layers with their epilogues, and pairs of them, beside torch's: GPU time.
 
 bf16. Of a layer: the forward without a gradient, the forward that keeps what a gradient needs, and
-the gradient through an activation together with the bias's, in the product that it comes from. The
-bare product, alone, is what an epilogue costs nothing beside. Of a pair (the MLPs of models by
+the gradient through an activation together with the bias's, in the product that it comes from, and
+these with the weight's gradient, in whose product the bias's can be too. The bare products, alone,
+are what an epilogue costs nothing beside. Of a pair (the MLPs of models by
 their shapes): forward and backward together, as one function. Ours runs as for sizes that a process
 has called often: with the plans that it builds for them.
 """
@@ -95,6 +96,7 @@ def _run_part(part: str, rows: Rows, rounds: int) -> None:
                 forward(shape, activation, modes, rows, rounds)
             for activation in BACKWARD:
                 backward(shape, activation, modes, rows, rounds)
+                backward_with_weight(shape, activation, rows, rounds)
     for mlp in MLPS:
         if mlp.name == part:
             pair(mlp, modes, rows, rounds)
@@ -184,6 +186,27 @@ def backward(
     case = f"{shape} {activation} with the bias's bwd"
     verify(case, {name: [function()] for name, function in functions.items()}, TOLERANCE)
     add(case, functions | {BARE: lambda: grad @ weight}, rows, rounds)
+
+
+def backward_with_weight(shape: Shape, activation: Activation, rows: Rows, rounds: int) -> None:
+    """What a step asks of a hidden layer that is an MLP's: from what its forward has kept."""
+    x, grad = draw(shape.rows, shape.inputs), draw(shape.rows, shape.inputs)
+    first = draw(shape.outputs, shape.inputs, scale=shape.inputs**-0.5).requires_grad_()
+    second = draw(shape.inputs, shape.outputs, scale=shape.outputs**-0.5)
+    bias = draw(shape.outputs).requires_grad_()
+    hidden = draw(shape.rows, shape.outputs)
+
+    def gradients(out: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad(out, (first, bias), grad, retain_graph=True))
+
+    inner = by_torch(activation, x, first, bias)
+    functions: dict[str, Callable[[], list[Tensor]]] = {
+        OURS: partial(gradients, cudnn_ops.mlp(x, first, bias, second, None, activation)),
+        "eager": partial(gradients, F.linear(inner, second)),
+    }
+    case = f"{shape} {activation} with the bias's and the weight's bwd"
+    verify(case, {name: function() for name, function in functions.items()}, TOLERANCE)
+    add(case, functions | {BARE: lambda: [grad @ second, hidden.t() @ x]}, rows, rounds)
 
 
 def pair(mlp: Mlp, modes: tuple[str | None, ...], rows: Rows, rounds: int) -> None:

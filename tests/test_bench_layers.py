@@ -404,8 +404,15 @@ def test_bench_linear_rows_make_its_tables(monkeypatch: pytest.MonkeyPatch) -> N
             )
         ),
         *(
-            [f"6, 16, 8 {name} with the bias's bwd", *ours, *peers, ""]
+            line
             for name in ("gelu_tanh", "gelu")
+            for line in (
+                [f"6, 16, 8 {name} with the bias's bwd", *ours, *peers, ""],
+                [
+                    *(f"6, 16, 8 {name} with the bias's and the weight's bwd", *ours),
+                    *("1.00x", "", "", ""),
+                ],
+            )
         ),
     ]
     assert tables.mlp(rows.rows) == [
