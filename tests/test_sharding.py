@@ -259,6 +259,8 @@ def test_every_operator_with_kernels_has_a_rule():
     ours = [name.replace("::", ".") for name in kernels if name.startswith("cudnn_ops::")]
     # Their arguments are each rank's own part: a sharded tensor is refused.
     ours = [name for name in ours if not name.startswith("cudnn_ops._ring_attention")]
+    # The compile backend puts it in, and not in the place of sharded tensors.
+    ours.remove("cudnn_ops._gated_")
     assert len(ours) > 10
     assert [name for name in ours if f"{name}.default" not in names] == []
 

@@ -1,7 +1,7 @@
 // A norm by known statistics, act((x - mean) / deviation * weight + bias + residual), in one pass
-// over memory, the signs of its results, a bit each, what its derivative adds up, and what there is
-// one number of for each channel in another type. Compiled when
-// the package is built (cmake/compile_kernels.py); batch_norm_cuda.cpp launches them.
+// over memory, the signs of its results, a bit each, what its derivative adds up, and numbers of
+// channels in another type. Compiled when the package is built (cmake/compile_kernels.py);
+// batch_norm_cuda.cpp launches them.
 
 #include "batch_norm_call.h"
 #include "column_sums.cuh"

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
@@ -349,9 +350,13 @@ def _cast_of(node: fx.Node) -> Call | None:
 
 
 def value_of(node: Any) -> Tensor | None:
-    """The tensor without memory that stands for a node's result; None where it is no tensor."""
+    """The tensor without memory that stands for a node's result; None where it is no tensor.
+
+    What a transform of torch.func wraps, such as one sample of many, is none either: patterns see
+    nothing of what computes it.
+    """
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-    return value if isinstance(value, Tensor) else None
+    return value if isinstance(value, Tensor) and not is_functorch_wrapped_tensor(value) else None
 
 
 def has_static_sizes(value: Tensor) -> bool:
@@ -375,6 +380,8 @@ def memory_of(value: Any) -> set[int]:
         if is_traceable_wrapper_subclass(value):
             names, _ = value.__tensor_flatten__()
             return set().union(*(memory_of(getattr(value, name)) for name in names))
+        if is_functorch_wrapped_tensor(value):
+            return memory_of(get_unwrapped(value))
         return {value.untyped_storage()._cdata} if value.layout == torch.strided else {id(value)}
     leaves = tree_leaves(value)
     return set().union(*(memory_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)))
@@ -474,6 +481,7 @@ def _is_own(node: fx.Node, reader: fx.Node) -> bool:
 
 
 #: Functions that change how the nodes behind them compute: gradients, autocast.
+#: Those that begin and end a transform of torch.func are known by their names.
 _MODES: tuple[Callable[..., Any], ...] = (
     torch._C._set_grad_enabled,
     torch.amp.autocast_mode._enter_autocast,
@@ -483,5 +491,10 @@ _MODES: tuple[Callable[..., Any], ...] = (
 )
 
 
+_TRANSFORMS = ("_increment_nesting", "_decrement_nesting")
+
+
 def changes_mode(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target in _MODES
+    if node.op != "call_function":
+        return False
+    return node.target in _MODES or getattr(node.target, "__name__", "").endswith(_TRANSFORMS)

@@ -107,7 +107,12 @@ def rewrite(
             log.debug("%s: a graph within the graph", name)
             swaps.add(rewrite(child, patterns, decide, report))
     graph = module.graph
-    facts = GraphFacts(graph)
+    try:
+        facts = GraphFacts(graph)
+    except Exception as error:  # whatever a graph has in it, the stock one is right
+        log.info("a graph is not understood", exc_info=error)
+        warn("a graph stays as it is, because it has something unknown in it", error)
+        return swaps
     for pattern in patterns:
         facts.declined.clear()
         # From the end: of two matches, one within the other, the larger one is first.
@@ -117,12 +122,24 @@ def rewrite(
                 _try(graph, facts, pattern, node, decide, report)
     if facts.swapped:
         assert facts.before is not None
-        for pattern in patterns:
-            pattern.finish(graph, facts.mode, facts.mutated)
         own = Swaps(facts.swapped, [(module, facts.before)])
-        _settle_strides(module, facts, own)
+        _finish(module, patterns, facts, own)
         swaps.add(own)
     return swaps
+
+
+def _finish(
+    module: fx.GraphModule, patterns: Sequence[Pattern], facts: GraphFacts, swaps: Swaps
+) -> None:
+    try:
+        for pattern in patterns:
+            pattern.finish(module.graph, facts.mode, facts.mutated)
+    except Exception as error:
+        log.info("swaps cannot be finished", exc_info=error)
+        warn("a graph stays as it is, because its swaps cannot be finished", error)
+        swaps.undo(f"the swaps could not be finished: {first_line(error)}")
+    else:
+        _settle_strides(module, facts, swaps)
 
 
 def _settle_strides(module: fx.GraphModule, facts: GraphFacts, swaps: Swaps) -> None:

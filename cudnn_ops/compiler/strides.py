@@ -149,6 +149,8 @@ def _reads_strides(node: fx.Node) -> bool:
 
 def _same_strides(first: Any, second: Any) -> bool:
     """Of tensors, or of several of them; those of dimensions of size 1 do not count."""
+    if first is second:
+        return True
     if not isinstance(first, Tensor) or not isinstance(second, Tensor):
         leaves = [[x for x in tree_leaves(one) if isinstance(x, Tensor)] for one in (first, second)]
         return len(leaves[0]) != len(leaves[1]) or all(map(_same_strides, *leaves))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._prims_common import is_contiguous_or_false
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cudnn_ops.compiler.match import Cast, Op, Var, match
 from cudnn_ops.compiler.nodes import memory_of, value_of
@@ -81,6 +82,7 @@ def _is_own(gate: fx.Node, node: fx.Node) -> bool:
         gate.op in ("call_function", "call_method")
         and list(gate.users) == [node]
         and not result.requires_grad
+        and not is_traceable_wrapper_subclass(value)  # of whose parts the operator knows nothing
         and is_contiguous_or_false(value)
     )
 
