@@ -5,14 +5,11 @@ built, as torch's cuDNN backend has to do in every process, or come from the pac
 (cudnn_ops/plans/common.py has the shape, for plans of any length).
 """
 
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from statistics import median
 
-from benchmarks.harness import ROOT, Rows, main
+from benchmarks.harness import Rows, in_process, main
 
 CASE = "4,32,8,2048,128 causal"
 FROM_PACKAGE = "no store, plans of the package"
@@ -108,17 +105,8 @@ def child(name: str, store: str, *bundles: str, packaged: str = NO_PLANS) -> lis
     Loading is that of the bundles; ``packaged`` is a folder in place of the package's own. Of ours
     one more: how many plans it built.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, name, packaged, *bundles],
-        cwd=ROOT,
-        env=os.environ | {"CUDNN_OPS_CACHE_DIR": store},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return [float(number) for number in done.stdout.split()]
+    found = in_process(CHILD, name, packaged, *bundles, CUDNN_OPS_CACHE_DIR=store)
+    return [float(number) for number in found.split()]
 
 
 if __name__ == "__main__":

@@ -7,42 +7,25 @@ a model whose layers were compiled before in another one; or all that was compil
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
-from benchmarks.harness import OURS, ROOT, Rows, main
+import torch
+
+from benchmarks.bench_zoo import COMPILERS, entry_of
+from benchmarks.harness import OURS, Rows, in_process, main
+from benchmarks.whole_models import step_of
 
 EMPTY, MEASURED, WARM = "nothing known", "measured before", "compiled before"
 #: Parts of benchmark `zoo`: few kernels and many, inference and training, with and without images.
 PARTS = ("ViT-B/16, inference", "GPT-2 medium, 12 layers, training", "ResNet-50, training")
 CHILD = """
-import sys, time
-import torch
-import cudnn_ops
-from benchmarks.bench_zoo import COMPILERS
-from benchmarks.whole_models import step_of
-from benchmarks.zoo_models import ZOO
+import sys
+from benchmarks.bench_compile_time import first_step
 
-part, name = sys.argv[1:]
-model_name, mode = part.rsplit(", ", 1)
-entry = next(entry for entry in ZOO if entry.name == model_name)
-device = torch.device("cuda")
-model = entry.make(device).train(mode == "training").to(torch.bfloat16)
-inputs = entry.inputs(device)
-
-def seconds(model):
-    step = step_of(entry, model, inputs, mode == "training")
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    step()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-eager = seconds(model)  # torch's own first calls
-print(seconds(torch.compile(model, dynamic=False, **COMPILERS[name])))
+print(first_step(*sys.argv[1:]))
 """
 
 
@@ -71,17 +54,26 @@ def run_part(part: str, rows: Rows, rounds: int) -> None:
 def child(part: str, name: str, plans: Path, compiled: Path) -> float:
     """Seconds of one process, with the folder of our plans and that of what inductor compiled."""
     stored = {"CUDNN_OPS_CACHE_DIR": str(plans), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, part, name],
-        cwd=ROOT,
-        env=os.environ | stored,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return float(done.stdout.split()[-1])
+    return float(in_process(CHILD, part, name, **stored).split()[-1])
+
+
+def first_step(part: str, name: str) -> float:
+    """Seconds of the first step by one of COMPILERS, in this process."""
+    entry, trains = entry_of(part)
+    device = torch.device("cuda")
+    model = entry.make(device).train(trains).to(torch.bfloat16)
+    inputs = entry.inputs(device)
+
+    def seconds(model: Any) -> float:
+        step = step_of(entry, model, inputs, trains)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    seconds(model)  # torch's own first calls
+    return seconds(torch.compile(model, dynamic=False, **COMPILERS[name]))
 
 
 if __name__ == "__main__":

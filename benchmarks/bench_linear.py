@@ -3,9 +3,9 @@
 bf16. Of a layer: the forward without a gradient, the forward that keeps what a gradient needs, and
 the gradient through an activation together with the bias's, in the product that it comes from, and
 these with the weight's gradient, in whose product the bias's can be too. The bare products, alone,
-are what an epilogue costs nothing beside. Of a pair (the MLPs of models by
-their shapes): forward and backward together, as one function. Ours runs as for sizes that a process
-has called often: with the plans that it builds for them.
+are what an epilogue costs nothing beside. Of a pair (the MLPs of models by their shapes): forward
+and backward together, as one function. Ours runs as for sizes that a process has called often: with
+the plans that it builds for them.
 """
 
 from __future__ import annotations

@@ -53,15 +53,20 @@ def run(rows: Rows, rounds: int) -> None:
 
 
 def run_part(part: str, rows: Rows, rounds: int) -> None:
-    name, mode = part.rsplit(", ", 1)
-    entry = next(entry for entry in ZOO if entry.name == name)
+    entry, trains = entry_of(part)
     if find_spec(entry.library) is None:
         print(f"{entry.name}: {entry.library} is not installed")
         return
     torch._dynamo.reset()
     cudnn_ops.compile_report().clear()
-    measure_case(entry, mode == "training", rows, rounds)
+    measure_case(entry, trains, rows, rounds)
     print(cudnn_ops.compile_report(), flush=True)
+
+
+def entry_of(part: str) -> tuple[Entry, bool]:
+    """The model of a part, and whether it trains."""
+    name, mode = part.rsplit(", ", 1)
+    return next(entry for entry in ZOO if entry.name == name), mode == "training"
 
 
 def measure_case(entry: Entry, trains: bool, rows: Rows, rounds: int, device: str = "cuda") -> None:

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime, timezone
@@ -208,6 +209,25 @@ def commit() -> str:
     head = _output(*git, "rev-parse", "HEAD")
     changes = _output(*git, "status", "--porcelain", "--", ".", ":!benchmarks/results")
     return (f"{head}-dirty" if changes else head) if head else "unknown"
+
+
+def in_process(program: str, *arguments: str, **variables: str) -> str:
+    """What a Python program prints in a process of its own, with more environment variables.
+
+    Raises:
+        RuntimeError: it fails; the message is what it said.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=ROOT,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return done.stdout
 
 
 def _output(*command: str) -> str:

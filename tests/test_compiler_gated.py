@@ -197,6 +197,51 @@ def test_inductor_needs_no_memory_for_it():
     assert code[code.index("def call") :].count("= empty_strided_cpu(") == 2
 
 
+def test_strides_are_those_of_the_stock_graph():
+    """Of a product with something transposed, torch's result is transposed, and ours is not."""
+
+    def viewed(gate: Tensor, up: Tensor) -> Tensor:
+        return (up.mT * F.silu(gate * 2)).mT.view(3, -1)
+
+    def returned(gate: Tensor, up: Tensor) -> Tensor:
+        return up.mT * F.silu(gate * 2)
+
+    inputs = torch.randn(3, 5, 7), torch.randn(3, 7, 5)
+    for block in (viewed, returned):
+        check_swap(block, *inputs, expect=["gated"], gradients=False)
+        torch._dynamo.reset()
+        compiled = torch.compile(block, backend="cudnn_ops", options={"swap": ["gated"]})
+        assert compiled(*inputs).stride() == block(*inputs).stride()
+
+
+def test_a_gate_that_a_gradient_needs():
+    """Also where the other factor has other strides, and the result is therefore looked at anew."""
+
+    def block(x: Tensor, weight: Tensor) -> Tensor:
+        return llama(x.detach() * 2, F.conv2d(x, weight, padding=1))
+
+    x, weight = torch.randn(2, 4, 8, 6).double(), torch.randn(4, 4, 3, 3).double()
+    names = ["gated", "convolution"]
+    for gradients in (False, True):
+        found = check_swap(block, x, weight, expect=names, swap=names, gradients=gradients)
+        is_in_place = "cudnn_ops._gated_.default" in [str(node.target) for node in found.ours]
+        assert is_in_place == (not gradients)
+
+
+def test_beside_a_models_own_calls():
+    """With names, or for each sample: they stay, and the match beside them is swapped."""
+    swiglu = torch.ops.cudnn_ops.swiglu.default
+
+    def named(gate: Tensor, up: Tensor) -> Tensor:
+        return swiglu(gate=gate * 2, up=up) + _of_results(gate, up)
+
+    def each_sample(gate: Tensor, up: Tensor) -> Tensor:
+        return torch.vmap(lambda gate, up: swiglu(gate * 2, up))(gate, up) + _of_results(gate, up)
+
+    for block in (named, each_sample):
+        check_swap(block, *_inputs(dtype=torch.float32), expect=["gated"], gradients=False)
+
+
 def _of_an_input(gate: Tensor, up: Tensor) -> Tensor:
     return llama(gate, up * 2)
 

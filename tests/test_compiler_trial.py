@@ -60,9 +60,12 @@ def _followers(one: Trial) -> list[str]:
 
 
 def _leaders(one: Trial) -> list[str]:
-    for graph in (one.stock, one.ours):
-        names = [str(n.target) for n in graph.nodes if n.name.startswith("leader")]
-    return names
+    stock, ours = (
+        [str(n.target) for n in graph.nodes if n.name.startswith("leader")]
+        for graph in (one.stock, one.ours)
+    )
+    assert stock == ours
+    return ours
 
 
 def _x() -> Tensor:

@@ -81,6 +81,8 @@ class Pattern:
     ) -> None:
         """What replacements have in common, once all of a graph are made; most have nothing.
 
+        Strides are settled by then: what needs those of the stock graph reads a copy.
+
         Args:
             graph: to change.
             mode: what switches gradients and autocast before a node.

@@ -131,30 +131,19 @@ def rewrite(
 def _finish(
     module: fx.GraphModule, patterns: Sequence[Pattern], facts: GraphFacts, swaps: Swaps
 ) -> None:
-    try:
-        for pattern in patterns:
-            pattern.finish(module.graph, facts.mode, facts.mutated)
-    except Exception as error:
-        log.info("swaps cannot be finished", exc_info=error)
-        warn("a graph stays as it is, because its swaps cannot be finished", error)
-        swaps.undo(f"the swaps could not be finished: {first_line(error)}")
-    else:
-        _settle_strides(module, facts, swaps)
-
-
-def _settle_strides(module: fx.GraphModule, facts: GraphFacts, swaps: Swaps) -> None:
-    """Where that fails, the graph is the stock one again."""
+    """Settles strides, then what replacements have in common; where that fails, all is undone."""
+    why = "it depends on the strides of what would be swapped"
     try:
         Strides(module.graph, facts.stock, facts.mutated, lambda node: _run(node, facts)).settle()
+        why = "its swaps cannot be finished"
+        for pattern in patterns:
+            pattern.finish(module.graph, facts.mode, facts.mutated)
         module.graph.lint()
         module.recompile()
     except Exception as error:  # whatever a graph has in it, the stock one is right
-        log.info("strides cannot be kept", exc_info=error)
-        warn(
-            "a graph stays as it is, because it depends on the strides of what would be swapped",
-            error,
-        )
-        swaps.undo(f"the graph depends on strides: {first_line(error)}")
+        log.info("a graph stays as it is, because %s", why, exc_info=error)
+        warn(f"a graph stays as it is, because {why}", error)
+        swaps.undo(f"{why}: {first_line(error)}")
 
 
 def _ends(pattern: Pattern, node: fx.Node) -> bool:

@@ -87,6 +87,9 @@ class Strides:
         leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
         if len(leaves) != len(tensors) or not all(map(_same_kind, leaves, tensors)):
             return False
+        for leaf, tensor in zip(leaves, tensors, strict=True):
+            if tensor.requires_grad:
+                leaf.requires_grad_()
         node.meta["example_value"] = value
         return True
 
@@ -131,7 +134,9 @@ class Strides:
                 with self._graph.inserting_after(last):
                     last = self._graph.call_method(method, (last, *args))
                 last.meta = dict(node.meta)
-                last.meta["example_value"] = self._run(last)
+                last.meta["example_value"] = value = self._run(last)
+                if stock.requires_grad:
+                    value.requires_grad_()
         if not _same_strides(stock, last.meta["example_value"]):
             raise Unsettled(f"{node.name} has strides that no copy has")
         return last

@@ -53,34 +53,31 @@ class Gated(Pattern):
         """
         having = Counter(memory for node in graph.nodes for memory in _memory_of(node))
         for node in list(graph.nodes):
-            if (number := _NUMBERS.get(_spelling_of(node))) is None:
+            number = _NUMBERS.get((node.target, node.kwargs.get("approximate")))
+            # A model's own call of the operator may name its arguments.
+            if number is None or len(node.args) != 2:
                 continue
             gate, up = node.args
-            if any(having[memory] > 1 for memory in _memory_of(gate)) or not _is_own(gate, node):
-                continue
-            with graph.inserting_before(node):
-                graph.call_function(torch.ops.cudnn_ops._gated_.default, (gate, up, number))
-            node.replace_all_uses_with(gate, lambda user, node=node: user is not node)
-            graph.erase_node(node)
+            if all(having[memory] == 1 for memory in _memory_of(gate)) and _is_own(gate, node):
+                with graph.inserting_before(node):
+                    graph.call_function(torch.ops.cudnn_ops._gated_.default, (gate, up, number))
+                node.replace_all_uses_with(gate)
+                graph.erase_node(node)
 
 
 def _memory_of(node: fx.Node) -> set[int]:
     return memory_of(node.meta.get("example_value"))
 
 
-def _spelling_of(node: fx.Node) -> tuple[object, object]:
-    """The operator, if it is one, and how it approximates."""
-    return node.target, node.kwargs.get("approximate")
-
-
 def _is_own(gate: fx.Node, node: fx.Node) -> bool:
     """Whether a gate is a result that nothing but ``node`` reads, now or for a gradient."""
     value, result = value_of(gate), value_of(node)
-    assert value is not None
-    assert result is not None
+    if value is None or result is None:  # within a transform of torch.func
+        return False
     return (
         gate.op in ("call_function", "call_method")
         and list(gate.users) == [node]
+        and not value.requires_grad
         and not result.requires_grad
         and not is_traceable_wrapper_subclass(value)  # of whose parts the operator knows nothing
         and is_contiguous_or_false(value)
