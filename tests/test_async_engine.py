@@ -471,7 +471,9 @@ def test_a_thousand_aborts_at_random():
     async def main() -> None:
         async with tiny.serving as serving:
             gate = asyncio.Semaphore(40)
-            await asyncio.gather(*(one(serving, gate) for _ in range(1500)))
+            # How many end before they are aborted depends on how busy the machine is.
+            while counts["aborted"] + counts["cancelled"] < 1000:
+                await asyncio.gather(*(one(serving, gate) for _ in range(500)))
             await settled(tiny)
             tiny.check_pages()
             assert (
@@ -480,7 +482,6 @@ def test_a_thousand_aborts_at_random():
 
     asyncio.run(main())
     tiny.check_pages()
-    assert counts["aborted"] + counts["cancelled"] > 1000
     assert min(counts.values()) > 20
     assert tiny.engine.stats.preemptions > 0
 

@@ -126,7 +126,8 @@ def test_the_grace_time_ends(folder):
         while "cudnn_ops_running 1.0" not in httpx.get(f"{client.base_url}/metrics").text:
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
-        time.sleep(0.3)
+        while httpx.get(f"{client.base_url}/health").status_code == 200:
+            time.sleep(0.02)
         process.send_signal(signal.SIGINT)
         assert process.wait(100) == 0
         thread.join()
