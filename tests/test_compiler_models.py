@@ -164,7 +164,10 @@ MODELS: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, int]]] = {
         language(hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig(**PARTIAL)),
         {"attention": 2, "layer_norm": 5, "rotary_qk": 2, "mlp": 2},
     ),
-    "gpt j, neighbours": (gptj, {"layer_norm": 3, "rotary_qk": 2, "mlp": 2}),
+    "gpt j, neighbours": (
+        gptj,
+        {"attention_by_matmul": 2, "layer_norm": 3, "rotary_qk": 2, "mlp": 2},
+    ),
     "cohere, neighbours": (
         language(hf.CohereForCausalLM, hf.CohereConfig(**SMALL)),
         {"attention": 2, "layer_norm": 3, "rotary_qk": 2, "gated": 2},

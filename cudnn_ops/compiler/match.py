@@ -67,6 +67,18 @@ class Var(Expression):
                 yield found
 
 
+class Named(Expression):
+    """A node that is such an expression, under a name."""
+
+    def __init__(self, name: str, inner: Expression):
+        self.name, self.inner = name, inner
+
+    def match(self, value: Any, bound: Bound) -> Iterator[Bound]:
+        found = bound.with_name(self.name, value) if isinstance(value, fx.Node) else None
+        if found is not None:
+            yield from self.inner.match(value, found)
+
+
 class Number(Expression):
     """A number, under a name; or one that is equal to ``value``."""
 
@@ -78,6 +90,18 @@ class Number(Expression):
         if value is None or (self.value is not None and value != self.value):
             return
         found = bound.with_name(self.name, value) if self.name else bound
+        if found is not None:
+            yield found
+
+
+class Text(Expression):
+    """A string, under a name."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def match(self, value: Any, bound: Bound) -> Iterator[Bound]:
+        found = bound.with_name(self.name, value) if isinstance(value, str) else None
         if found is not None:
             yield found
 

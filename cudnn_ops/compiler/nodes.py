@@ -79,6 +79,8 @@ OPERATIONS: dict[str, Operation] = {
         keepdim=False,
         correction=None,
     ),
+    "max": _operation("input dim keepdim", torch.max, ".max", dim=None, keepdim=False),
+    "amax": _operation("input dim keepdim", torch.amax, ".amax", dim=(), keepdim=False),
     "sigmoid": _operation("input", torch.sigmoid, F.sigmoid, ".sigmoid"),
     "tanh": _operation("input", torch.tanh, F.tanh, ".tanh"),
     "exp": _operation("input", torch.exp, ".exp"),
@@ -119,6 +121,9 @@ OPERATIONS: dict[str, Operation] = {
     "matmul": _operation(
         "input other",
         *(operator.matmul, torch.matmul, torch.bmm, ".matmul", ".bmm", ".__matmul__"),
+    ),
+    "baddbmm": _operation(
+        "input batch1 batch2 beta alpha", torch.baddbmm, ".baddbmm", beta=1, alpha=1
     ),
     "linear": _operation("input weight bias", F.linear, _nn.linear, bias=None),
     "addmm": _operation("input mat1 mat2 beta alpha", torch.addmm, ".addmm", beta=1, alpha=1),
@@ -261,8 +266,9 @@ _NAMES = _by_spelling()
 def call_of(node: fx.Node) -> Call | None:
     """What it computes; None where that is none of :data:`OPERATIONS`.
 
-    Of further names are ``cast`` (``input`` and ``dtype``), and ``reshape``, ``expand`` and
-    ``permute`` (``input`` and ``sizes``).
+    Of further names are ``cast`` (``input`` and ``dtype``), ``reshape``, ``expand`` and ``permute``
+    (``input`` and ``sizes``), and ``einsum`` of two tensors (``equation``, ``input`` and
+    ``other``).
     """
     # Kept with the node, since every pattern asks for it. Changed arguments are another tuple.
     kept = vars(node).get(_KEPT)
@@ -287,6 +293,8 @@ def _call_of(node: fx.Node) -> Call | None:
         return None
     if spelling in _WITH_SIZES:
         return _call_with_sizes(_WITH_SIZES[spelling], node)
+    if spelling is torch.functional.einsum:
+        return _einsum_of(node)
     if (cast := _cast_of(node)) is not None:
         return cast
     in_place = spelling in _IN_PLACE
@@ -331,6 +339,16 @@ def _call_with_sizes(name: str, node: fx.Node) -> Call | None:
     if any(isinstance(size, torch.dtype) for size in sizes):
         return None
     return Call(name, {"input": first, "sizes": tuple(sizes)})
+
+
+def _einsum_of(node: fx.Node) -> Call | None:
+    """Of two tensors: ``einsum(equation, x, y)`` or ``einsum(equation, (x, y))``."""
+    equation, *operands = node.args or (None,)
+    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+        operands = list(operands[0])
+    if not isinstance(equation, str) or len(operands) != 2 or node.kwargs:
+        return None
+    return Call("einsum", {"equation": equation, "input": operands[0], "other": operands[1]})
 
 
 def _cast_of(node: fx.Node) -> Call | None:

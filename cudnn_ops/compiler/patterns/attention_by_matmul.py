@@ -1,20 +1,43 @@
-"""Attention written out: two products, and between them scale, mask, softmax and dropout."""
+"""Attention written out: two products, and between them scale, mask, softmax and dropout.
+
+The products are matrix products or einsums, of which :mod:`.einsums` tells the dimensions.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from cudnn_ops.compiler.masks import Visible, visible_of
-from cudnn_ops.compiler.match import Bound, Cast, Number, OneOf, Op, Var, first_match, match
-from cudnn_ops.compiler.nodes import value_of
+from cudnn_ops.compiler.match import (
+    Bound,
+    Cast,
+    Expression,
+    Named,
+    Number,
+    OneOf,
+    Op,
+    Text,
+    Var,
+    first_match,
+    match,
+)
+from cudnn_ops.compiler.nodes import call_of, value_of
 from cudnn_ops.compiler.pattern import Found, Pattern, anything, is_tensor, shape_of, tensor
 from cudnn_ops.compiler.patterns.attention import check_dtype, mask_options, note_of, unrepeated
+from cudnn_ops.compiler.patterns.einsums import (
+    RESULTS,
+    SCORES,
+    Layout,
+    are_in_order,
+    layout_of,
+    of_matmuls,
+)
 
 #: A score this low has no weight beside any other.
 _LOW = -1e4
@@ -29,32 +52,66 @@ def _is_float(node: fx.Node) -> bool:
     return value is not None and value.is_floating_point()
 
 
-_PRODUCT = Op("matmul", Var("query", is_tensor), Var("key", is_tensor))
+def _is_without_last(index: Any, node: fx.Node) -> bool:
+    """``x[..., :-1]``, in whatever way."""
+    if not isinstance(index, tuple) or index[-1] != slice(None, -1, None):
+        return False
+    is_whole = ... in index or len(index) == len(shape_of(node))
+    return is_whole and all(part in (slice(None, None, None), ...) for part in index[:-1])
+
+
+_BOTH = Var("query", is_tensor), Var("key", is_tensor)
+_PRODUCT = OneOf(Op("matmul", *_BOTH), Op("einsum", Text("scores"), *_BOTH))
 _SCALED = Cast(
     OneOf(
         Op("mul", Cast(_PRODUCT), Number("factor")),
         Op("div", Cast(_PRODUCT), Number("divisor")),
         Op("mul", Cast(_PRODUCT), Cast(Var("factors", _is_float))),
+        Op("baddbmm", Var("unread", is_tensor), *_BOTH, 0, Number("factor")),
         Cast(_PRODUCT),
     )
 )
 _MASKED = Cast(
     OneOf(
         Op("add", _SCALED, Cast(Var("bias", _is_float))),
+        Op("baddbmm", Var("bias", _is_float), *_BOTH, 1, Number("factor")),
         Op("masked_fill", _SCALED, Var("hidden"), Number("low")),
         Op("where", Var("seen"), _SCALED, Number("low")),
         Op("where", Var("hidden"), Number("low"), _SCALED),
+        Op(
+            "div", Op("add", Cast(_PRODUCT), Cast(Var("bias", _is_float))), Number("divisor of all")
+        ),
         _SCALED,
     )
 )
-_WEIGHTS = Cast(Op("softmax", _MASKED, _is_last, dtype=anything, _stacklevel=anything))
+_SINKS = Op("expand", Named("column", Op("reshape", Var("sinks"), anything)), anything)
+_LARGEST = OneOf(
+    Op("getitem", Op("max", Var("logits"), _is_last, True), 0),
+    Op("amax", Var("logits"), _is_last, True),
+)
+
+
+def _softmax(logits: Expression) -> Expression:
+    """With or without the subtraction that it does by itself."""
+    shifted = OneOf(Op("sub", Named("logits", logits), _LARGEST), logits)
+    return Cast(Op("softmax", Cast(shifted), _is_last, dtype=anything, _stacklevel=anything))
+
+
+_WEIGHTS = OneOf(
+    Cast(Op("getitem", _softmax(Op("cat", [_MASKED, Cast(_SINKS)], _is_last)), _is_without_last)),
+    _softmax(_MASKED),
+)
 _DROPPED = OneOf(
     Op("dropout", _WEIGHTS, Number("dropout"), lambda training, _: training is True),
     Op("dropout", _WEIGHTS, anything, False),
     Op("dropout", _WEIGHTS, Number(value=0.0), anything),
     _WEIGHTS,
 )
-_ATTENTION = Op("matmul", Cast(_DROPPED), Var("value", is_tensor))
+_ATTENTION = OneOf(
+    Op("matmul", Cast(_DROPPED), Var("value", is_tensor)),
+    Op("einsum", Text("results"), Cast(_DROPPED), Var("value", is_tensor)),
+    Op("einsum", Text("results of values"), Var("value", is_tensor), Cast(_DROPPED)),
+)
 
 
 def _is_last_but_one(dim: Any, node: fx.Node) -> bool:
@@ -71,7 +128,7 @@ class AttentionByMatmul(Pattern):
     """What transformers calls "eager" attention, and its like."""
 
     name = "attention_by_matmul"
-    ends_in = frozenset({"matmul"})
+    ends_in = frozenset({"matmul", "einsum"})
 
     def find(self, node: fx.Node) -> Iterator[Found]:
         for bound in match(_ATTENTION, node):
@@ -81,60 +138,147 @@ class AttentionByMatmul(Pattern):
                 return
 
 
+class _Operands(NamedTuple):
+    """Queries, keys and values, before what attention does to them by itself.
+
+    Attributes:
+        nodes: what does it in the graph.
+        is_grouped: whether keys and values have fewer heads.
+    """
+
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
+    layout: Layout
+    nodes: tuple[fx.Node, ...] = ()
+    is_grouped: bool = False
+
+
 def _found(node: fx.Node, bound: Bound) -> Found | None:
-    query, key, value = (bound[name] for name in ("query", "key", "value"))
-    sizes = [shape_of(one) for one in (query, key, value)]
-    if any(len(size) not in (3, 4) for size in sizes):
-        return None
+    operands = _operands(node, bound)
     low = bound.get("low", -math.inf)
-    if low > _LOW or bound.get("divisor") == 0:
+    if operands is None or low > _LOW or 0 in _divisors(bound):
         return None
+    query, key, value, layout, passed, is_grouped = operands
     check_dtype(query)
-    factors = [bound["factors"]] if "factors" in bound else []
-    if not all(_are_of_rows(one, query) for one in factors):
-        return None
-    nodes = list(bound.nodes)
-    is_transposed = False
-    # Heads that are repeated for groups of queries, where both keys and values are.
-    if (plain := first_match(_TRANSPOSED, key)) is not None and len(key.users) == 1:
-        heads = [unrepeated(one) for one in (plain["keys"], value)]
-        if all(one is not None for one in heads):
-            key, value = (one["heads"] for one in heads if one is not None)
-            nodes += [*plain.nodes, *(n for one in heads if one is not None for n in one.nodes)]
-            is_transposed = True
+    others = {name: bound[name] for name in ("factors", "sinks", "unread") if name in bound}
     mask, is_bias = _mask_of(bound)
+    is_of_scores = mask is not None or "factors" in others or "sinks" in others
+    if is_of_scores and not layout.are_scores_in_order:
+        return None
+    if "factors" in others and not _are_of_rows(others["factors"], query):
+        return None
+    if "sinks" in others and not _are_of_heads(others["sinks"], bound["column"], query):
+        return None
+    length, length_kv = shape_of(query)[layout.query[-2]], shape_of(value)[layout.value[-2]]
     visible = Visible(rest=mask)
     if mask is not None:
-        lengths = sizes[0][-2], sizes[2][-2]
-        visible = visible_of(mask, *lengths, is_hidden="hidden" in bound) or visible
+        visible = visible_of(mask, length, length_kv, is_hidden="hidden" in bound) or visible
     parts = (mask, visible.rest, visible.lengths)
     masks = list(dict.fromkeys(part for part in parts if part is not None))
-    scale = 1 / bound["divisor"] if "divisor" in bound else bound.get("factor", 1.0)
+    scale = bound.get("factor", 1.0) / math.prod(_divisors(bound))
     dropout_p = float(bound.get("dropout", 0.0))
     has_rest, dtype = visible.rest is not None, tensor(query).dtype
-    hides = "hidden" in bound
+    hides, count = "hidden" in bound, len(masks)
 
     def build(query: Any, key: Any, value: Any, *given: Any) -> Any:
-        if factors:
-            query = (query * given[0]).to(dtype)
-        masks = given[len(factors) :]
-        rest = masks[-1] if has_rest else None
+        named = dict(zip(others, given[count:], strict=True))
+        if "factors" in named:
+            query = (query * named["factors"]).to(dtype)
+        rest = given[count - 1] if has_rest else None
         if has_rest and not is_bias:
             rest = _as_bias(rest, hides, low, dtype)
-        return torch.ops.cudnn_ops.sdpa.default(
-            query,
-            key if is_transposed else key.transpose(-2, -1),
-            value,
+        elif has_rest and "divisor of all" in bound:
+            rest = rest / bound["divisor of all"]
+        result = torch.ops.cudnn_ops.sdpa.default(
+            *layout.laid_out(query, key, value),
             rest,
             dropout_p,
             visible.is_causal,
             scale=scale,
-            enable_gqa=is_transposed,
-            **mask_options(visible, masks, sizes[2][-2]),
+            enable_gqa=is_grouped,
+            sinks=named.get("sinks"),
+            **mask_options(visible, given[:count], length_kv),
         )
+        return layout.of_result(result)
 
-    note = note_of(mask, visible, is_transposed)
-    return Found(nodes, [node], [query, key, value, *factors, *masks], build, note)
+    note = note_of(mask, visible, is_grouped)
+    nodes = [*bound.nodes, *passed]
+    return Found(nodes, [node], [query, key, value, *masks, *others.values()], build, note)
+
+
+def _divisors(bound: Bound) -> list[float]:
+    return [bound[name] for name in ("divisor", "divisor of all") if name in bound]
+
+
+def _operands(node: fx.Node, bound: Bound) -> _Operands | None:
+    layout = _layout(node, bound)
+    if layout is None:
+        return None
+    found = _Operands(bound["query"], bound["key"], bound["value"], layout)
+    if layout.is_key_first:
+        found = found._replace(query=found.key, key=found.query)
+    return _narrow(_grouped(_untransposed(found)))
+
+
+def _layout(node: fx.Node, bound: Bound) -> Layout | None:
+    scores, results = bound.get("scores"), bound.get("results", bound.get("results of values"))
+    operands = [shape_of(bound[name]) for name in ("query", "key")]
+    dims = {len(sizes) for sizes in (*operands, shape_of(bound["value"]))}
+    if not dims <= {3, 4}:
+        return None
+    if scores is None and results is None:
+        return of_matmuls(dims.pop()) if len(dims) == 1 else None
+    product = call_of(node)
+    assert product is not None
+    return layout_of(
+        scores or SCORES[len(operands[0])],
+        operands,
+        results or RESULTS[len(shape_of(bound["value"]))],
+        [shape_of(product[name]) for name in ("input", "other")],
+        weights=int("results of values" in bound),
+    )
+
+
+def _untransposed(found: _Operands) -> _Operands:
+    """Keys that nothing but the product reads transposed."""
+    plain = first_match(_TRANSPOSED, found.key) if len(found.key.users) == 1 else None
+    if plain is None:
+        return found
+    *rest, one, other = range(len(shape_of(found.key)))
+    swapped = (*rest, other, one)
+    layout = found.layout._replace(key=tuple(swapped[dim] for dim in found.layout.key))
+    return found._replace(key=plain["keys"], layout=layout, nodes=(*found.nodes, *plain.nodes))
+
+
+def _grouped(found: _Operands) -> _Operands:
+    """Heads that are repeated for groups of queries, where both keys and values are."""
+    if not are_in_order(found.layout.key) or not are_in_order(found.layout.value):
+        return found
+    heads = [unrepeated(one) for one in (found.key, found.value)]
+    if heads[0] is None or heads[1] is None:
+        return found
+    return found._replace(
+        key=heads[0]["heads"],
+        value=heads[1]["heads"],
+        nodes=(*found.nodes, *heads[0].nodes, *heads[1].nodes),
+        is_grouped=True,
+    )
+
+
+def _narrow(found: _Operands) -> _Operands:
+    """Queries and keys of 16 bits that were converted for the product, which attention does too."""
+    dtype, sources = tensor(found.value).dtype, []
+    for node in (found.query, found.key):
+        call = call_of(node)
+        if call is None or call.name != "cast" or len(node.users) > 1:
+            return found
+        if tensor(node).dtype != torch.float32 or tensor(call["input"]).dtype != dtype:
+            return found
+        sources.append(call["input"])
+    return found._replace(
+        query=sources[0], key=sources[1], nodes=(*found.nodes, found.query, found.key)
+    )
 
 
 def _are_of_rows(factors: fx.Node, query: fx.Node) -> bool:
@@ -148,6 +292,12 @@ def _are_of_rows(factors: fx.Node, query: fx.Node) -> bool:
             for size, row in zip(reversed(sizes), reversed(rows), strict=False)
         )
     )
+
+
+def _are_of_heads(sinks: fx.Node, column: fx.Node, query: fx.Node) -> bool:
+    """Whether there is one for each head, in a column of these."""
+    heads = shape_of(query)[1]
+    return shape_of(sinks) == (heads,) and shape_of(column) == (1, heads, 1, 1)
 
 
 def _mask_of(bound: Bound) -> tuple[fx.Node | None, bool]:
