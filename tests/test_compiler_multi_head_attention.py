@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import cudnn_ops
+from cudnn_ops.ops.arguments import bind
 from tests.cases.compiler import Rewritten, check_swap
 
 B, S, E, H = 2, 7, 32, 4
@@ -116,22 +118,100 @@ def test_dropout_is_that_of_the_operator():
     check_swap(idle, *_tensors(S), expect=[NAME])
 
 
+def _causal(x: Tensor) -> Tensor:
+    return torch.full((S, S), float("-inf"), dtype=x.dtype).triu(1)
+
+
+def _padding(x: Tensor) -> Tensor:
+    return torch.arange(S).expand(B, S) > torch.tensor([4, S])[:, None]
+
+
+def _of_heads(x: Tensor) -> Tensor:
+    return torch.arange(B * H * S * S).view(B * H, S, S) % 3 == 1
+
+
+MASKS: dict[str, tuple[Callable[[Tensor], dict[str, Any]], bool, bool]] = {
+    # Masks, whether attention is causal then, and whether it has a tensor.
+    "causal": (lambda x: {"attn_mask": _causal(x)}, True, False),
+    "causal, hidden": (lambda x: {"attn_mask": _causal(x) < 0}, True, False),
+    "causal, with weights": (
+        lambda x: {"attn_mask": _causal(x), "is_causal": True, "need_weights": True},
+        *(True, False),
+    ),
+    "some": (lambda x: {"attn_mask": torch.eye(S, dtype=torch.bool)}, False, True),
+    "of heads": (lambda x: {"attn_mask": _of_heads(x)}, False, True),
+    "added": (lambda x: {"attn_mask": _of_heads(x).to(x.dtype) * -2}, False, True),
+    "padding": (lambda x: {"key_padding_mask": _padding(x)}, False, True),
+    "padding, added": (lambda x: {"key_padding_mask": _padding(x) * x[0, 0, 0]}, False, True),
+    "padding, causal": (
+        lambda x: {"key_padding_mask": _padding(x), "attn_mask": _causal(x), "is_causal": True},
+        *(True, True),
+    ),
+    "padding, and said to be causal": (
+        lambda x: {
+            "key_padding_mask": _padding(x),
+            "attn_mask": torch.eye(S, dtype=torch.bool),
+            "is_causal": True,
+        },
+        *(False, True),
+    ),
+    "padding, of heads": (
+        lambda x: {"key_padding_mask": _padding(x), "attn_mask": _of_heads(x)},
+        *(False, True),
+    ),
+    "padding, added to heads": (
+        lambda x: {"key_padding_mask": _padding(x), "attn_mask": _of_heads(x).to(x.dtype)},
+        *(False, True),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Support for mismatched:UserWarning")
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name):
+    masks, is_causal, has_tensor = MASKS[name]
+
+    def attend(x: Tensor, *tensors: Tensor) -> Tensor:
+        return _forward(x, x, *tensors, **masks(x))[0]
+
+    found = check_swap(attend, *_tensors(S), expect=[NAME])
+    call = bind(torch.ops.cudnn_ops.sdpa.default, found.ours[0].args, found.ours[0].kwargs)
+    assert (call.is_causal, call.attn_mask is not None) == (is_causal, has_tensor)
+
+
+def test_values_of_another_input():
+    """As in DETR, whose queries and keys have positions."""
+
+    def attend(x: Tensor, w: Tensor, b: Tensor, w_out: Tensor, b_out: Tensor) -> Tensor:
+        parts = (E, H, w, b, None, None, False, 0.0, w_out, b_out)
+        moved = x + 1
+        return F.multi_head_attention_forward(moved, moved, x, *parts, need_weights=False)[0]
+
+    def of_three(x: Tensor, y: Tensor, z: Tensor, *tensors: Tensor) -> Tensor:
+        w, b, w_out, b_out = tensors
+        parts = (E, H, w, b, None, None, False, 0.0, w_out, b_out)
+        return F.multi_head_attention_forward(x, y, z, *parts, need_weights=False)[0]
+
+    check_swap(attend, *_tensors(S), expect=[NAME])
+    check_swap(of_three, *_tensors(S, 5, 5), expect=[NAME])
+
+
+def test_weights_that_are_several_tensors():
+    """As where keys and values have other sizes."""
+
+    def attend(x: Tensor, w: Tensor, b: Tensor, w_out: Tensor, b_out: Tensor) -> Tensor:
+        q, k, v = w.chunk(3)
+        weights = {"q_proj_weight": q, "k_proj_weight": k[:, :20], "v_proj_weight": v[:, :20]}
+        short = x[..., :20]
+        parts = (x, short, short, E, H, None, b, None, None, False, 0.0, w_out, b_out)
+        options: Any = {"use_separate_proj_weight": True, "need_weights": False, **weights}
+        return F.multi_head_attention_forward(*parts, **options)[0]
+
+    check_swap(attend, *_tensors(S), expect=[NAME])
+
+
 def _weights_read(x: Tensor, *tensors: Tensor) -> Any:
     return _forward(x, x, *tensors, need_weights=True)
-
-
-def _mask(x: Tensor, *tensors: Tensor) -> Tensor:
-    return _forward(x, x, *tensors, attn_mask=torch.eye(S, dtype=torch.bool))[0]
-
-
-def _mask_with_weights(x: Tensor, *tensors: Tensor) -> Tensor:
-    mask = torch.eye(S, dtype=torch.bool)
-    return _forward(x, x, *tensors, attn_mask=mask, is_causal=True, need_weights=True)[0]
-
-
-def _padding(x: Tensor, *tensors: Tensor) -> Tensor:
-    padding = torch.arange(S).expand(B, S) > 4
-    return _forward(x, x, *tensors, key_padding_mask=padding)[0]
 
 
 def _zero_key(x: Tensor, *tensors: Tensor) -> Tensor:
@@ -143,24 +223,12 @@ def _added_key(x: Tensor, *tensors: Tensor) -> Tensor:
     return _forward(x, x, *tensors, bias_k=more, bias_v=more)[0]
 
 
-def _other_values(x: Tensor, w: Tensor, b: Tensor, w_out: Tensor, b_out: Tensor) -> Tensor:
-    parts = (x, x, x + 1, E, H, w, b, None, None, False, 0.0, w_out, b_out)
-    return F.multi_head_attention_forward(*parts, need_weights=False)[0]
-
-
-def _separate(x: Tensor, w: Tensor, b: Tensor, w_out: Tensor, b_out: Tensor) -> Tensor:
-    q, k, v = w.chunk(3)
-    weights = {"q_proj_weight": q, "k_proj_weight": k, "v_proj_weight": v}
-    return _forward(x, x, None, b, w_out, b_out, use_separate_proj_weight=True, **weights)[0]
-
-
 def _no_batch(x: Tensor, *tensors: Tensor) -> Tensor:
     return _forward(x[:, 0], x[:, 0], *tensors)[0]
 
 
 NEAR_MISSES = [
-    *(_weights_read, _mask, _mask_with_weights, _padding, _zero_key, _added_key),
-    *(_other_values, _separate, _no_batch),
+    *(_weights_read, _zero_key, _added_key, _no_batch),
 ]
 
 

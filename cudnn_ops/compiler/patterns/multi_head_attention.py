@@ -6,25 +6,34 @@ sequence before the batch. Ours reads them where the projection leaves them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.nn import functional as F
 
+from cudnn_ops.compiler.masks import Visible, visible_of
 from cudnn_ops.compiler.nodes import Call, call_of, number_of
-from cudnn_ops.compiler.pattern import Found, Pattern, Refusal, shape_of
+from cudnn_ops.compiler.pattern import Found, Pattern, Refusal, shape_of, tensor
+from cudnn_ops.compiler.patterns.attention import mask_options, note_of
 
-#: The mask is read by torch's function, and not by ours.
+_INPUTS = ("query", "key", "value")
+_SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+_MASKS = ("rest", "key_padding_mask")
+#: Masks are read by torch's function, whether ours needs them or not.
 _TENSORS = (
-    *("query", "key", "attn_mask"),
-    *("in_proj_weight", "in_proj_bias", "out_proj_weight", "out_proj_bias"),
+    *(*_INPUTS, "in_proj_weight", *_SEPARATE, "in_proj_bias"),
+    *("out_proj_weight", "out_proj_bias", "attn_mask", "key_padding_mask"),
 )
 
 
 class MultiHeadAttention(Pattern):
-    """``F.multi_head_attention_forward`` by one or two projections, our attention and the last one.
+    """``F.multi_head_attention_forward`` by its projections and our attention.
 
     Its first result; the second one, the weights, must be asked for by nobody.
     """
@@ -40,40 +49,89 @@ class MultiHeadAttention(Pattern):
         if call is None or call.name != "multi_head_attention" or item["index"] != 0:
             return
         _check(call)
-        dropout_p = _dropout_of(call)
-        tensors = {name: call[name] for name in _TENSORS if call[name] is not None}
+        dropout_p, visible = _dropout_of(call), _visible_of(call)
+        tensors = {name: call[name] for name in _TENSORS}
+        tensors |= {"rest": visible.rest, "lengths": visible.lengths}
+        tensors = {name: one for name, one in tensors.items() if one is not None}
         inputs = list(dict.fromkeys(tensors.values()))
-        heads, is_self = call["num_heads"], call["query"] is call["key"]
+        heads, length_kv = call["num_heads"], shape_of(call["key"])[0]
+        width, is_separate = call["embed_dim_to_check"], call["use_separate_proj_weight"]
+        # One product for all that is projected of one input, where the weights are one tensor.
+        same = groupby(_INPUTS, lambda name: name if is_separate else call[name])
+        together = [list(names) for _, names in same]
+        kinds = {name: tensor(tensors[name]) for name in _MASKS if name in tensors}
+        dtype = tensor(call["query"]).dtype
 
         def build(*given: Any) -> Any:
             named = {name: given[inputs.index(one)] for name, one in tensors.items()}
-            weight, bias = named["in_proj_weight"], named.get("in_proj_bias")
-            query = named["query"].transpose(0, 1)  # [B, S, E]
-            if is_self:
-                parts = _heads(F.linear(query, weight, bias), 3, heads)
-            else:
-                # A projection of the queries, and one of keys and values.
-                key, width = named["key"].transpose(0, 1), call["embed_dim_to_check"]
-                biases = (None, None) if bias is None else (bias[:width], bias[width:])
-                parts = [
-                    *_heads(F.linear(query, weight[:width], biases[0]), 1, heads),
-                    *_heads(F.linear(key, weight[width:], biases[1]), 2, heads),
-                ]
-            is_causal = bool(call["is_causal"])
-            out = torch.ops.cudnn_ops.sdpa.default(*parts, None, dropout_p, is_causal)
+            parts = [part for names in together for part in _projected(named, names, width, heads)]
+            out = torch.ops.cudnn_ops.sdpa.default(
+                *parts,
+                _as_one(named, kinds, heads, dtype),
+                dropout_p,
+                visible.is_causal,
+                **mask_options(visible, [named.get("lengths")], length_kv),
+            )
             merged = out.transpose(1, 2).flatten(2)
             out = F.linear(merged, named["out_proj_weight"], named.get("out_proj_bias"))
             return out.transpose(0, 1)
 
         # Dynamo has a node for the weights too, whether anything reads them or not.
         unread = (user for user in source.users if user is not node and not user.users)
-        yield Found((source, *unread, node), [node], inputs, build)
+        note = note_of(call["attn_mask"], visible, False)
+        yield Found((source, *unread, node), [node], inputs, build, note)
 
 
-def _heads(projected: Any, parts: int, heads: int) -> list[Any]:
-    """Each part of [B, S, parts * E] as [B, heads, S, D], views of it."""
-    split = projected.unflatten(-1, (parts, heads, -1)).unbind(2)
-    return [split[part].transpose(1, 2) for part in range(parts)]
+def _projected(named: dict[str, Any], names: Sequence[str], width: int, heads: int) -> list[Any]:
+    """Inputs that are one tensor, projected: each as [B, heads, S, D], views of one result."""
+    x = named[names[0]].transpose(0, 1)  # [B, S, E]
+    place, count = _INPUTS.index(names[0]), len(names)
+    weight: Any = named.get("in_proj_weight")
+    bias = named.get("in_proj_bias")
+    if count < len(_INPUTS):
+        rows = slice(place * width, (place + count) * width)
+        weight = named[_SEPARATE[place]] if weight is None else weight[rows]
+        bias = None if bias is None else bias[rows]
+    split = F.linear(x, weight, bias).unflatten(-1, (count, heads, -1)).unbind(2)
+    return [split[part].transpose(1, 2) for part in range(count)]
+
+
+def _visible_of(call: Call) -> Visible:
+    """What of the keys is seen by ``attn_mask``."""
+    mask = call["attn_mask"]
+    if mask is None:
+        return Visible()
+    # With this hint torch's function ignores the mask, unless it has another one or gives weights.
+    if call["is_causal"] and call["key_padding_mask"] is None and not call["need_weights"]:
+        return Visible(is_causal=True)
+    lengths = shape_of(call["query"])[0], shape_of(call["key"])[0]
+    is_known = len(shape_of(mask)) == 2
+    hides = tensor(mask).dtype == torch.bool
+    visible = visible_of(mask, *lengths, is_hidden=hides) if is_known else None
+    return visible or Visible(rest=mask)
+
+
+def _as_one(
+    named: Mapping[str, Any], kinds: Mapping[str, Tensor], heads: int, dtype: torch.dtype
+) -> Any:
+    """Masks of which True hides a key, or that are added to the scores, as attention takes them."""
+    masks = []
+    for name, kind in kinds.items():
+        mask = named[name]
+        if name == "key_padding_mask":
+            mask = mask[:, None, None]  # [B, S]
+        elif kind.dim() == 3:
+            mask = mask.unflatten(0, (-1, heads))  # [B * heads, L, S]
+        masks.append((mask, kind.dtype == torch.bool))
+    if not masks:
+        return None
+    if all(is_hidden for _, is_hidden in masks):
+        return ~functools.reduce(operator.or_, (mask for mask, _ in masks))
+    added = (
+        torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf) if is_hidden else mask
+        for mask, is_hidden in masks
+    )
+    return functools.reduce(operator.add, added)
 
 
 def _dropout_of(call: Call) -> float:
@@ -86,16 +144,9 @@ def _dropout_of(call: Call) -> float:
 
 
 def _check(call: Call) -> None:
-    """What torch's function has beyond plain attention is left to it."""
+    """What torch's function has beyond attention is left to it."""
     if len(shape_of(call["query"])) != 3:
         raise Refusal("there is no batch dimension")
-    if call["use_separate_proj_weight"] or call["key"] is not call["value"]:
-        raise Refusal("keys and values are of different inputs, or of other sizes than queries")
-    if call["key_padding_mask"] is not None:
-        raise Refusal("there is a key_padding_mask")
-    # With this hint torch's function ignores the mask, unless it gives the weights.
-    if call["attn_mask"] is not None and not (call["is_causal"] and not call["need_weights"]):
-        raise Refusal("there is an attn_mask that is not said to be causal")
     given = ("bias_k", "bias_v", "static_k", "static_v")
     if call["add_zero_attn"] or any(call[name] is not None for name in given):
         raise Refusal("keys or values are added or given")
