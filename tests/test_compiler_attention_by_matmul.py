@@ -204,6 +204,23 @@ def test_einsums_of_repeated_heads():
     assert found.ours[0].kwargs["enable_gqa"] is True
 
 
+@pytest.mark.parametrize("dims", [3, 4])
+def test_channels_before_rows(dims):
+    """As images have them: EfficientViT, SHViT, YOLO's attention."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = ((q.transpose(-2, -1) @ k) * 0.25).softmax(dim=-1)
+        return v @ weights.transpose(-2, -1)
+
+    q, k, v = (x.transpose(-2, -1).contiguous() for x in qkv(5))
+    v = v[..., :8, :]
+    check_swap(
+        attend,
+        *((q, k, v) if dims == 4 else (q[0], k[0], v[0])),
+        expect=["attention_by_matmul"],
+    )
+
+
 @pytest.mark.parametrize("beta", [0, 1])
 def test_a_product_that_is_scaled_by_what_adds_to_it(beta):
     """``torch.baddbmm``, as in diffusers."""
@@ -358,6 +375,14 @@ def _added_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.softmax(scores, -1) @ v
 
 
+def _values_times_weights(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return v.transpose(-2, -1) @ F.softmax(q @ k.transpose(-2, -1), dim=-1)
+
+
+def _weights_turned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(q @ k.transpose(-2, -1), dim=-1).transpose(-2, -1) @ v
+
+
 def _sinks(
     weights: Callable[[Tensor], Tensor], sizes: tuple[int, ...] = (1, HEADS, 1, 1)
 ) -> Callable[..., Tensor]:
@@ -406,6 +431,8 @@ def _einsums_that_spread(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         _einsums("bhid,bgjd->bhij", "bhij,bhjd->bhid"),
         _einsums("bhid,bhje->bhij", "bhij,bhjd->bhid"),
         _einsums("bhid,bhjd->bhij", "bhij,ghjd->bhid"),
+        _values_times_weights,
+        _weights_turned,
         _einsums_with_heads_behind,
         _sinks(lambda weights: weights[..., :-1], (1, 1, HEADS, 1)),  # for each query
         _sinks(lambda weights: weights[..., 1:]),

@@ -32,6 +32,7 @@ from cudnn_ops.compiler.pattern import Found, Pattern, anything, is_tensor, shap
 from cudnn_ops.compiler.patterns.attention import check_dtype, mask_options, note_of, unrepeated
 from cudnn_ops.compiler.patterns.einsums import (
     RESULTS,
+    RESULTS_OF_VALUES,
     SCORES,
     Layout,
     are_in_order,
@@ -45,6 +46,17 @@ _LOW = -1e4
 
 def _is_last(dim: Any, node: fx.Node) -> bool:
     return dim in (-1, len(shape_of(node)) - 1)
+
+
+def _is_last_but_one(dim: Any, node: fx.Node) -> bool:
+    return dim in (-2, len(shape_of(node)) - 2)
+
+
+def _transposed(inner: Any) -> Expression:
+    return OneOf(
+        Op("transpose", inner, _is_last, _is_last_but_one),
+        Op("transpose", inner, _is_last_but_one, _is_last),
+    )
 
 
 def _is_float(node: fx.Node) -> bool:
@@ -111,17 +123,12 @@ _ATTENTION = OneOf(
     Op("matmul", Cast(_DROPPED), Var("value", is_tensor)),
     Op("einsum", Text("results"), Cast(_DROPPED), Var("value", is_tensor)),
     Op("einsum", Text("results of values"), Var("value", is_tensor), Cast(_DROPPED)),
+    # Channels before rows, as in images.
+    Op("matmul", Var("value", is_tensor), Named("turned", _transposed(Cast(_DROPPED)))),
 )
 
 
-def _is_last_but_one(dim: Any, node: fx.Node) -> bool:
-    return dim in (-2, len(shape_of(node)) - 2)
-
-
-_TRANSPOSED = OneOf(
-    Op("transpose", Var("keys"), _is_last, _is_last_but_one),
-    Op("transpose", Var("keys"), _is_last_but_one, _is_last),
-)
+_TRANSPOSED_KEYS = _transposed(Var("keys"))
 
 
 class AttentionByMatmul(Pattern):
@@ -227,22 +234,26 @@ def _layout(node: fx.Node, bound: Bound) -> Layout | None:
     dims = {len(sizes) for sizes in (*operands, shape_of(bound["value"]))}
     if not dims <= {3, 4}:
         return None
-    if scores is None and results is None:
+    if scores is None and results is None and "turned" not in bound:
         return of_matmuls(dims.pop()) if len(dims) == 1 else None
     product = call_of(node)
     assert product is not None
+    sizes = [shape_of(product[name]) for name in ("input", "other")]
+    if "turned" in bound:
+        *batch, keys, rows = sizes[1]
+        sizes[1], results = (*batch, rows, keys), RESULTS_OF_VALUES[len(sizes[0])]
     return layout_of(
         scores or SCORES[len(operands[0])],
         operands,
-        results or RESULTS[len(shape_of(bound["value"]))],
-        [shape_of(product[name]) for name in ("input", "other")],
-        weights=int("results of values" in bound),
+        results or RESULTS[len(sizes[1])],
+        sizes,
+        weights=int("turned" in bound or "results of values" in bound),
     )
 
 
 def _untransposed(found: _Operands) -> _Operands:
     """Keys that nothing but the product reads transposed."""
-    plain = first_match(_TRANSPOSED, found.key) if len(found.key.users) == 1 else None
+    plain = first_match(_TRANSPOSED_KEYS, found.key) if len(found.key.users) == 1 else None
     if plain is None:
         return found
     *rest, one, other = range(len(shape_of(found.key)))

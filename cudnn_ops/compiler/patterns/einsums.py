@@ -15,6 +15,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 #: What products that are no einsums would be written as, by the number of dimensions.
 SCORES = {3: "aid,adj->aij", 4: "abid,abdj->abij"}
 RESULTS = {3: "aij,aje->aie", 4: "abij,abje->abie"}
+#: Of values and the transposed weights, whose rows are the last dimension.
+RESULTS_OF_VALUES = {3: "aej,aij->aei", 4: "abej,abij->abei"}
 #: The channels of values, which the scores do not have.
 _NEW = "+"
 
