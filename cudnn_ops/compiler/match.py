@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import fx
 
-from cudnn_ops.compiler.nodes import OPERATIONS, call_of, is_same, number_of
+from cudnn_ops.compiler.nodes import call_of, is_same, number_of
+from cudnn_ops.compiler.operations import OPERATIONS
 
 #: Of two arguments in either order.
 _COMMUTES = {"add", "mul", "and"}

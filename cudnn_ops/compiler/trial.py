@@ -15,7 +15,8 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from cudnn_ops.compiler.nodes import OPERATIONS, call_of, has_static_sizes, is_same, value_of
+from cudnn_ops.compiler.nodes import call_of, has_static_sizes, is_same, value_of
+from cudnn_ops.compiler.operations import OPERATIONS
 from cudnn_ops.compiler.pattern import Found
 
 #: How many nodes behind a match belong to its trial: no more make a kernel another one.

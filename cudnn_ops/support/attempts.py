@@ -40,3 +40,8 @@ class Attempt(NamedTuple):
 #: For each part of a call (a convolution's backward has two) the attempts in order: the first that
 #: is supported runs.
 Parts = list[Iterator[Attempt]]
+
+
+def one_plan(words: Sequence[int], refusal: str = "") -> Parts:
+    """A call of one part, which one plan runs, or none."""
+    return [iter([Attempt(words, refusal=refusal)])]

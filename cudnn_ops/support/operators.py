@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,25 +17,34 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from cudnn_ops.ops.activation import ACTIVATIONS, needs_before
+from cudnn_ops.ops.activation import ACTIVATIONS
 from cudnn_ops.ops.batch_norm import BatchNormActivation, batch_norm
-from cudnn_ops.ops.conv import as_list, conv1d, conv2d, conv3d
+from cudnn_ops.ops.conv import conv1d, conv2d, conv3d
 from cudnn_ops.ops.conv_transpose import conv_transpose1d, conv_transpose2d, conv_transpose3d
 from cudnn_ops.ops.linear import linear, mlp
-from cudnn_ops.ops.mxfp8 import meta_scales, sdpa_mxfp8
+from cudnn_ops.ops.mxfp8 import sdpa_mxfp8
 from cudnn_ops.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from cudnn_ops.ops.paged import KVLayout, is_head_major, paged_attention
-from cudnn_ops.ops.sdpa import empty_like_order, scaled_dot_product_attention
+from cudnn_ops.ops.paged import paged_attention
+from cudnn_ops.ops.sdpa import scaled_dot_product_attention
 from cudnn_ops.ops.sdpa_fp8 import sdpa_fp8
 from cudnn_ops.ops.sdpa_fp8_backward import sdpa_fp8_backward
 from cudnn_ops.ops.varlen import varlen_attention
 from cudnn_ops.ops.varlen_fp8 import varlen_attention_fp8
-from cudnn_ops.support.attempts import Attempt, Kind, Parts
+from cudnn_ops.support.attempts import Attempt, Kind, Parts, one_plan
+from cudnn_ops.support.attention import (
+    attention_fp8_backward_parts,
+    attention_fp8_parts,
+    attention_mxfp8_parts,
+    attention_parts,
+    packed_fp8_parts,
+    packed_parts,
+    paged_parts,
+)
+from cudnn_ops.support.convolution import conv_parts, conv_transpose_parts
 from cudnn_ops.support.linear import linear_parts, mlp_parts
 from cudnn_ops.support.specs import (
     TensorSpec,
     meta_tensor,
-    offsets_tensor,
     optional_tensor,
 )
 
@@ -124,216 +132,6 @@ class Operator:
         return self.plans(kind, *tensors, **options)
 
 
-def _one(words: Sequence[int], refusal: str = "") -> Parts:
-    return [iter([Attempt(words, refusal=refusal)])]
-
-
-def _make_optional(
-    options: dict[str, Any], names: Sequence[str], size: int, dtype: torch.dtype
-) -> None:
-    """Puts tensors of one dimension in place of what describes them."""
-    for name in names:
-        options[name] = optional_tensor(options.get(name), name, (size,), dtype)
-
-
-def _attention(
-    kind: Kind,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    attn_mask: TensorSpec | None = None,
-    **options: Any,
-) -> Parts:
-    heads = query.shape[-3] if query.dim() > 2 else 1
-    batch = math.prod(query.shape[:-3])
-    _make_optional(options, ("alibi_slopes", "sinks"), heads, torch.float32)
-    _make_optional(options, ("seq_lens_q", "seq_lens_kv"), batch, torch.int32)
-    words, refusal = _ops._sdpa_plan_key(
-        query,
-        key,
-        value,
-        None if attn_mask is None else meta_tensor(attn_mask, "attn_mask"),
-        **options,
-        with_lse=kind.training,
-        backward=kind.backward,
-        polymorphic=kind.polymorphic,
-    )
-    return _one(words, refusal)
-
-
-def _attention_fp8(
-    kind: Kind,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    out_dtype: torch.dtype = torch.bfloat16,
-    **options: Any,
-) -> Parts:
-    _make_optional(options, ("seq_lens_q", "seq_lens_kv"), query.shape[0], torch.int32)
-    one = torch.empty(1, device="meta")
-    words, refusal = _ops._sdpa_fp8_plan_key(
-        *(query, key, value, one, one, one, out_dtype),
-        **options,
-        with_lse=kind.training,
-        sm_major=kind.sm // 10,
-    )
-    return _one(words, refusal)
-
-
-def _attention_fp8_backward(
-    kind: Kind,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    grad_out: TensorSpec | torch.dtype | None = None,
-    grad_dtype: torch.dtype = torch.bfloat16,
-    **options: Any,
-) -> Parts:
-    _make_optional(options, ("seq_lens_q", "seq_lens_kv"), query.shape[0], torch.int32)
-    out = empty_like_order([*query.shape[:3], value.shape[3]], query)
-    if grad_out is None or isinstance(grad_out, torch.dtype):
-        grad_out = torch.empty_like(out, dtype=grad_out)
-    lse, one = (torch.empty(shape, device="meta") for shape in (query.shape[:3], 1))
-    words, refusal = _ops._sdpa_fp8_backward_plan_key(
-        *(meta_tensor(grad_out, "grad_out"), query, key, value, out, lse),
-        *([one] * 6),
-        grad_dtype,
-        **options,
-        sm_major=kind.sm // 10,
-    )
-    return _one(words, refusal)
-
-
-def _attention_mxfp8(
-    kind: Kind,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    out_dtype: torch.dtype = torch.bfloat16,
-    **options: Any,
-) -> Parts:
-    scales = meta_scales(query, -1), meta_scales(key, -1), meta_scales(value, -2)
-    words, refusal = _ops._sdpa_mxfp8_plan_key(query, key, value, *scales, out_dtype, **options)
-    return _one(words, refusal)
-
-
-def _sequences_of(
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens_q: TensorSpec | int | None,
-    cu_seqlens_k: TensorSpec | int | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-) -> tuple[Tensor, Tensor, int, int]:
-    """Offsets of queries and keys, and the longest of each; those of the queries serve the keys."""
-    offsets = offsets_tensor(cu_seqlens_q, "cu_seqlens_q")
-    is_same = cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q
-    offsets_kv = offsets if is_same else offsets_tensor(cu_seqlens_k, "cu_seqlens_k")
-    most = q.shape[0] if max_seqlen_q is None else max_seqlen_q
-    most_kv = (most if is_same else k.shape[0]) if max_seqlen_k is None else max_seqlen_k
-    return offsets, offsets_kv, most, most_kv
-
-
-def _packed(
-    kind: Kind,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    cu_seqlens_q: TensorSpec | int | None = None,
-    cu_seqlens_k: TensorSpec | int | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    **options: Any,
-) -> Parts:
-    sequences = _sequences_of(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    _make_optional(options, ("alibi_slopes", "sinks"), q.shape[1], torch.float32)
-    _make_optional(options, ("seqused_q", "seqused_k"), sequences[0].shape[0] - 1, torch.int32)
-    words = _ops._varlen_plan_key(
-        *(q, k, v, *sequences),
-        **options,
-        with_lse=kind.training,
-        backward=kind.backward,
-        sm_major=kind.sm // 10,
-    )
-    return _one(words)
-
-
-def _packed_fp8(
-    kind: Kind,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    cu_seqlens_q: TensorSpec | int | None = None,
-    cu_seqlens_k: TensorSpec | int | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-    **options: Any,
-) -> Parts:
-    given = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    sequences = _sequences_of(q, k, *given)
-    _make_optional(options, ("seqused_q", "seqused_k"), sequences[0].shape[0] - 1, torch.int32)
-    one = torch.empty(1, device="meta")
-    words = _ops._varlen_fp8_plan_key(
-        *(q, k, v, *sequences, one, one, one, out_dtype), **options, sm_major=kind.sm // 10
-    )
-    return _one(words)
-
-
-def _paged(
-    kind: Kind,
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    *,
-    page_table: TensorSpec | Sequence[int] | None = None,
-    cu_seqlens_q: TensorSpec | bool | None = None,
-    sinks: TensorSpec | bool | None = None,
-    kv_layout: KVLayout = "NHD",
-    **options: Any,
-) -> Parts:
-    if key_cache.dtype == torch.float8_e4m3fn:
-        return [iter([_paged_without_plan(query, key_cache, value_cache)])]
-    if page_table is None:
-        raise ValueError("paged_attention: page_table is missing, or its shape (batch, pages)")
-    if not isinstance(page_table, Tensor) and all(isinstance(size, int) for size in page_table):
-        page_table = (page_table, torch.int32)  # type: ignore[assignment]
-    table = meta_tensor(page_table, "page_table")  # type: ignore[arg-type]
-    batch = table.shape[0]
-    words = _ops._paged_plan_key(
-        query,
-        key_cache,
-        value_cache,
-        table,
-        torch.empty(batch, dtype=torch.int32, device="meta"),
-        cu_seqlens_q=optional_tensor(cu_seqlens_q, "cu_seqlens_q", (batch + 1,), torch.int32),
-        sinks=optional_tensor(sinks, "sinks", query.shape[-2:-1], torch.float32),
-        head_major=is_head_major(kv_layout),
-        with_lse=kind.training,
-        **options,
-    )
-    return _one(words)
-
-
-def _paged_without_plan(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> Attempt:
-    """Caches of 8 bits, which cuDNN does not decode: as has_paged_decode of the kernel."""
-    sizes = query.shape[-1], key_cache.shape[-1], value_cache.shape[-1]
-    if query.dtype in (torch.float16, torch.bfloat16) and sizes in ((64,) * 3, (128,) * 3):
-        return Attempt(
-            without_plan="a kernel of cudnn_ops runs: cuDNN does not decode caches of 8 bits"
-        )
-    return Attempt(
-        refusal="cuDNN does not decode caches of float8_e4m3fn, and the kernel for them supports "
-        "head sizes 64 and 128, equal for keys and values, and queries of float16 or bfloat16"
-    )
-
-
 def _norm(
     kind: Kind,
     x: Tensor,
@@ -355,7 +153,7 @@ def _norm(
         with_stats=kind.training,
         backward=kind.backward,
     )
-    return _one(words)
+    return one_plan(words)
 
 
 def _batch_norm(
@@ -393,101 +191,8 @@ def _batch_norm(
         kind.backward,
     )
     if not reason:
-        return _one(words)
+        return one_plan(words)
     return [iter([Attempt(without_plan=reason, engine="torch" if is_training else "cudnn_ops")])]
-
-
-#: What runs in one graph, by csrc's ConvFusion.
-_FUSIONS = (
-    "all",
-    "the convolution, bias and residual",
-    "the convolution and its bias",
-    "the convolution",
-)
-
-
-def _conv(
-    kind: Kind,
-    x: Tensor,
-    w: Tensor,
-    *,
-    dims: int,
-    stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] | str = 0,
-    dilation: int | Sequence[int] = 1,
-    groups: int = 1,
-    **epilogue: Any,
-) -> Parts:
-    pads = padding if isinstance(padding, str) else as_list(padding)
-    geometry = _ops._conv_geometry(dims, w, as_list(stride), pads, as_list(dilation), groups)
-    return _convolution(kind, x, w, geometry, **epilogue)
-
-
-def _conv_transpose(
-    kind: Kind,
-    x: Tensor,
-    w: Tensor,
-    *,
-    dims: int,
-    stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] = 0,
-    output_padding: int | Sequence[int] = 0,
-    groups: int = 1,
-    dilation: int | Sequence[int] = 1,
-    **epilogue: Any,
-) -> Parts:
-    lists = (as_list(numbers) for numbers in (stride, padding, output_padding, dilation))
-    geometry = _ops._conv_transpose_geometry(dims, *lists, groups)
-    return _convolution(kind, x, w, geometry, **epilogue)
-
-
-def _convolution(
-    kind: Kind,
-    x: Tensor,
-    w: Tensor,
-    geometry: Sequence[int],
-    activation: str = "none",
-    bias: TensorSpec | bool | None = None,
-    residual: TensorSpec | bool | None = None,
-) -> Parts:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    size = _ops._conv_size(x, w, None, None, geometry)
-    added = optional_tensor(bias, "bias", size[1:2], x.dtype)
-    total = optional_tensor(residual, "residual", size, x.dtype)
-    _ops._conv_size(x, w, added, total, geometry)  # raises where they do not fit
-    if kind.backward:
-        return [_conv_gradient(x, w, geometry, is_of_weight) for is_of_weight in (False, True)]
-    call = (x, w, added, total, geometry, ACTIVATIONS.index(activation))
-    return [_conv_forward(call, kind.training and needs_before(activation))]
-
-
-def _conv_gradient(
-    x: Tensor, w: Tensor, geometry: Sequence[int], is_of_weight: bool
-) -> Iterator[Attempt]:
-    # The step is csrc's ConvStep: 0 is the forward, 1 the input's gradient, 2 the weight's.
-    engine, why = _ops._conv_other_engine(x, w, geometry, 1 + is_of_weight)
-    if engine:
-        yield Attempt(without_plan=why, engine=engine)
-    else:
-        yield Attempt(_ops._conv_backward_plan_key(x, w, geometry, is_of_weight), note=why)
-
-
-def _conv_forward(call: tuple[Any, ...], with_before: bool) -> Iterator[Attempt]:
-    """With less and less of the epilogue in the graph, as a call tries it."""
-    x, w, _, _, geometry, _ = call
-    engine, why = _ops._conv_other_engine(x, w, geometry, 0)
-    if engine:
-        yield Attempt(without_plan=why, engine=engine)
-        return
-    bare = len(_FUSIONS) - 1
-    for fusion in range(len(_FUSIONS)):
-        reason = _ops._conv_bare_reason(*call, fusion)
-        last = bare if reason else fusion
-        words = _ops._conv_plan_key(*call, last, with_before)
-        yield Attempt(words, fused=_FUSIONS[last], not_more=reason, note=why)
-        if last == bare:
-            return
 
 
 def _families() -> Iterator[Operator]:
@@ -495,7 +200,7 @@ def _families() -> Iterator[Operator]:
         "sdpa",
         scaled_dot_product_attention,
         ("query", "key", "value"),
-        _attention,
+        attention_parts,
         without_effect=("scale", "enable_gqa", "rng_state"),
         questions=("grad_mask",),
         has_polymorphic=True,
@@ -504,7 +209,7 @@ def _families() -> Iterator[Operator]:
         "sdpa_fp8",
         sdpa_fp8,
         ("query", "key", "value"),
-        _attention_fp8,
+        attention_fp8_parts,
         without_effect=("descale_q", "descale_k", "descale_v", "scale_o", "scale"),
         has_backward=False,
     )
@@ -512,7 +217,7 @@ def _families() -> Iterator[Operator]:
         "sdpa_fp8_backward",
         sdpa_fp8_backward,
         ("query", "key", "value"),
-        _attention_fp8_backward,
+        attention_fp8_backward_parts,
         without_effect=(
             *("out", "lse", "descale_q", "descale_k", "descale_v", "descale_o", "descale_do"),
             *("scale_dp", "scale"),
@@ -524,7 +229,7 @@ def _families() -> Iterator[Operator]:
         "sdpa_mxfp8",
         sdpa_mxfp8,
         ("query", "key", "value"),
-        _attention_mxfp8,
+        attention_mxfp8_parts,
         without_effect=("descale_q", "descale_k", "descale_v", "scale"),
         has_backward=False,
     )
@@ -532,7 +237,7 @@ def _families() -> Iterator[Operator]:
         "varlen_attention",
         varlen_attention,
         ("q", "k", "v"),
-        _packed,
+        packed_parts,
         without_effect=("softmax_scale", "rng_state"),
         has_exact=False,
         has_polymorphic=True,
@@ -541,7 +246,7 @@ def _families() -> Iterator[Operator]:
         "varlen_attention_fp8",
         varlen_attention_fp8,
         ("q", "k", "v"),
-        _packed_fp8,
+        packed_fp8_parts,
         without_effect=("descale_q", "descale_k", "descale_v", "scale_o", "softmax_scale"),
         has_backward=False,
         has_exact=False,
@@ -551,7 +256,7 @@ def _families() -> Iterator[Operator]:
         "paged_attention",
         paged_attention,
         ("query", "key_cache", "value_cache"),
-        _paged,
+        paged_parts,
         required=2,
         without_effect=("scale", "seq_lens_kv", "descale_k", "descale_v", "plan", "out"),
         has_backward=False,
@@ -577,8 +282,8 @@ def _families() -> Iterator[Operator]:
         training="training",
     )
     convolutions: list[tuple[Callable[..., Parts], list[Callable[..., Tensor]]]] = [
-        (_conv, [conv1d, conv2d, conv3d]),
-        (_conv_transpose, [conv_transpose1d, conv_transpose2d, conv_transpose3d]),
+        (conv_parts, [conv1d, conv2d, conv3d]),
+        (conv_transpose_parts, [conv_transpose1d, conv_transpose2d, conv_transpose3d]),
     ]
     for plans, functions in convolutions:
         for dims, convolution in enumerate(functions, 1):
