@@ -16,6 +16,7 @@ from tests.cases.attention_graphs import (
     HEADS,
     LENGTH,
     REPEATS,
+    SIZE,
     blocks,
     compared,
     mask_as,
@@ -192,6 +193,31 @@ def test_einsums_in_any_order(scores, results):
 
 def _operands(equation: str) -> list[str]:
     return equation.split("->")[0].split(",")
+
+
+WINDOWS = [
+    (1, HEADS, LENGTH, LENGTH),
+    (LENGTH, LENGTH),
+    (1, 1, HEADS, 1, LENGTH),
+    (BATCH, 3, 1, LENGTH, LENGTH),
+    (BATCH, 3, HEADS, LENGTH, LENGTH),
+]
+
+
+@pytest.mark.parametrize("sizes", WINDOWS)
+@pytest.mark.parametrize("by_einsum", [True, False])
+def test_a_batch_of_several_dimensions(by_einsum, sizes):
+    """Windows of images, as in MaxViT."""
+    q, k, v = (torch.randn(BATCH, 3, HEADS, LENGTH, SIZE).double() for _ in range(3))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        if by_einsum:
+            scores = torch.einsum("B G H I D, B G H J D -> B G H I J", q, k * 0.25)
+            return torch.einsum("BGHIJ,BGHJD->BGHID", F.softmax(scores + bias, dim=-1), v)
+        return F.softmax(q @ (k * 0.25).transpose(-2, -1) + bias, dim=-1) @ v
+
+    bias = torch.randn(sizes).double()
+    check_swap(attend, q, k, v, bias, expect=["attention_by_matmul"])
 
 
 def test_einsums_of_repeated_heads():
@@ -383,6 +409,21 @@ def _weights_turned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.softmax(q @ k.transpose(-2, -1), dim=-1).transpose(-2, -1) @ v
 
 
+def _bias_of_windows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As many samples as windows: a bias of each window could be one of each sample."""
+    q, k, v = (torch.stack([x, x * 0.5]) for x in (q, k, v))
+    scores = q @ k.transpose(-2, -1) + torch.linspace(0, 1, BATCH * LENGTH).view(
+        BATCH, 1, 1, LENGTH
+    )
+    return F.softmax(scores, dim=-1) @ v
+
+
+def _bias_of_samples(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (torch.stack([x, x * 0.5]) for x in (q, k, v))
+    bias = torch.linspace(0, 1, BATCH * LENGTH).view(BATCH, 1, 1, 1, LENGTH)
+    return F.softmax(q @ k.transpose(-2, -1) + bias.to(q.dtype), dim=-1) @ v
+
+
 def _sinks(
     weights: Callable[[Tensor], Tensor], sizes: tuple[int, ...] = (1, HEADS, 1, 1)
 ) -> Callable[..., Tensor]:
@@ -431,6 +472,8 @@ def _einsums_that_spread(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         _einsums("bhid,bgjd->bhij", "bhij,bhjd->bhid"),
         _einsums("bhid,bhje->bhij", "bhij,bhjd->bhid"),
         _einsums("bhid,bhjd->bhij", "bhij,ghjd->bhid"),
+        _bias_of_windows,
+        _bias_of_samples,
         _values_times_weights,
         _weights_turned,
         _einsums_with_heads_behind,

@@ -42,6 +42,8 @@ from cudnn_ops.compiler.patterns.einsums import (
 
 #: A score this low has no weight beside any other.
 _LOW = -1e4
+#: Of scores: heads, queries and keys.
+_DIMS_OF_HEADS = 3
 
 
 def _is_last(dim: Any, node: fx.Node) -> bool:
@@ -180,19 +182,26 @@ def _found(node: fx.Node, bound: Bound) -> Found | None:
     length, length_kv = shape_of(query)[layout.query[-2]], shape_of(value)[layout.value[-2]]
     visible = Visible(rest=mask)
     if mask is not None:
-        visible = visible_of(mask, length, length_kv, is_hidden="hidden" in bound) or visible
+        known = visible_of(mask, length, length_kv, is_hidden="hidden" in bound)
+        # Lengths are of the batch, of which a mask may have several dimensions.
+        visible = known if known and not (layout.batches and known.lengths) else visible
+    if layout.batches and not (others.keys() <= {"unread"} and _has_batches(visible.rest, layout)):
+        return None
     parts = (mask, visible.rest, visible.lengths)
     masks = list(dict.fromkeys(part for part in parts if part is not None))
     scale = bound.get("factor", 1.0) / math.prod(_divisors(bound))
     dropout_p = float(bound.get("dropout", 0.0))
     has_rest, dtype = visible.rest is not None, tensor(query).dtype
     hides, count = "hidden" in bound, len(masks)
+    batches = len(shape_of(visible.rest)) - _DIMS_OF_HEADS if visible.rest is not None else 0
 
     def build(query: Any, key: Any, value: Any, *given: Any) -> Any:
         named = dict(zip(others, given[count:], strict=True))
         if "factors" in named:
             query = (query * named["factors"]).to(dtype)
-        rest = given[count - 1] if has_rest else None
+        rest: Any = given[count - 1] if has_rest else None
+        if batches > 1:
+            rest = rest.flatten(0, batches - 1)
         if has_rest and not is_bias:
             rest = _as_bias(rest, hides, low, dtype)
         elif has_rest and "divisor of all" in bound:
@@ -231,23 +240,19 @@ def _operands(node: fx.Node, bound: Bound) -> _Operands | None:
 def _layout(node: fx.Node, bound: Bound) -> Layout | None:
     scores, results = bound.get("scores"), bound.get("results", bound.get("results of values"))
     operands = [shape_of(bound[name]) for name in ("query", "key")]
-    dims = {len(sizes) for sizes in (*operands, shape_of(bound["value"]))}
-    if not dims <= {3, 4}:
-        return None
-    if scores is None and results is None and "turned" not in bound:
-        return of_matmuls(dims.pop()) if len(dims) == 1 else None
     product = call_of(node)
     assert product is not None
-    sizes = [shape_of(product[name]) for name in ("input", "other")]
+    others = [shape_of(product[name]) for name in ("input", "other")]
+    if len({len(sizes) for sizes in (*operands, *others)}) > 1 and scores is results is None:
+        return None
+    if scores is None and results is None and "turned" not in bound:
+        return of_matmuls(operands[0])
     if "turned" in bound:
-        *batch, keys, rows = sizes[1]
-        sizes[1], results = (*batch, rows, keys), RESULTS_OF_VALUES[len(sizes[0])]
+        *batch, keys, rows = others[1]
+        others[1], results = (*batch, rows, keys), RESULTS_OF_VALUES
+    is_value_first = "turned" in bound or "results of values" in bound
     return layout_of(
-        scores or SCORES[len(operands[0])],
-        operands,
-        results or RESULTS[len(sizes[1])],
-        sizes,
-        weights=int("turned" in bound or "results of values" in bound),
+        scores or SCORES, operands, results or RESULTS, others, weights=int(is_value_first)
     )
 
 
@@ -290,6 +295,12 @@ def _narrow(found: _Operands) -> _Operands:
     return found._replace(
         query=sources[0], key=sources[1], nodes=(*found.nodes, found.query, found.key)
     )
+
+
+def _has_batches(mask: fx.Node | None, layout: Layout) -> bool:
+    """Whether a mask has all of the dimensions that are the batch, or none."""
+    batches = shape_of(mask)[:-_DIMS_OF_HEADS] if mask is not None else ()
+    return batches == tuple(layout.batches) or all(size == 1 for size in batches)
 
 
 def _are_of_rows(factors: fx.Node, query: fx.Node) -> bool:

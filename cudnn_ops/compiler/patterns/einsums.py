@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-#: What products that are no einsums would be written as, by the number of dimensions.
-SCORES = {3: "aid,adj->aij", 4: "abid,abdj->abij"}
-RESULTS = {3: "aij,aje->aie", 4: "abij,abje->abie"}
+#: What products that are no einsums would be written as.
+SCORES, RESULTS = "...id,...dj->...ij", "...ij,...je->...ie"
 #: Of values and the transposed weights, whose rows are the last dimension.
-RESULTS_OF_VALUES = {3: "aej,aij->aei", 4: "abej,abij->abei"}
+RESULTS_OF_VALUES = "...ej,...ij->...ei"
 #: The channels of values, which the scores do not have.
 _NEW = "+"
 
@@ -34,6 +33,7 @@ class Layout(NamedTuple):
         value: the values'.
         result: those of attention's result, in the order of the second product's.
         rows: the sizes of the dimensions that are attention's rows, where there are several.
+        batches: those of the dimensions that are its batch, where there are several.
         are_scores_in_order: whether they are [batch, rows, keys], as attention's masks are.
     """
 
@@ -43,6 +43,7 @@ class Layout(NamedTuple):
     value: Dims
     result: Dims
     rows: tuple[int, ...]
+    batches: tuple[int, ...]
     are_scores_in_order: bool
 
     def laid_out(self, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
@@ -50,12 +51,21 @@ class Layout(NamedTuple):
         query = _permuted(query, self.query)
         if self.rows:
             query = query.flatten(1, 2)
-        return query, _permuted(key, self.key), _permuted(value, self.value)
+        return (
+            self._with_one_batch(query),
+            self._with_one_batch(_permuted(key, self.key)),
+            self._with_one_batch(_permuted(value, self.value)),
+        )
+
+    def _with_one_batch(self, x: Any) -> Any:
+        return x.flatten(0, len(self.batches) - 1) if self.batches else x
 
     def of_result(self, result: Any) -> Any:
         """Attention's result as the second product gives it."""
         if self.rows:
             result = result.unflatten(1, self.rows)
+        if self.batches:
+            result = result.unflatten(0, self.batches)
         return _permuted(result, self.result)
 
 
@@ -94,23 +104,35 @@ def layout_of(
     )
     if len(channels) != 1 or any(sorted(one) != sorted(other) for one, other in wanted):
         return None
-    is_several = len(rows) > 1
-    if (len(batch), len(rows)) not in ((1, 1), (2, 1), (1, 2)):
-        return None
-    sizes = operands[1] if is_key_first else operands[0]
-    of_rows = tuple(sizes[of_query.index(name)] for name in rows) if is_several else ()
-    if not all(isinstance(size, int) for size in of_rows):
-        return None
     query, keys, value, result = (tuple(map(given.index, order)) for given, order in wanted)
-    is_in_order = batch + rows + key == first[2] and not is_several
-    return Layout(is_key_first, query, keys, value, result, of_rows, is_in_order)
+    sizes = operands[1] if is_key_first else operands[0]
+    ordered = [sizes[dim] for dim in query]
+    several = _several(ordered, len(batch), len(rows))
+    if several is None:
+        return None
+    is_in_order = batch + rows + key == first[2] and len(rows) == 1
+    return Layout(is_key_first, query, keys, value, result, *several, is_in_order)
 
 
-def of_matmuls(dims: int) -> Layout:
-    """The layout of two matrix products of so many dimensions; the keys are transposed."""
+def _several(sizes: Sequence[Any], batch: int, rows: int) -> tuple[Dims, Dims] | None:
+    """What of a query's sizes becomes rows and batch where several do; None where some cannot."""
+    if (batch, rows) != (1, 2) and (batch == 0 or rows != 1):
+        return None
+    of_rows = tuple(sizes[1:3]) if rows > 1 else ()
+    of_batch = tuple(sizes[: batch - 1]) if batch > 2 else ()
+    are_known = all(isinstance(size, int) for size in (*of_rows, *of_batch))
+    return (of_rows, of_batch) if are_known else None
+
+
+def of_matmuls(sizes: Sizes) -> Layout | None:
+    """The layout of two matrix products, of queries of these sizes; the keys are transposed."""
+    dims = len(sizes)
+    several = _several(sizes, dims - 2, 1)
+    if several is None:
+        return None
     in_order = tuple(range(dims))
     keys = (*in_order[:-2], dims - 1, dims - 2)
-    return Layout(False, in_order, keys, in_order, in_order, (), True)
+    return Layout(False, in_order, keys, in_order, in_order, *several, True)
 
 
 def are_in_order(dims: Dims) -> bool:
