@@ -67,6 +67,17 @@ def test_weights_that_nobody_reads():
     check_swap(attend, *_tensors(S), expect=[NAME])
 
 
+def test_weights_of_which_nothing_comes():
+    """As in WavLM."""
+
+    def attend(x: Tensor, *tensors: Tensor) -> Tensor:
+        out, weights = _forward(x, x, *tensors, need_weights=True)
+        weights[:, None].broadcast_to(B, H, S, S)
+        return out
+
+    check_swap(attend, *_tensors(S), expect=[NAME])
+
+
 def test_a_mask_that_is_said_to_be_causal():
     def attend(x: Tensor, *tensors: Tensor) -> Tensor:
         mask = torch.full((S, S), float("-inf"), dtype=x.dtype).triu(1)
@@ -196,14 +207,16 @@ def test_values_of_another_input():
     check_swap(of_three, *_tensors(S, 5, 5), expect=[NAME])
 
 
-def test_weights_that_are_several_tensors():
-    """As where keys and values have other sizes."""
+@pytest.mark.parametrize("has_empty", [False, True])
+def test_weights_that_are_several_tensors(has_empty):
+    """As where keys and values have other sizes; beside an empty one, as in WavLM."""
 
     def attend(x: Tensor, w: Tensor, b: Tensor, w_out: Tensor, b_out: Tensor) -> Tensor:
         q, k, v = w.chunk(3)
         weights = {"q_proj_weight": q, "k_proj_weight": k[:, :20], "v_proj_weight": v[:, :20]}
         short = x[..., :20]
-        parts = (x, short, short, E, H, None, b, None, None, False, 0.0, w_out, b_out)
+        empty = torch.empty([0]) if has_empty else None
+        parts = (x, short, short, E, H, empty, b, None, None, False, 0.0, w_out, b_out)
         options: Any = {"use_separate_proj_weight": True, "need_weights": False, **weights}
         return F.multi_head_attention_forward(*parts, **options)[0]
 
@@ -212,6 +225,12 @@ def test_weights_that_are_several_tensors():
 
 def _weights_read(x: Tensor, *tensors: Tensor) -> Any:
     return _forward(x, x, *tensors, need_weights=True)
+
+
+def _weights_that_are_changed(x: Tensor, *tensors: Tensor) -> Any:
+    out, weights = _forward(x, x, *tensors, need_weights=True)
+    weights[:, 0].add_(1.0)
+    return out
 
 
 def _zero_key(x: Tensor, *tensors: Tensor) -> Tensor:
@@ -228,7 +247,7 @@ def _no_batch(x: Tensor, *tensors: Tensor) -> Tensor:
 
 
 NEAR_MISSES = [
-    *(_weights_read, _zero_key, _added_key, _no_batch),
+    *(_weights_read, _weights_that_are_changed, _zero_key, _added_key, _no_batch),
 ]
 
 

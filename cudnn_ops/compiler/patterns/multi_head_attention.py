@@ -64,6 +64,8 @@ class MultiHeadAttention(Pattern):
 
         def build(*given: Any) -> Any:
             named = {name: given[inputs.index(one)] for name, one in tensors.items()}
+            if is_separate:
+                named.pop("in_proj_weight", None)  # WavLM gives an empty one
             parts = [part for names in together for part in _projected(named, names, width, heads)]
             out = torch.ops.cudnn_ops.sdpa.default(
                 *parts,
@@ -76,10 +78,20 @@ class MultiHeadAttention(Pattern):
             out = F.linear(merged, named["out_proj_weight"], named.get("out_proj_bias"))
             return out.transpose(0, 1)
 
-        # Dynamo has a node for the weights too, whether anything reads them or not.
-        unread = (user for user in source.users if user is not node and not user.users)
+        # Dynamo has nodes for the weights too, whether anything reads them in the end or not.
+        weights = [user for user in source.users if user is not node]
+        unread = [one for user in weights for one in _without_readers(user)]
         note = note_of(call["attn_mask"], visible, False)
         yield Found((source, *unread, node), [node], inputs, build, note)
+
+
+def _without_readers(node: fx.Node) -> list[fx.Node]:
+    """A node and all that is computed of it, where nothing comes of that; else nothing."""
+    call = call_of(node)
+    if call is None or call.in_place:
+        return []
+    behind = [_without_readers(user) for user in node.users]
+    return [node, *(one for nodes in behind for one in nodes)] if all(behind) else []
 
 
 def _projected(named: dict[str, Any], names: Sequence[str], width: int, heads: int) -> list[Any]:
