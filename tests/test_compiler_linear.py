@@ -120,6 +120,39 @@ def test_transposed_layers():
         check_swap(function, *tensors, expect=[name])
 
 
+def product(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.gelu(x @ w.T)
+
+
+def product_and_bias(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """As in Falcon."""
+    return F.silu(torch.matmul(x, w.t()) + b)
+
+
+def bias_first(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.relu(b + x.flatten(0, 1).mm(w.transpose(0, 1)))
+
+
+@pytest.mark.parametrize("layer", [product, product_and_bias, bias_first], ids=lambda f: f.__name__)
+def test_matrix_products(layer):
+    check_swap(layer, *_tensors(), expect=["linear"])
+
+
+def test_a_pair_of_matrix_products():
+    def pair(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+        return F.gelu(x @ w.T + b) @ w2 + b2
+
+    check_swap(pair, *_tensors((20, 6), (6,)), expect=["mlp"])
+
+
+def _product_of_batches(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.relu(x @ w.T.expand(3, 12, 20))
+
+
+def _product_of_one_row(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.relu(x[0, 0] @ w.T)
+
+
 def test_gpt_2_s_pair():
     layers = nn.Sequential(Conv1D(20, 12), nn.GELU("tanh"), nn.Dropout(0.0), Conv1D(12, 20))
     found = check_swap(layers, torch.randn(3, 5, 12), expect=["mlp"], tolerance=1e-4)
@@ -143,7 +176,9 @@ def _other_rows(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "near_miss", [_scaled, _part_of_the_bias, _full_bias], ids=lambda f: f.__name__
+    "near_miss",
+    [_scaled, _part_of_the_bias, _full_bias, _product_of_batches, _product_of_one_row],
+    ids=lambda f: f.__name__,
 )
 def test_products_that_are_no_layers(near_miss):
     check_swap(near_miss, *_tensors(), expect=[])

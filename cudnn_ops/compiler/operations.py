@@ -102,7 +102,8 @@ OPERATIONS: dict[str, Operation] = {
     "where": _operation("condition input other", torch.where),
     "matmul": _operation(
         "input other",
-        *(operator.matmul, torch.matmul, torch.bmm, ".matmul", ".bmm", ".__matmul__"),
+        *(operator.matmul, torch.matmul, torch.bmm, torch.mm),
+        *(".matmul", ".bmm", ".mm", ".__matmul__"),
     ),
     "baddbmm": _operation(
         "input batch1 batch2 beta alpha", torch.baddbmm, ".baddbmm", beta=1, alpha=1

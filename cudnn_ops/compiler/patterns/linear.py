@@ -17,6 +17,7 @@ from cudnn_ops.compiler.pattern import (
     shape_of,
     spread,
     tensor,
+    terms_of,
     through_dropout,
 )
 from cudnn_ops.compiler.patterns.activations import ENDS, EPILOGUES
@@ -77,7 +78,7 @@ class Mlp(Pattern):
     """
 
     name = "mlp"
-    ends_in = frozenset({"linear", "addmm", "reshape"})
+    ends_in = frozenset({"linear", "addmm", "reshape", "matmul", "add"})
 
     def find(self, node: fx.Node) -> Iterator[Found]:
         second = _layer(node)
@@ -103,7 +104,10 @@ class Mlp(Pattern):
 
 
 def _layer(node: fx.Node) -> _Layer | None:
-    """The linear layer that ends with a node: ``F.linear``, or ``addmm`` as GPT-2 has it."""
+    """The linear layer that ends with a node.
+
+    ``F.linear``; ``addmm`` as GPT-2 has it; a matrix product, with or without a bias.
+    """
     call = call_of(node)
     if call is None:
         return None
@@ -111,6 +115,10 @@ def _layer(node: fx.Node) -> _Layer | None:
         return _Layer((node,), call["input"], call["weight"], call["bias"])
     if call.name == "addmm":
         return _of_addmm(node, call)
+    if call.name == "matmul":
+        return _of_matmul(node, call)
+    if call.name == "add":
+        return _with_bias(node)
     if call.name != "reshape" or not isinstance(call["input"], fx.Node):
         return None
     rows = call_of(call["input"])
@@ -134,6 +142,23 @@ def _of_addmm(node: fx.Node, call: Call) -> _Layer | None:
     if not is_tensor(weight) or shape_of(bias) != shape_of(weight)[1:]:
         return None
     return _Layer((node,), call["mat1"], weight, bias, is_transposed=True)
+
+
+def _of_matmul(node: fx.Node, call: Call) -> _Layer | None:
+    """``input @ weight``, where the weight is a matrix."""
+    rows, weight = call["input"], call["other"]
+    if not is_tensor(rows) or len(shape_of(rows)) < 2 or len(shape_of(weight)) != 2:
+        return None
+    return _Layer((node,), rows, weight, None, is_transposed=True)
+
+
+def _with_bias(node: fx.Node) -> _Layer | None:
+    for product, bias in terms_of(node):
+        call = call_of(product)
+        layer = _of_matmul(product, call) if call is not None and call.name == "matmul" else None
+        if layer is not None and shape_of(bias) == shape_of(layer.weight)[1:]:
+            return layer._replace(nodes=(*layer.nodes, node), bias=bias)
+    return None
 
 
 def _activated(node: fx.Node) -> _Activated | None:
