@@ -223,6 +223,19 @@ ZOO: tuple[Entry, ...] = (
         _first,
     ),
     Entry(
+        "gpt-oss, 4 layers",
+        "transformers",
+        _transformer(
+            "GptOssForCausalLM",
+            "GptOssConfig",
+            num_hidden_layers=4,
+            num_local_experts=32,
+            vocab_size=32000,
+        ),
+        _tokens(2, 2048, 32000, **_CAUSAL),
+        _first,
+    ),
+    Entry(
         "Whisper small",
         "transformers",
         _transformer(
