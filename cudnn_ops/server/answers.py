@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cudnn_ops.server.async_engine import Update
+from cudnn_ops.server.generation import Update
 from cudnn_ops.serving import TokenLogprobs
 
 #: The text of one token.

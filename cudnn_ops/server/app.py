@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, TypeVar
 
-from cudnn_ops.server.async_engine import AsyncEngine, Generation, Update
+from cudnn_ops.server.async_engine import AsyncEngine
+from cudnn_ops.server.generation import Generation, Update
 from cudnn_ops.server.tokenizer import Tokenizer
 
 try:

@@ -6,8 +6,7 @@
             print(update.text, end="")
 
 The engine is touched by its thread alone, which takes orders from a queue between two steps and
-hands each step's tokens to the event loop together. What a coroutine has not fetched yet is merged
-into one update, so that a slow reader costs no more than its own output.
+hands each step's tokens to the event loop together.
 """
 
 from __future__ import annotations
@@ -18,24 +17,28 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import NamedTuple
 
 import torch
 
+from cudnn_ops.server.generation import (
+    End,
+    Generation,
+    News,
+    QueueFull,
+    RequestFailed,
+    Stopped,
+)
 from cudnn_ops.serving import (
     Engine,
     GeneratedToken,
     OutOfPages,
     Request,
     SamplingParams,
-    TokenLogprobs,
 )
-from cudnn_ops.serving.request import FinishReason
 from cudnn_ops.serving.sampling import check_vocabulary
-from cudnn_ops.serving.text import Decode, TextStream
+from cudnn_ops.serving.text import Decode
 
 #: After so many failed steps in a row the engine is given up.
 _MOST_FAILURES = 3
@@ -47,157 +50,6 @@ _HEARTBEAT = 10.0
 _LAST_STEP = 60.0
 
 Order = Callable[[], None]
-
-
-class QueueFull(RuntimeError):
-    """There are as many requests as the engine admits; the request was not queued."""
-
-
-class Stopped(RuntimeError):
-    """The engine takes no requests any more: it stops, or its thread has failed."""
-
-
-class RequestFailed(RuntimeError):
-    """A request ended by an error of its own or of its step; ``__cause__`` is the error."""
-
-
-@dataclass(frozen=True)
-class Update:
-    """What is new of a request."""
-
-    tokens: list[int]
-    """Tokens that were generated."""
-    text: str
-    """What they add to the text; empty if the engine has no ``decode``."""
-    logprobs: list[TokenLogprobs]
-    """One for each token, if the request asks for them."""
-    finish_reason: FinishReason | None
-    """Why the request ended, in its last update."""
-
-
-class _End(NamedTuple):
-    """How a request ended."""
-
-    reason: FinishReason | None = None
-    stopped_by: object = None
-    error: Exception | None = None
-
-
-class _News(NamedTuple):
-    """What a step brings for one request."""
-
-    generation: Generation
-    tokens: list[int]
-    logprobs: list[TokenLogprobs]
-    end: _End | None
-
-
-class Generation:
-    """One request: an asynchronous iterator of :class:`Update`.
-
-    With ``async with generation:``, a request that has not ended by then is aborted. It belongs to
-    the event loop that submitted it.
-
-    Raises:
-        RequestFailed: while iterating, if the request fails.
-        Stopped: while iterating, if the engine stops before the request's end.
-    """
-
-    def __init__(self, owner: AsyncEngine, prompt: list[int], params: SamplingParams) -> None:
-        """Called by :meth:`AsyncEngine.submit` only."""
-        self.prompt, self.params = prompt, params
-        self.output_tokens = 0
-        """Tokens generated so far, of the updates that were fetched."""
-        self._owner = owner
-        self._accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._request: Request | None = None  # the thread's
-        self._wake = asyncio.Event()
-        self._tokens: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._end: _End | None = None
-        self._is_over = False  # the end was fetched
-        self._text = None
-        self._shown = 0
-        if owner._decode is not None:
-            self._text = TextStream(owner._decode, tuple(params.stop_strings))
-
-    def abort(self) -> None:
-        """Ends the request, and frees its pages before the next step. Iterating ends too."""
-        if self._end is None:
-            self._finish(_End("abort"))
-            self._owner._order(partial(self._owner._abort, self))
-
-    def __aiter__(self) -> Generation:
-        return self
-
-    async def __anext__(self) -> Update:
-        while not self._tokens and self._end is None:
-            self._wake.clear()
-            await self._wake.wait()
-        if self._is_over or (self._end is not None and self._end.reason == "abort"):
-            raise StopAsyncIteration
-        tokens, self._tokens = self._tokens, []
-        logprobs, self._logprobs = self._logprobs, []
-        end = self._end
-        if end is not None and end.error is not None:
-            if not tokens:
-                self._is_over = True
-                raise end.error
-            end = None  # what there is comes first
-        self._is_over = end is not None
-        try:
-            text = self._read(tokens, end)
-        except Exception as error:
-            self.abort()
-            raise RequestFailed(f"the text of tokens {tokens} cannot be made: {error}") from error
-        return Update(tokens, text, logprobs, None if end is None else end.reason)
-
-    async def __aenter__(self) -> Generation:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.abort()
-
-    def _read(self, tokens: list[int], end: _End | None) -> str:
-        """The text of new tokens, as :attr:`cudnn_ops.generation.Request.text` makes it."""
-        stream = self._text
-        # One behind the other, as they came: what waits for others is told by how many wait.
-        for index, token in enumerate(tokens):
-            self.output_tokens += 1
-            is_last = end is not None and index == len(tokens) - 1
-            is_hidden = is_last and end is not None and isinstance(end.stopped_by, int)
-            if stream is not None and stream.stop is None:
-                searches = self.output_tokens >= self.params.min_tokens
-                stream.feed([] if is_hidden else [token], is_last, searches)
-        if stream is None:
-            return ""
-        shown = stream.shown(end is not None)
-        new = shown[self._shown :]
-        self._shown = max(self._shown, len(shown))
-        return new
-
-    def _take(self, news: _News) -> None:
-        """What the thread has told, in the event loop."""
-        if self._end is None:
-            self._tokens += news.tokens
-            self._logprobs += news.logprobs
-            if news.end is not None:
-                self._finish(news.end)
-            self._wake.set()
-
-    def _finish(self, end: _End) -> None:
-        self._end = end
-        self._wake.set()
-        if not self._accepted.done():
-            if end.error is not None:
-                self._accepted.set_exception(end.error)
-            else:
-                self._accepted.cancel()
 
 
 class AsyncEngine:
@@ -303,14 +155,14 @@ class AsyncEngine:
             raise QueueFull(
                 f"{len(self._open)} requests run or wait, and no more are admitted: try again later"
             )
-        generation = Generation(self, tokens, params)
+        generation = Generation(tokens, params, self._decode, self._on_abort)
         self._open.add(generation)
         self._idle.clear()
         if not self._order(partial(self._submit, generation)):
             self._forget(generation)
             self._check_ready()
         try:
-            await generation._accepted
+            await generation.accepted
         except BaseException:
             generation.abort()
             raise
@@ -359,15 +211,14 @@ class AsyncEngine:
         if not self._open:
             self._idle.set()
 
-    def _deliver(self, news: Sequence[_News]) -> None:
+    def _deliver(self, news: Sequence[News]) -> None:
         for each in news:
-            each.generation._take(each)
+            each.generation.take(each)
             if each.end is not None:
                 self._forget(each.generation)
 
-    def _accept(self, generation: Generation) -> None:
-        if not generation._accepted.done():
-            generation._accepted.set_result(None)
+    def _on_abort(self, generation: Generation) -> None:
+        self._order(partial(self._abort, generation))
 
     # In the thread
 
@@ -407,14 +258,14 @@ class AsyncEngine:
         try:
             request = self.engine.submit(generation.prompt, generation.params)
         except Exception as error:
-            self._tell(self._deliver, [_News(generation, [], [], _End(error=error))])
+            self._tell(self._deliver, [News(generation, [], [], End(error=error))])
             return
-        generation._request = request
+        generation.request = request
         self._live[request] = generation
-        self._tell(self._accept, generation)
+        self._tell(generation.accept)
 
     def _abort(self, generation: Generation) -> None:
-        request = generation._request
+        request = generation.request
         if request is not None and self._live.pop(request, None) is not None:
             self.engine.abort(request)
         self._tell(self._forget, generation)
@@ -435,7 +286,7 @@ class AsyncEngine:
         if generated:
             self._tell(self._deliver, self._news(generated))
 
-    def _news(self, generated: Sequence[GeneratedToken]) -> list[_News]:
+    def _news(self, generated: Sequence[GeneratedToken]) -> list[News]:
         tokens: dict[Request, list[int]] = {}
         for request, token in generated:
             mine = tokens.setdefault(request, [])
@@ -452,8 +303,8 @@ class AsyncEngine:
                 if request.error is not None:
                     failed = RequestFailed(str(request.error) or repr(request.error))
                     failed.__cause__ = request.error
-                end = _End(request.finish_reason, request.stopped_by, failed)
-            news.append(_News(generation, mine, logprobs, end))
+                end = End(request.finish_reason, request.stopped_by, failed)
+            news.append(News(generation, mine, logprobs, end))
         return news
 
     def _fail(self, error: Exception) -> None:
@@ -465,7 +316,7 @@ class AsyncEngine:
             if request.sequence is not None:
                 del self._live[request]
                 self.engine.abort(request)
-                news.append(_News(generation, [], [], _End(error=failed)))
+                news.append(News(generation, [], [], End(error=failed)))
         self._tell(self._deliver, news)
 
     def _close(self, error: BaseException | None) -> None:
@@ -496,5 +347,5 @@ class AsyncEngine:
 
     def _end_all(self, stopped: Stopped) -> None:
         for generation in list(self._open):
-            generation._take(_News(generation, [], [], _End(error=stopped)))
+            generation.take(News(generation, [], [], End(error=stopped)))
             self._forget(generation)

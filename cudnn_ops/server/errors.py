@@ -6,7 +6,7 @@ import re
 
 from fastapi.responses import JSONResponse
 
-from cudnn_ops.server.async_engine import QueueFull, RequestFailed, Stopped
+from cudnn_ops.server.generation import QueueFull, RequestFailed, Stopped
 from cudnn_ops.serving import SamplingParams
 
 #: By status: what kind of error it is.
