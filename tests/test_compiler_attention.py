@@ -62,7 +62,19 @@ def where(n: int, m: int) -> Tensor:
     return torch.where(compared(n, m), 0.0, -math.inf).double()
 
 
+def filled_in_place(n: int, m: int) -> Tensor:
+    """As torch makes masks of bool ones."""
+    hidden = ~compared(n, m)
+    return torch.zeros_like(hidden, dtype=torch.float64).masked_fill_(hidden, -math.inf)
+
+
+def upper_triangle_in_place(n: int, m: int) -> Tensor:
+    return torch.zeros(n, m, dtype=torch.float64).fill_(-math.inf).triu_(1)
+
+
 CAUSAL = [
+    filled_in_place,
+    upper_triangle_in_place,
     lower_triangle,
     upper_triangle_added,
     upper_triangle_filled,
@@ -411,6 +423,16 @@ def test_a_mask_that_is_changed_in_place_is_not_known():
         return sdpa(q, k, v, attn_mask=mask & mask.any(-1, keepdim=True))
 
     found = check_swap(attend_by_a_copy, *qkv(), expect=["attention"])
+    assert told(found) == mask_as(mask=True)
+
+
+def test_a_mask_that_is_read_before_it_is_filled_is_not_known():
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        zeros = torch.zeros(LENGTH, LENGTH, dtype=torch.float64)
+        mask = zeros.masked_fill_(~compared(LENGTH, LENGTH), -math.inf)
+        return sdpa(q, k, v, attn_mask=mask), zeros + 1
+
+    found = check_swap(attend, *qkv(), expect=["attention"])
     assert told(found) == mask_as(mask=True)
 
 

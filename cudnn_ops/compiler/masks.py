@@ -20,6 +20,7 @@ from torch.fx.node import map_arg
 from cudnn_ops.compiler.nodes import (
     call_of,
     has_static_sizes,
+    is_own,
     memory_of,
     target_name,
     value_of,
@@ -234,7 +235,7 @@ def computed(node: fx.Node) -> Tensor | None:
 def _needed(node: fx.Node) -> list[fx.Node]:
     """All that a node is computed of, in the graph's order.
 
-    Empty where it reads an input, or something that is changed in place.
+    Empty where it reads an input, or something that is changed in place and read elsewhere too.
     """
     found: set[fx.Node] = set()
     open_ = [node]
@@ -243,13 +244,15 @@ def _needed(node: fx.Node) -> list[fx.Node]:
         if one in found:
             continue
         is_call = one.op in ("call_function", "call_method")
-        if not is_call or _RANDOM.search(target_name(one)) or writes_by_name(one):
+        if not is_call or _RANDOM.search(target_name(one)):
+            return []
+        if writes_by_name(one) and not all(is_own(written, one) for written in written_by(one)):
             return []
         found.add(one)
         open_ += one.all_input_nodes
     memory = set().union(*(memory_of(one.meta.get("example_value")) for one in found))
     for writer in node.graph.nodes:
-        for one in written_by(writer):
+        for one in written_by(writer) if writer not in found else ():
             if memory & memory_of(one.meta.get("example_value")):
                 return []
     return [one for one in node.graph.nodes if one in found]

@@ -229,7 +229,7 @@ def mutated(graph: fx.Graph) -> set[fx.Node]:
         for memory in _memory(node):
             having.setdefault(memory, []).append(node)
         for one in written_by(node):
-            if not _is_own(one, node):
+            if not is_own(one, node):
                 found.add(one)
     for memory in set().union(*map(_memory, found)):
         found.update(having[memory])
@@ -281,12 +281,12 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     return []
 
 
-def _is_own(node: fx.Node, reader: fx.Node) -> bool:
+def is_own(node: fx.Node, reader: fx.Node) -> bool:
     """Whether only the reader reads it, and that memory before it only what it was made by."""
     if node.op not in ("call_function", "call_method") or list(node.users) != [reader]:
         return False
     memory = _memory(node)
-    return all(_is_own(one, node) for one in node.all_input_nodes if memory & _memory(one))
+    return all(is_own(one, node) for one in node.all_input_nodes if memory & _memory(one))
 
 
 #: Functions that change how the nodes behind them compute: gradients, autocast.

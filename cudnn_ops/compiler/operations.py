@@ -178,6 +178,14 @@ OPERATIONS: dict[str, Operation] = {
         average_attn_weights=True,
         is_causal=False,
     ),
+    "encoder_layer": _operation(
+        "input embed_dim num_heads qkv_weight qkv_bias proj_weight proj_bias use_gelu norm_first "
+        "eps norm_weight_1 norm_bias_1 norm_weight_2 norm_bias_2 ffn_weight_1 ffn_bias_1 "
+        "ffn_weight_2 ffn_bias_2 mask mask_type",
+        torch._transformer_encoder_layer_fwd,
+        mask=None,
+        mask_type=None,
+    ),
     "transpose": _operation(
         "input dim0 dim1", torch.transpose, torch.swapaxes, ".transpose", ".swapaxes"
     ),

@@ -8,6 +8,7 @@ from cudnn_ops.compiler.patterns.attention import Attention
 from cudnn_ops.compiler.patterns.attention_by_matmul import AttentionByMatmul
 from cudnn_ops.compiler.patterns.batch_norm import BatchNorm
 from cudnn_ops.compiler.patterns.convolution import Convolution
+from cudnn_ops.compiler.patterns.encoder_layer import EncoderLayer
 from cudnn_ops.compiler.patterns.gated import Gated
 from cudnn_ops.compiler.patterns.group_norm import GroupNorm
 from cudnn_ops.compiler.patterns.layer_norm import LayerNorm
@@ -20,6 +21,7 @@ PATTERNS: tuple[Pattern, ...] = (
     AttentionByMatmul(),
     Attention(),
     MultiHeadAttention(),
+    EncoderLayer(),
     # Before norms, which take a sum that they are of.
     RotaryQk(),
     Rotary(),
