@@ -162,7 +162,7 @@ class AsyncEngine:
             self._forget(generation)
             self._check_ready()
         try:
-            await generation.accepted
+            await generation._accepted
         except BaseException:
             generation.abort()
             raise
@@ -213,7 +213,7 @@ class AsyncEngine:
 
     def _deliver(self, news: Sequence[News]) -> None:
         for each in news:
-            each.generation.take(each)
+            each.generation._take(each)
             if each.end is not None:
                 self._forget(each.generation)
 
@@ -260,12 +260,12 @@ class AsyncEngine:
         except Exception as error:
             self._tell(self._deliver, [News(generation, [], [], End(error=error))])
             return
-        generation.request = request
+        generation._request = request
         self._live[request] = generation
-        self._tell(generation.accept)
+        self._tell(generation._accept)
 
     def _abort(self, generation: Generation) -> None:
-        request = generation.request
+        request = generation._request
         if request is not None and self._live.pop(request, None) is not None:
             self.engine.abort(request)
         self._tell(self._forget, generation)
@@ -347,5 +347,5 @@ class AsyncEngine:
 
     def _end_all(self, stopped: Stopped) -> None:
         for generation in list(self._open):
-            generation.take(News(generation, [], [], End(error=stopped)))
+            generation._take(News(generation, [], [], End(error=stopped)))
             self._forget(generation)

@@ -82,10 +82,9 @@ class Generation:
         self.prompt, self.params = prompt, params
         self.output_tokens = 0
         """Tokens generated so far, of the updates that were fetched."""
-        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the engine has queued the request, or will not."""
-        self.request: Request | None = None
-        """The engine's, for its thread alone."""
+        # Done when the engine has queued the request, or will not.
+        self._accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._request: Request | None = None  # the engine's, for its thread alone
         self._on_abort = on_abort
         self._wake = asyncio.Event()
         self._tokens: list[int] = []
@@ -157,12 +156,12 @@ class Generation:
         self._shown = max(self._shown, len(shown))
         return new
 
-    def accept(self) -> None:
+    def _accept(self) -> None:
         """The engine has queued it; in the event loop, as the next one."""
-        if not self.accepted.done():
-            self.accepted.set_result(None)
+        if not self._accepted.done():
+            self._accepted.set_result(None)
 
-    def take(self, news: News) -> None:
+    def _take(self, news: News) -> None:
         """What the engine's thread has told."""
         if self._end is None:
             self._tokens += news.tokens
@@ -174,8 +173,8 @@ class Generation:
     def _finish(self, end: End) -> None:
         self._end = end
         self._wake.set()
-        if not self.accepted.done():
+        if not self._accepted.done():
             if end.error is not None:
-                self.accepted.set_exception(end.error)
+                self._accepted.set_exception(end.error)
             else:
-                self.accepted.cancel()
+                self._accepted.cancel()
