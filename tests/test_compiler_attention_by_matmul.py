@@ -206,7 +206,7 @@ def of_gpt_oss(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> 
 
 
 def with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
-    q, k, v = q[:, :2], k, v
+    q = q[:, :2]
     scores = torch.einsum("bhid,bhjd->bhij", q, k).masked_fill(mask < -1, -math.inf)
     column = sinks[:2].view(1, 2, 1, 1).expand(BATCH, 2, LENGTH, 1)
     weights = torch.softmax(torch.cat((scores, column), 3).float(), -1).to(q.dtype)

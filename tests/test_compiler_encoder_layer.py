@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cudnn_ops.ops.arguments import bind
-from tests.cases.attention_graphs import compared
+from tests.cases.attention_graphs import compared, mask_as, told_by
 from tests.cases.compiler import Rewritten, check_swap
 from tests.conftest import DEVICES
 
@@ -24,11 +23,6 @@ def _layer(**options: Any) -> nn.Module:
         for one in layer.parameters():
             one.add_(torch.randn_like(one) * 0.1)
     return layer.eval().requires_grad_(False)
-
-
-def _call(found: Rewritten) -> Any:
-    (node,) = [node for node in found.ours if "sdpa" in str(node.target)]
-    return bind(torch.ops.cudnn_ops.sdpa.default, node.args, node.kwargs)
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
@@ -68,8 +62,8 @@ def test_masks(name):
         return layer(x, **masks(x))
 
     found = check_swap(encode, torch.randn(B, S, E), expect=[NAME], gradients=False, tolerance=1e-4)
-    call = _call(found)
-    assert (call.is_causal, call.attn_mask is not None) == (is_causal, has_tensor)
+    (attention,) = [node for node in found.ours if "sdpa" in str(node.target)]
+    assert told_by(attention) == mask_as(causal=is_causal, mask=has_tensor)
 
 
 def test_an_encoder():
@@ -98,7 +92,7 @@ def test_with_gradients_it_is_what_it_is_made_of():
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_in_16_bits(norm_first, device):
-    """As right as torch's layer, beside the same one in float64 with gradients, layer by layer."""
+    """As right as torch's layer; the reference computes it in float64, step by step."""
     layer = nn.TransformerEncoderLayer(256, 4, 512, norm_first=norm_first, batch_first=True)
     layer = layer.eval().to(device, torch.bfloat16).requires_grad_(False)
     exact = nn.TransformerEncoderLayer(256, 4, 512, norm_first=norm_first, batch_first=True)

@@ -50,6 +50,23 @@ class Found:
         return tuple(results[i] for i in range(len(self.outputs)))
 
 
+class Inputs:
+    """What a replacement reads, by names; a name may stand for nothing, and two for one node.
+
+    Attributes:
+        tensors: the nodes of those that are there.
+        nodes: these, each of them once.
+    """
+
+    def __init__(self, tensors: Mapping[str, fx.Node | None]) -> None:
+        self.tensors = {name: node for name, node in tensors.items() if node is not None}
+        self.nodes = list(dict.fromkeys(self.tensors.values()))
+
+    def named(self, given: Sequence[Any]) -> dict[str, Any]:
+        """What a replacement is given for the nodes, by the names of those that are there."""
+        return {name: given[self.nodes.index(node)] for name, node in self.tensors.items()}
+
+
 class Refusal(Exception):
     """Raised by a pattern where it found what it looks for and cannot replace it; says why."""
 

@@ -13,12 +13,7 @@ from cudnn_ops.ops.mxfp8 import meta_scales
 from cudnn_ops.ops.paged import KVLayout, is_head_major
 from cudnn_ops.ops.sdpa import empty_like_order
 from cudnn_ops.support.attempts import Attempt, Kind, Parts, one_plan
-from cudnn_ops.support.specs import (
-    TensorSpec,
-    meta_tensor,
-    offsets_tensor,
-    optional_tensor,
-)
+from cudnn_ops.support.specs import TensorSpec, meta_tensor, offsets_tensor, optional_tensor
 
 _ops = torch.ops.cudnn_ops
 

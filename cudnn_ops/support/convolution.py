@@ -11,10 +11,7 @@ from torch import Tensor
 from cudnn_ops.ops.activation import ACTIVATIONS, needs_before
 from cudnn_ops.ops.conv import as_list
 from cudnn_ops.support.attempts import Attempt, Kind, Parts
-from cudnn_ops.support.specs import (
-    TensorSpec,
-    optional_tensor,
-)
+from cudnn_ops.support.specs import TensorSpec, optional_tensor
 
 _ops = torch.ops.cudnn_ops
 

@@ -243,10 +243,9 @@ def _layout(node: fx.Node, bound: Bound) -> Layout | None:
     product = call_of(node)
     assert product is not None
     others = [shape_of(product[name]) for name in ("input", "other")]
-    if len({len(sizes) for sizes in (*operands, *others)}) > 1 and scores is results is None:
-        return None
     if scores is None and results is None and "turned" not in bound:
-        return of_matmuls(operands[0])
+        have_same = len({len(sizes) for sizes in (*operands, *others)}) == 1
+        return of_matmuls(operands[0]) if have_same else None
     if "turned" in bound:
         *batch, keys, rows = others[1]
         others[1], results = (*batch, rows, keys), RESULTS_OF_VALUES
@@ -300,7 +299,7 @@ def _narrow(found: _Operands) -> _Operands:
 def _has_batches(mask: fx.Node | None, layout: Layout) -> bool:
     """Whether a mask has all of the dimensions that are the batch, or none."""
     batches = shape_of(mask)[:-_DIMS_OF_HEADS] if mask is not None else ()
-    return batches == tuple(layout.batches) or all(size == 1 for size in batches)
+    return batches == layout.batches or all(size == 1 for size in batches)
 
 
 def _are_of_rows(factors: fx.Node, query: fx.Node) -> bool:

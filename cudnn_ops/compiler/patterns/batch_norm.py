@@ -12,6 +12,7 @@ from cudnn_ops.compiler.match import match
 from cudnn_ops.compiler.nodes import Call, call_of, number_of
 from cudnn_ops.compiler.pattern import (
     Found,
+    Inputs,
     Pattern,
     Refusal,
     is_tensor,
@@ -98,14 +99,11 @@ def _found(node: fx.Node, parts: _Parts) -> Found:
     value = tensor(call["input"])
     if value.is_cuda and value.dtype == torch.float64:
         raise Refusal("on a GPU batch norm supports float16, bfloat16 and float32")
-    tensors: dict[str, Any] = {name: call[name] for name in _TENSORS}
-    tensors["residual"] = parts.residual
-    tensors = {name: one for name, one in tensors.items() if one is not None}
-    inputs = list(dict.fromkeys(tensors.values()))
+    inputs = Inputs({**{name: call[name] for name in _TENSORS}, "residual": parts.residual})
     numbers = _numbers(call)
 
     def build(*given: Any) -> Any:
-        named = {name: given[inputs.index(one)] for name, one in tensors.items()}
+        named = inputs.named(given)
         return torch.ops.cudnn_ops.batch_norm.default(
             *(named.get(name) for name in _TENSORS),
             *(True, *numbers),
@@ -113,5 +111,5 @@ def _found(node: fx.Node, parts: _Parts) -> Found:
             activation=parts.activation,
         )
 
-    written = [tensors[name] for name in _STATISTICS if name in tensors]
-    return Found(parts.nodes, [node], inputs, build, written=written)
+    written = [inputs.tensors[name] for name in _STATISTICS if name in inputs.tensors]
+    return Found(parts.nodes, [node], inputs.nodes, build, written=written)

@@ -12,6 +12,7 @@ from cudnn_ops.compiler.match import match
 from cudnn_ops.compiler.nodes import Call, call_of, value_of
 from cudnn_ops.compiler.pattern import (
     Found,
+    Inputs,
     Pattern,
     Refusal,
     applied,
@@ -186,14 +187,13 @@ def _found(node: fx.Node, parts: _Parts, way: str = "") -> Found:
     if norm is not None:
         tensors |= {f"norm {name}": norm[name] for name in _STATISTICS}
     tensors |= {"scale": parts.scale, "shift": parts.shift, "residual": parts.residual}
-    tensors = {name: one for name, one in tensors.items() if one is not None}
-    inputs = list(dict.fromkeys(tensors.values()))
+    inputs = Inputs(tensors)
     eps = 0.0 if norm is None else float(norm["eps"])
     dtype = tensor(conv["weight"]).dtype
     sizes, kernel = shape_of(conv["input"]), shape_of(conv["weight"])[2:]
 
     def build(*given: Any) -> Any:
-        named = {name: given[inputs.index(one)] for name, one in tensors.items()}
+        named = inputs.named(given)
         weight, bias = _folded(named, eps, dims, dtype)
         x, lists, groups = named["input"], [_as_list(one) for one in geometry[:3]], geometry[3]
         if way == _BY_SQUARES:
@@ -209,7 +209,8 @@ def _found(node: fx.Node, parts: _Parts, way: str = "") -> Found:
         overload = op.padding if isinstance(geometry[1], str) else op.default
         return overload(x, weight, bias, *lists, groups, parts.activation, named.get("residual"))
 
-    return Found(parts.nodes, [node], inputs, build, way, only_measured=way == _WITHOUT_GROUPS)
+    nodes = inputs.nodes
+    return Found(parts.nodes, [node], nodes, build, way, only_measured=way == _WITHOUT_GROUPS)
 
 
 def _as_list(numbers: Any) -> Any:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from cudnn_ops.compiler.masks import Visible, visible_of
 from cudnn_ops.compiler.nodes import Call, call_of, number_of
-from cudnn_ops.compiler.pattern import Found, Pattern, Refusal, shape_of, tensor
+from cudnn_ops.compiler.pattern import Found, Inputs, Pattern, Refusal, shape_of, tensor
 from cudnn_ops.compiler.patterns.attention import mask_options, note_of
 
 _INPUTS = ("query", "key", "value")
@@ -51,19 +51,18 @@ class MultiHeadAttention(Pattern):
         _check(call)
         dropout_p, visible = _dropout_of(call), _visible_of(call)
         tensors = {name: call[name] for name in _TENSORS}
-        tensors |= {"rest": visible.rest, "lengths": visible.lengths}
-        tensors = {name: one for name, one in tensors.items() if one is not None}
-        inputs = list(dict.fromkeys(tensors.values()))
+        inputs = Inputs({**tensors, "rest": visible.rest, "lengths": visible.lengths})
         heads, length_kv = call["num_heads"], shape_of(call["key"])[0]
         width, is_separate = call["embed_dim_to_check"], call["use_separate_proj_weight"]
         # One product for all that is projected of one input, where the weights are one tensor.
         same = groupby(_INPUTS, lambda name: name if is_separate else call[name])
         together = [list(names) for _, names in same]
-        kinds = {name: tensor(tensors[name]) for name in _MASKS if name in tensors}
+        masks = {name: one for name, one in inputs.tensors.items() if name in _MASKS}
+        kinds = {name: tensor(one) for name, one in masks.items()}
         dtype = tensor(call["query"]).dtype
 
         def build(*given: Any) -> Any:
-            named = {name: given[inputs.index(one)] for name, one in tensors.items()}
+            named = inputs.named(given)
             if is_separate:
                 named.pop("in_proj_weight", None)  # WavLM gives an empty one
             parts = [part for names in together for part in _projected(named, names, width, heads)]
@@ -82,7 +81,7 @@ class MultiHeadAttention(Pattern):
         weights = [user for user in source.users if user is not node]
         unread = [one for user in weights for one in _without_readers(user)]
         note = note_of(call["attn_mask"], visible, False)
-        yield Found((source, *unread, node), [node], inputs, build, note)
+        yield Found((source, *unread, node), [node], inputs.nodes, build, note)
 
 
 def _without_readers(node: fx.Node) -> list[fx.Node]:
@@ -92,6 +91,12 @@ def _without_readers(node: fx.Node) -> list[fx.Node]:
         return []
     behind = [_without_readers(user) for user in node.users]
     return [node, *(one for nodes in behind for one in nodes)] if all(behind) else []
+
+
+def heads_of(projected: Any, parts: int, heads: int) -> list[Any]:
+    """Each part of [B, S, parts * E] as [B, heads, S, D], views of it."""
+    split = projected.unflatten(-1, (parts, heads, -1)).unbind(2)
+    return [split[part].transpose(1, 2) for part in range(parts)]
 
 
 def _projected(named: dict[str, Any], names: Sequence[str], width: int, heads: int) -> list[Any]:
@@ -104,8 +109,7 @@ def _projected(named: dict[str, Any], names: Sequence[str], width: int, heads: i
         rows = slice(place * width, (place + count) * width)
         weight = named[_SEPARATE[place]] if weight is None else weight[rows]
         bias = None if bias is None else bias[rows]
-    split = F.linear(x, weight, bias).unflatten(-1, (count, heads, -1)).unbind(2)
-    return [split[part].transpose(1, 2) for part in range(count)]
+    return heads_of(F.linear(x, weight, bias), count, heads)
 
 
 def _visible_of(call: Call) -> Visible:
