@@ -44,6 +44,29 @@ def _operands(equation: str) -> list[str]:
     return equation.split("->")[0].split(",")
 
 
+def heads_behind_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.einsum("blhd,bshd->bhls", q, k) * 0.3
+    return torch.einsum("bhls,bshd->blhd", F.softmax(scores, dim=-1), v)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1, 1, 1), (2, 1, 3, 1, 5), (3, 64, 192, 2, 16), (0, 3, 5, 4, 8)], ids=str
+)
+def test_odd_sizes(sizes, dynamic):
+    """One of everything, one key, lengths of 64 modulo 128, an empty batch."""
+    batch, length, length_kv, heads, size = sizes
+    lengths = (length, length_kv, length_kv)
+    tensors = [torch.randn(batch, each, heads, size).double() for each in lengths]
+    check_swap(heads_behind_rows, *tensors, expect=["attention_by_matmul"], dynamic=dynamic)
+
+
+def test_scores_that_are_large():
+    tensors = [torch.randn(2, length, 4, SIZE).double() * 12 for length in (5, 7, 7)]
+    assert torch.einsum("blhd,bshd->bhls", *tensors[:2]).abs().max() > 120 / 0.3
+    check_swap(heads_behind_rows, *tensors, expect=["attention_by_matmul"])
+
+
 WINDOWS = [
     (1, HEADS, LENGTH, LENGTH),
     (LENGTH, LENGTH),
