@@ -1,11 +1,11 @@
 """Linear layers with their epilogues, and pairs of them, beside torch's: GPU time.
 
 bf16. Of a layer: the forward without a gradient, the forward that keeps what a gradient needs, and
-the gradient through an activation together with the bias's, in the product that it comes from, and
-these with the weight's gradient, in whose product the bias's can be too. The bare products, alone,
-are what an epilogue costs nothing beside. Of a pair (the MLPs of models by their shapes): forward
-and backward together, as one function. Ours runs as for sizes that a process has called often: with
-the plans that it builds for them.
+of an MLP's hidden layer the gradient through the activation and of the bias, with the product that
+it comes from, and these with the weight's gradient, in whose product the bias's can be. The bare
+products, alone, are what an epilogue costs nothing beside. Of a pair (the MLPs of models by their
+shapes): forward and backward together, as one function. Ours runs as for sizes that a process has
+called often: with the plans that it builds for them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,11 @@ MLPS = (
     Mlp("Llama 3 8B", 8192, 4096, 14336, "silu", gated=True),
     Mlp("Llama 3.2 1B", 8192, 2048, 8192, "silu", gated=True),
 )
-PARTS = (*map(str, SHAPES), *(mlp.name for mlp in MLPS), "host")
+PARTS = (
+    *(f"{shape} {way}" for shape in SHAPES for way in ("fwd", "bwd")),
+    *(mlp.name for mlp in MLPS),
+    "host",
+)
 
 
 def run(rows: Rows, rounds: int) -> None:
@@ -80,7 +84,7 @@ def run(rows: Rows, rounds: int) -> None:
 
 
 def run_part(part: str, rows: Rows, rounds: int) -> None:
-    """One of SHAPES, one of MLPS by its name, or the host time."""
+    """One of SHAPES, forward or backward, one of MLPS by its name, or the host time."""
     with cudnn_ops.using_plan_policy("exact"):
         _run_part(part, rows, rounds)
 
@@ -91,12 +95,12 @@ def _run_part(part: str, rows: Rows, rounds: int) -> None:
     modes = () if rounds <= QUICK_ROUNDS else (None, "max-autotune-no-cudagraphs")
     rounds = max(rounds // 3, 1)
     for shape in SHAPES:
-        if str(shape) == part:
+        if part == f"{shape} fwd":
             for activation in FORWARD:
                 forward(shape, activation, modes, rows, rounds)
+        if part == f"{shape} bwd":
             for activation in BACKWARD:
                 backward(shape, activation, modes, rows, rounds)
-                backward_with_weight(shape, activation, rows, rounds)
     for mlp in MLPS:
         if mlp.name == part:
             pair(mlp, modes, rows, rounds)
@@ -160,49 +164,38 @@ def forward(
 def backward(
     shape: Shape, activation: Activation, modes: tuple[str | None, ...], rows: Rows, rounds: int
 ) -> None:
-    """The gradient of a hidden layer of ``outputs``, and its bias's: no other one is asked for."""
-    least = 8
-    grad, weight = draw(shape.rows, shape.inputs), draw(shape.inputs, shape.outputs)
-    before = draw(shape.rows, shape.outputs)
-    x, first = draw(shape.rows, least), draw(shape.outputs, least)
-    approximate = "tanh" if activation == "gelu_tanh" else "none"
+    """Of a hidden layer that is an MLP's, from what its forward has kept: its bias's gradient.
 
-    def eager(grad: Tensor, weight: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        inner = _aten.gelu_backward(grad @ weight, before, approximate=approximate)
-        return inner, inner.sum(0)
-
-    number, only_bias = ACTIVATIONS.index(activation), (False, False, True, False, False)
-    arguments = (grad, x, first, weight, before, before, number, False, only_bias)
-    tensors = grad, weight, before
-
-    def of_bias(function: Callable[..., tuple[Tensor, Tensor]]) -> Tensor:
-        return function(*tensors)[1]
-
-    every = {"eager": eager, **compiled(eager, modes)}
-    functions: dict[str, Callable[[], Tensor]] = {
-        OURS: lambda: _ops._mlp_backward.default(*arguments)[2],
-        **{name: partial(of_bias, function) for name, function in every.items()},
-    }
-    case = f"{shape} {activation} with the bias's bwd"
-    verify(case, {name: [function()] for name, function in functions.items()}, TOLERANCE)
-    add(case, functions | {BARE: lambda: grad @ weight}, rows, rounds)
-
-
-def backward_with_weight(shape: Shape, activation: Activation, rows: Rows, rounds: int) -> None:
-    """What a step asks of a hidden layer that is an MLP's: from what its forward has kept."""
+    Then that of its weight, too, as a step asks for both.
+    """
     x, grad = draw(shape.rows, shape.inputs), draw(shape.rows, shape.inputs)
     first = draw(shape.outputs, shape.inputs, scale=shape.inputs**-0.5).requires_grad_()
     second = draw(shape.inputs, shape.outputs, scale=shape.outputs**-0.5)
-    bias = draw(shape.outputs).requires_grad_()
-    hidden = draw(shape.rows, shape.outputs)
+    bias, hidden = draw(shape.outputs).requires_grad_(), draw(shape.rows, shape.outputs)
+    out = cudnn_ops.mlp(x, first, bias, second, None, activation)
+    by_eager = F.linear(by_torch(activation, x, first, bias), second)
+    before = F.linear(x, first, bias).detach()
+    approximate = "tanh" if activation == "gelu_tanh" else "none"
 
-    def gradients(out: Tensor) -> list[Tensor]:
-        return list(torch.autograd.grad(out, (first, bias), grad, retain_graph=True))
+    def of_bias(grad: Tensor, second: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        inner = _aten.gelu_backward(grad @ second, before, approximate=approximate)
+        return inner, inner.sum(0)  # of the first one a step makes the weight's and the input's
 
-    inner = by_torch(activation, x, first, bias)
+    def gradients(out: Tensor, wanted: tuple[Tensor, ...]) -> list[Tensor]:
+        return list(torch.autograd.grad(out, wanted, grad, retain_graph=True))
+
     functions: dict[str, Callable[[], list[Tensor]]] = {
-        OURS: partial(gradients, cudnn_ops.mlp(x, first, bias, second, None, activation)),
-        "eager": partial(gradients, F.linear(inner, second)),
+        OURS: partial(gradients, out, (bias,)),
+        "eager": partial(gradients, by_eager, (bias,)),
+    }
+    for name, function in compiled(of_bias, modes).items():
+        functions[name] = partial(lambda both: [both(grad, second, before)[1]], function)
+    case = f"{shape} {activation} with the bias's bwd"
+    verify(case, {name: function() for name, function in functions.items()}, TOLERANCE)
+    add(case, functions | {BARE: lambda: [grad @ second]}, rows, rounds)
+    functions = {
+        OURS: partial(gradients, out, (first, bias)),
+        "eager": partial(gradients, by_eager, (first, bias)),
     }
     case = f"{shape} {activation} with the bias's and the weight's bwd"
     verify(case, {name: function() for name, function in functions.items()}, TOLERANCE)

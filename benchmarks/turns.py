@@ -58,7 +58,7 @@ def clock_in_turns() -> None:
     from cudnn_ops.plans import timing
 
     def in_turn(functions: Any, sample: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
-        with turn(of_all_gpus=sample is not timing.gpu_sample):
+        with turn(of_all_gpus=not isinstance(sample, timing.GpuSample)):
             return medians(functions, sample, *args, **kwargs)
 
     medians = timing.medians

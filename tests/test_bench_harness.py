@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,8 +76,20 @@ def test_host_time_leaves_synchronization_and_settings_out(gpu: Gpu) -> None:
 def test_gpu_time_is_taken_only_once_every_call_was_queued(gpu: Gpu) -> None:
     gpu.sleep_needed = 4 * timing.SLEEP_CYCLES
     times = harness.gpu_ms({"ours": lambda: None}, rounds=1)
-    assert gpu.sleeps == [timing.SLEEP_CYCLES << doubling for doubling in range(3)]
-    assert times == {"ours": 3 / timing.GPU_CALLS}
+    rehearsed = [timing.SLEEP_CYCLES << doubling for doubling in range(3)]
+    assert gpu.sleeps == [*rehearsed, rehearsed[-1]]
+    assert times == {"ours": 4 / timing.GPU_CALLS}
+
+
+def test_gpu_time_of_every_function_begins_behind_the_same_sleep(gpu: Gpu) -> None:
+    """Else the one that is launched the slowest gets the coolest GPU."""
+
+    def needs(sleep: int) -> Callable[[], None]:
+        return lambda: setattr(gpu, "sleep_needed", sleep)
+
+    quick, slow = needs(0), needs(8 * timing.SLEEP_CYCLES)
+    harness.gpu_ms({"quick": quick, "slow": slow}, rounds=5)
+    assert gpu.sleeps[-10:] == [8 * timing.SLEEP_CYCLES] * 10
 
 
 def test_gpu_time_of_a_function_that_waits_is_refused(gpu: Gpu) -> None:

@@ -380,7 +380,7 @@ def test_bench_linear_rows_make_its_tables(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(bench, "SHAPES", (bench.Shape(6, 16, 8),))
     mlps = (bench.Mlp("GPT", 6, 8, 16, "gelu_tanh"), bench.Mlp("L", 6, 8, 16, "silu", gated=True))
     monkeypatch.setattr(bench, "MLPS", mlps)
-    monkeypatch.setattr(bench, "PARTS", ("6,16,8", "GPT", "L", "host"))
+    monkeypatch.setattr(bench, "PARTS", ("6,16,8 fwd", "6,16,8 bwd", "GPT", "L", "host"))
     for name in ("gpu_ms", "host_us"):
         monkeypatch.setattr(bench, name, bench_sdpa.gpu_ms)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)

@@ -107,7 +107,7 @@ def test_whose_time_counts_stands_still(tmp_path, monkeypatch):
             turns.join(folder, sleeper.pid)
         monkeypatch.setenv(turns.FOLDER_VARIABLE, str(own))
         monkeypatch.setattr(timing, "medians", timing.medians)
-        monkeypatch.setattr(timing, "gpu_sample", lambda function: function() or 0.0)
+        monkeypatch.setattr(timing.GpuSample, "__call__", lambda _, function: function() or 0.0)
         # A busy machine takes its time to stop a process.
         monkeypatch.setattr(turns, "SETTLE_S", 0.5)
         turns.clock_in_turns()

@@ -14,7 +14,7 @@ import torch
 WARM_UP_CALLS = 10
 GPU_CALLS = 10  # a sample
 SLEEP_CYCLES = 4_000_000  # about 2 ms
-SLEEP_DOUBLINGS = 8
+MOST_SLEEP_CYCLES = SLEEP_CYCLES << 7
 
 Functions = Mapping[str, Callable[[], object]]
 Around = Callable[[str], AbstractContextManager[object]]
@@ -26,7 +26,7 @@ def gpu_ms(functions: Functions, *, rounds: int, around: Around | None = None) -
     A sample is GPU_CALLS calls in a row over the same tensors; every function gives one sample a
     round. ``around(name)`` is a context entered around a sample, outside the timed part.
     """
-    return medians(functions, gpu_sample, rounds, around)
+    return medians(functions, GpuSample(), rounds, around, rehearses=True)
 
 
 def host_ms(
@@ -51,20 +51,30 @@ def medians(
     rounds: int,
     around: Around | None = None,
     warm_up_calls: int = WARM_UP_CALLS,
+    rehearses: bool = False,
 ) -> dict[str, float]:
-    """The median of each function's samples, one a round."""
+    """The median of each function's samples, one a round.
+
+    With ``rehearses`` each gives one more before the first round, which does not count.
+    """
     enter = around or (lambda _: nullcontext())
+
+    def take(name: str) -> float:
+        try:
+            return sample(functions[name])
+        except RuntimeError as error:
+            raise RuntimeError(f"{name}: {error}") from error
+
     for name, function in functions.items():
         with enter(name):
             for _ in range(warm_up_calls):
                 function()
+            if rehearses:
+                take(name)
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for name in interleaved(functions, rounds):
         with enter(name):
-            try:
-                samples[name].append(sample(functions[name]))
-            except RuntimeError as error:
-                raise RuntimeError(f"{name}: {error}") from error
+            samples[name].append(take(name))
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
@@ -79,22 +89,34 @@ def interleaved(names: Iterable[str], rounds: int) -> Iterator[str]:
         yield from order
 
 
-def gpu_sample(function: Callable[[], object]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for doubling in range(SLEEP_DOUBLINGS):
-        torch.cuda.synchronize()
-        torch.cuda._sleep(SLEEP_CYCLES << doubling)
-        start.record()
-        for _ in range(GPU_CALLS):
-            function()
-        end.record()
-        # Had the sleep ended before the last launch, the GPU could have waited for the host.
-        all_queued = not start.query()
-        end.synchronize()
-        if all_queued:
-            elapsed: float = start.elapsed_time(end)
-            return elapsed / GPU_CALLS
-    raise RuntimeError("the function waits for the GPU, which hides its GPU time")
+class GpuSample:
+    """Samples of GPU time, behind a sleep that is as long for one function as for all others.
+
+    The GPU sleeps until the host has launched a sample's calls. Were that as long as each function
+    needs, the one that is launched the slowest would run on the GPU that has rested the longest,
+    and at its power limit such a GPU is faster.
+    """
+
+    def __init__(self) -> None:
+        self._cycles = SLEEP_CYCLES
+
+    def __call__(self, function: Callable[[], object]) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        while self._cycles <= MOST_SLEEP_CYCLES:
+            torch.cuda.synchronize()
+            torch.cuda._sleep(self._cycles)
+            start.record()
+            for _ in range(GPU_CALLS):
+                function()
+            end.record()
+            # Had the sleep ended before the last launch, the GPU could have waited for the host.
+            all_queued = not start.query()
+            end.synchronize()
+            if all_queued:
+                elapsed: float = start.elapsed_time(end)
+                return elapsed / GPU_CALLS
+            self._cycles *= 2
+        raise RuntimeError("the function waits for the GPU, which hides its GPU time")
 
 
 def _host_sample(function: Callable[[], object], calls: int) -> float:
