@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._inductor.utils import run_and_get_code
+from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
 
 from tests.cases.compiler import check_swap
 
@@ -195,6 +195,37 @@ def test_inductor_needs_no_memory_for_it():
     torch.testing.assert_close(found, _of_results(gate, up))
     assert "cudnn_ops._gated_.default(" in code
     assert code[code.index("def call") :].count("= empty_strided_cpu(") == 2
+
+
+def _into_norms(gate: Tensor, up: Tensor) -> Tensor:
+    hidden = llama(gate, up)
+    return F.layer_norm(hidden, hidden.shape[-1:]) * F.rms_norm(hidden, hidden.shape[-1:])
+
+
+def _into_a_norm_past_dropout(gate: Tensor, up: Tensor) -> Tensor:
+    hidden = F.dropout(llama(gate, up), 0.0)
+    return F.layer_norm(hidden, hidden.shape[-1:])
+
+
+def _into_a_norm_and_more(gate: Tensor, up: Tensor) -> Tensor:
+    hidden = llama(gate, up)
+    return F.layer_norm(hidden, hidden.shape[-1:]) * (hidden @ hidden.mT).mean()
+
+
+@pytest.mark.parametrize(
+    ("block", "is_kept"),
+    [(_into_norms, False), (_into_a_norm_past_dropout, False), (_into_a_norm_and_more, True)],
+)
+def test_computed_again_for_norms(block, is_kept):
+    """For its own gradient it keeps gate and up, and for a norm's alone it would be one more."""
+    options = {"swap": ["gated", "layer_norm", "rms_norm"]}
+    torch._dynamo.reset()
+    compiled = torch.compile(block, backend="cudnn_ops", options=options)
+    inputs = [tensor.requires_grad_() for tensor in _inputs(dtype=torch.float32)]
+    _, codes = run_fw_bw_and_get_code(lambda: compiled(*inputs))
+    assert ["cudnn_ops._gated.default(" in code for code in codes] == [True, not is_kept]
+    grads = torch.autograd.grad(block(*inputs).sum(), inputs)
+    torch.testing.assert_close([x.grad for x in inputs], list(grads))
 
 
 def test_strides_are_those_of_the_stock_graph():

@@ -10,10 +10,11 @@ import torch
 from torch import fx
 from torch._prims_common import is_contiguous_or_false
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.checkpoint import CheckpointPolicy
 
 from cudnn_ops.compiler.match import Cast, Op, Var, match
 from cudnn_ops.compiler.nodes import memory_of, value_of
-from cudnn_ops.compiler.pattern import Found, Pattern, is_tensor, shape_of
+from cudnn_ops.compiler.pattern import Found, Pattern, is_tensor, shape_of, through_dropout
 from cudnn_ops.compiler.patterns.activations import gelu, gelu_tanh, silu
 
 _GATE, _UP = Cast(Var("gate", is_tensor)), Cast(Var("up", is_tensor))
@@ -29,6 +30,8 @@ _NUMBERS: dict[tuple[object, object], int] = {
     (torch.ops.cudnn_ops.geglu.default, "none"): 1,
     (torch.ops.cudnn_ops.geglu.default, "tanh"): 2,
 }
+#: Those that keep what they are given.
+_NORMS = (torch.ops.cudnn_ops.layer_norm.default, torch.ops.cudnn_ops.rms_norm.default)
 
 
 class Gated(Pattern):
@@ -47,9 +50,10 @@ class Gated(Pattern):
     def finish(
         self, graph: fx.Graph, mode: Mapping[fx.Node, object], mutated: Collection[fx.Node]
     ) -> None:
-        """Puts results where their gates were, as inductor does, where nothing else reads these.
+        """Saves memory, as inductor does: gate and up are the largest tensors of most models.
 
-        Gate and up are the largest tensors of most models, and one more would be the peak.
+        A result is put where its gate was, if nothing else reads that. One that only norms read,
+        which would keep it for their gradients beside gate and up, is computed again for these.
         """
         having = Counter(memory for node in graph.nodes for memory in _memory_of(node))
         for node in list(graph.nodes):
@@ -63,6 +67,10 @@ class Gated(Pattern):
                     graph.call_function(torch.ops.cudnn_ops._gated_.default, (gate, up, number))
                 node.replace_all_uses_with(gate)
                 graph.erase_node(node)
+                continue
+            for again in _only_for_norms(node):
+                # The partitioner of a training graph reads it, as it does in checkpointed modules.
+                again.meta.setdefault("recompute", CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def _memory_of(node: fx.Node) -> set[int]:
@@ -82,6 +90,19 @@ def _is_own(gate: fx.Node, node: fx.Node) -> bool:
         and not is_traceable_wrapper_subclass(value)  # of whose parts the operator knows nothing
         and is_contiguous_or_false(value)
     )
+
+
+def _only_for_norms(node: fx.Node) -> list[fx.Node]:
+    """A result that has a gradient and that norms alone read, with what leaves it as it is."""
+    value = value_of(node)
+    if value is None or not value.requires_grad:
+        return []
+    same = [node]
+    for one in same:
+        same += (user for user in one.users if through_dropout(user)[1])
+    readers = [(one, user) for one in same for user in one.users if user not in same]
+    are_norms = all(user.target in _NORMS and user.args[0] is one for one, user in readers)
+    return same if readers and are_norms else []
 
 
 def _build(activation: str) -> Any:
