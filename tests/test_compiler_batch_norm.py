@@ -15,6 +15,8 @@ from torchvision.models.regnet import ResBottleneckBlock
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
 import cudnn_ops
+from cudnn_ops.compiler.choice import Chooser, Times
+from cudnn_ops.compiler.options import settings_of
 from tests.cases.compiler import Rewritten, check_swap
 
 C = 6
@@ -123,6 +125,46 @@ def test_modules(make, sizes):
     x = torch.randn(4, C, *sizes, dtype=torch.float64)
     found = _check(lambda norm, x: norm(x).sin(), make(), x)
     assert _options(found)[1] is False
+
+
+_KEEPING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu": lambda out, _: F.silu(out, inplace=True),
+    "gelu": lambda out, _: F.gelu(out),
+    "hardswish": lambda out, _: F.hardswish(out),
+    "relu6": lambda out, _: F.relu6(out),
+    "mish": lambda out, _: F.mish(out),
+    "mul": lambda out, scale: out * scale,
+}
+_OTHERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "relu": lambda out, _: F.relu(out),
+    "sum": lambda out, other: out + other,
+    "constant": lambda out, _: out * 2,
+    "factor": lambda out, scale: scale.detach() * out,
+    "convolution": lambda out, _: F.conv2d(out, torch.ones(2, C, 1, 1, dtype=out.dtype)),
+}
+
+
+@pytest.mark.parametrize("name", [*_KEEPING, *_OTHERS])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_result_that_a_gradient_needs_is_inductor_s(name, gradients, monkeypatch):
+    """Which computes it again, where ours would keep it; but not for whoever asks for ours."""
+    behind = (_KEEPING | _OTHERS)[name]
+    norm, other = _norm(affine=False), _x().requires_grad_(gradients)
+
+    def block(x: Tensor) -> Tensor:
+        return behind(norm(x), other)
+
+    monkeypatch.setattr(Chooser, "_measure", lambda *_: Times(1.0, 2.0))
+    found = Rewritten(block)
+    found.chooser = Chooser(settings_of(None, None), found.report, lambda _: {})
+    found(_x().requires_grad_(gradients))
+    (candidate,) = (one for one in found.report if one.pattern == "batch_norm")
+    is_kept = gradients and name in _KEEPING
+    assert candidate.swapped is not is_kept
+    assert (f"the gradient of {name}" in candidate.reason) is is_kept
+    asked = Rewritten(block, swap=["batch_norm"])
+    asked(_x().requires_grad_(gradients))
+    assert asked.swapped == ["batch_norm"]
 
 
 def test_channels_last_and_dropout_that_is_off():
