@@ -35,6 +35,8 @@ from tests.conftest import DEVICES
 
 B, S, DIM, HEADS, HIDDEN = 2, 9, 64, 4, 96
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+#: The norm of a gradient that is none but for rounding, in float64.
+ZERO = 1e-10
 
 PHI: Names = {"self_attn.dense": "attention.o_proj", **LLAMA}
 GPT_OSS: Names = {"o_proj": "o_proj", "sinks": "sinks", "": "qkv."}
@@ -79,9 +81,9 @@ def check(
         for parameter in theirs.parameters():
             parameter.normal_(std=0.3)
     ours.load_state_dict({renamed(k, names): v for k, v in theirs.state_dict().items()})
-    exact = copy.deepcopy(theirs).double()
+    double = copy.deepcopy(theirs).double()
     found = []
-    for module, like in ((ours, x), (exact, x.double()), (theirs, x)):
+    for module, like in ((ours, x), (double, x.double()), (theirs, x)):
         leaf = like.detach().clone().requires_grad_()
         out = call(module, leaf)
         out.sin().sum().backward()
@@ -90,8 +92,11 @@ def check(
         if module is not ours:
             grads = {renamed(key, names): grad for key, grad in grads.items()}
         found.append({"out": out.detach(), "the input's gradient": leaf.grad, **grads})
-    for name, right in found[1].items():
-        models.check(found[0][name], right, found[2][name], name)
+    # A bias of all keys changes no softmax: what there is of its gradient is rounding, in both.
+    zeros = [name for name, right in found[1].items() if right.norm() < ZERO]
+    actual, exact, rough = (models.with_joined(one, zeros) for one in found)
+    for name, right in exact.items():
+        models.check(actual[name], right, rough[name], name)
 
 
 def _input(device: str) -> Tensor:
