@@ -364,6 +364,28 @@ def zoo(rows: Sequence[Row]) -> Lines:
     return [list(line) for line in zip(*columns, strict=True)]
 
 
+def zoo_models(rows: Sequence[Row]) -> Lines:
+    """A line a model, inference and training beside each other: milliseconds, and over ours."""
+    steps, modes, peers = pivot(rows, "step_ms"), ("inference", "training"), ("eager", "compile")
+    heading = [part for mode in modes for part in (mode, *(f"vs {peer}" for peer in peers))]
+    lines = [["", *heading]]
+    for model in sorted({case.rsplit(", ", 1)[0] for case in steps}):
+        lines.append([_spaced(model)])
+        for mode in modes:
+            ms = steps.get(f"{model}, {mode}", {})
+            lines[-1] += _cells(ms, (OURS,), short)
+            lines[-1] += [f"{ms[peer] / ms[OURS]:.2f}x" if peer in ms else "" for peer in peers]
+    lines.append(["geometric mean"])
+    for mode in modes:
+        found = [ms for case, ms in steps.items() if case.endswith(f", {mode}")]
+        gains = ([ms[peer] / ms[OURS] for ms in found if peer in ms] for peer in peers)
+        lines[-1] += [
+            "",
+            *(f"{statistics.geometric_mean(one):.2f}x" if one else "" for one in gains),
+        ]
+    return lines
+
+
 def _spaced(case: str) -> str:
     """Each comma with a space behind it, so that a table may break the line there."""
     return re.sub(r",(?! )", ", ", case)
@@ -515,6 +537,11 @@ TABLES = {
         zoo,
         "Milliseconds of a step with the host's time, bf16; x is the other's time over ours. MiB: "
         "ours over torch.compile's at the peak.",
+        "zoo",
+    ),
+    "zoo_models": Table(
+        zoo_models,
+        "Milliseconds of a step with the host's time, bf16; x is the other's time over ours.",
         "zoo",
     ),
     "compile_time": Table(

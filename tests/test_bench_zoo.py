@@ -166,3 +166,18 @@ def test_what_no_model_has_gets_no_column():
         ["x, training", "1.00", "3.00x", "2.00x", "0.50"],
         ["geometric mean", "", "3.00x", "2.00x", ""],
     ]
+
+
+def test_both_modes_of_a_model_are_one_line():
+    rows = Rows({})
+    for case, factor in (("x, 4 layers, inference", 1.0), ("x, 4 layers, training", 4.0)):
+        for impl, ms in ((OURS, 1.0), ("eager", 3.0), ("compile", 2.0)):
+            rows.add(case, impl, "step_ms", factor * ms)
+    rows.add("y, training", OURS, "step_ms", 1.0)
+    rows.add("y, training", "compile", "step_ms", 8.0)
+    assert tables.zoo_models(rows.rows) == [
+        ["", *("inference", "vs eager", "vs compile"), *("training", "vs eager", "vs compile")],
+        ["x, 4 layers", "1.00", "3.00x", "2.00x", "4.00", "3.00x", "2.00x"],
+        ["y", "", "", "", "1.00", "", "8.00x"],
+        ["geometric mean", "", "3.00x", "2.00x", "", "3.00x", "4.00x"],
+    ]

@@ -176,8 +176,12 @@ def test_no_step_is_queued_by_waiting_for_the_gpu(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_gpu_does_not_idle_between_steps(monkeypatch):
-    """The host takes 3 ms to handle a step's tokens, of which the GPU sees nothing."""
+    """The host takes 3 ms to handle a step's tokens, of which the GPU sees nothing.
+
+    Beside 20 other processes the gaps were a third of those without overlap.
+    """
     model = make_model("cuda")
     large = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
 
@@ -218,4 +222,4 @@ def test_the_gpu_does_not_idle_between_steps(monkeypatch):
         between = [end.elapsed_time(begin) for (_, end), (begin, _) in itertools.pairwise(events)]
         gaps[overlap] = sorted(between)[len(between) // 2]  # ms
     assert gaps[False] > 3
-    assert gaps[True] < gaps[False] / 4  # of what is left, other processes on the machine are part
+    assert gaps[True] < gaps[False] / 4
