@@ -10,7 +10,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -224,8 +224,7 @@ def linear(rows: Sequence[Row]) -> Lines:
     lines = [["rows, outputs, inputs", "ms", "/ bare product", *(f"vs {peer}" for peer in peers)]]
     for case, ms in times.items():
         line = [_spaced(case), short(ms[OURS]), f"{ms[OURS] / ms['bare product']:.2f}"]
-        gains = (f"{ms[peer] / ms[OURS]:.2f}x" if peer in ms else "" for peer in peers)
-        lines.append([*line, *gains])
+        lines.append([*line, *_gains(ms, peers)])
     return lines
 
 
@@ -239,7 +238,7 @@ def mlp(rows: Sequence[Row]) -> Lines:
     for case, ms in times.items():
         name = _spaced(case.removeprefix("MLP ").removesuffix(" fwd + bwd"))
         line = [name, short(ms[OURS]), f"{ms[OURS] / ms[bare]:.2f}"]
-        lines.append([*line, *(f"{ms[peer] / ms[OURS]:.2f}x" for peer in peers)])
+        lines.append([*line, *_gains(ms, peers)])
     mean = statistics.geometric_mean
     over = mean(ms[OURS] / ms[bare] for ms in times.values())
     gains = (mean(ms[peer] / ms[OURS] for ms in times.values()) for peer in peers)
@@ -253,8 +252,7 @@ def steps(rows: Sequence[Row]) -> Lines:
     peers = [impl for impl in impls if impl != OURS]
     lines = [["", *impls, *(f"vs {peer}" for peer in peers)]]
     for case, ms in times.items():
-        gains = [f"{ms[peer] / ms[OURS]:.2f}x" if peer in ms else "" for peer in peers]
-        lines.append([case, *_cells(ms, impls, short), *gains])
+        lines.append([case, *_cells(ms, impls, short), *_gains(ms, peers)])
     return lines
 
 
@@ -348,18 +346,12 @@ def zoo(rows: Sequence[Row]) -> Lines:
     seconds = pivot(rows, "compile_s")
     peers = ("eager", "compile", "compile max-autotune")
     lines = [["", "ours", *(f"vs {peer}" for peer in peers), "first step, s", "MiB, of compile"]]
-    gains: dict[str, list[float]] = {peer: [] for peer in peers}
     for case, ms in sorted(steps.items()):
-        lines.append([_spaced(case), short(ms[OURS])])
-        for peer in peers:
-            if peer in ms:
-                gains[peer].append(ms[peer] / ms[OURS])
-            lines[-1].append(f"{ms[peer] / ms[OURS]:.2f}x" if peer in ms else "")
+        lines.append([_spaced(case), short(ms[OURS]), *_gains(ms, peers)])
         found = seconds.get(case, {})
         both = (short(found[impl]) for impl in (OURS, "compile") if impl in found)
         lines[-1] += [" / ".join(both), f"{peaks[case][OURS] / peaks[case]['compile']:.2f}"]
-    means = (f"{statistics.geometric_mean(one):.2f}x" if one else "" for one in gains.values())
-    lines.append(["geometric mean", "", *means, "", ""])
+    lines.append(["geometric mean", "", *_mean_gains(steps.values(), peers), "", ""])
     columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
     return [list(line) for line in zip(*columns, strict=True)]
 
@@ -373,16 +365,11 @@ def zoo_models(rows: Sequence[Row]) -> Lines:
         lines.append([_spaced(model)])
         for mode in modes:
             ms = steps.get(f"{model}, {mode}", {})
-            lines[-1] += _cells(ms, (OURS,), short)
-            lines[-1] += [f"{ms[peer] / ms[OURS]:.2f}x" if peer in ms else "" for peer in peers]
+            lines[-1] += [*_cells(ms, (OURS,), short), *_gains(ms, peers)]
     lines.append(["geometric mean"])
     for mode in modes:
         found = [ms for case, ms in steps.items() if case.endswith(f", {mode}")]
-        gains = ([ms[peer] / ms[OURS] for ms in found if peer in ms] for peer in peers)
-        lines[-1] += [
-            "",
-            *(f"{statistics.geometric_mean(one):.2f}x" if one else "" for one in gains),
-        ]
+        lines[-1] += ["", *_mean_gains(found, peers)]
     return lines
 
 
@@ -395,6 +382,17 @@ def _cells(
     found: Mapping[str, float], impls: Sequence[str], form: Callable[[float], str]
 ) -> list[str]:
     return [form(found[impl]) if impl in found else "" for impl in impls]
+
+
+def _gains(ms: Mapping[str, float], peers: Sequence[str]) -> list[str]:
+    """Each peer's time over ours; empty for a peer that has none."""
+    return [f"{ms[peer] / ms[OURS]:.2f}x" if peer in ms else "" for peer in peers]
+
+
+def _mean_gains(times: Collection[Mapping[str, float]], peers: Sequence[str]) -> list[str]:
+    """The geometric means of these, over the cases that a peer has."""
+    gains = ([ms[peer] / ms[OURS] for ms in times if peer in ms] for peer in peers)
+    return [f"{statistics.geometric_mean(one):.2f}x" if one else "" for one in gains]
 
 
 TABLES = {

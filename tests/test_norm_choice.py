@@ -10,7 +10,7 @@ import torch
 
 import cudnn_ops
 from cudnn_ops import _C, plan_requests, using_plan_policy, warmup
-from cudnn_ops.plans import norm_tuning
+from cudnn_ops.plans import norm_tuning, timing
 from cudnn_ops.plans.tables import NORM_PLANS, TABLES, EngineTable, load_tables
 from tests.cases import norm as cases
 from tests.cases.norm import NormCase
@@ -46,6 +46,14 @@ def both_ways(is_layer: bool, rows: int, size: int = SIZE, **options) -> None:
 def built() -> int:
     info = cudnn_ops.cache_info()
     return info.builds + info.loads
+
+
+def test_a_norm_is_timed_by_its_plan_and_by_our_kernels(monkeypatch):
+    """Which of them runs is a matter of the policy."""
+    ms = {"exact": 2.0, "polymorphic": 3.0}
+    sample = lambda _, call: call() or ms[cudnn_ops.plan_policy()]
+    monkeypatch.setattr(timing.GpuSample, "__call__", sample)
+    assert norm_tuning._gpu_ms(lambda: None) == (2.0, 3.0)
 
 
 @pytest.mark.gpu

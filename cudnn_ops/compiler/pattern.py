@@ -23,7 +23,8 @@ class Found:
             are outputs.
         note: what readers of a report should know of it.
         only_measured: whether it is faster at some shapes only, and measuring alone may choose it.
-        only_asked: what it would cost beside time; who does not ask for the pattern is spared it.
+        only_asked: what it costs beside time. If anything, the swap requires that the options name
+            the pattern.
         written: inputs that it writes to, as the nodes do, and that nothing else may read.
         unchanged: what nothing may write to, beside the inputs; what is left of it without a user
             goes away.

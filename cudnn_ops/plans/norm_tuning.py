@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cudnn_ops import _C
+from cudnn_ops.plans import timing
 from cudnn_ops.plans.policy import using_plan_policy
 from cudnn_ops.plans.tables import EngineTable, NormTiming, load_tables
 
@@ -129,23 +130,11 @@ def _compare(size: tuple[bool, int, int], engines: dict[str, str]) -> list[NormT
     ]
 
 
-def _gpu_ms(call: Callable[[], object], rounds: int = 11, calls: int = 10) -> tuple[float, float]:
-    """Medians of one call by cuDNN and by our kernels, in turns, no host time in them."""
-    times: dict[str, list[float]] = {"exact": [], "polymorphic": []}
-    for _ in range(rounds):
-        for policy, samples in times.items():
-            with using_plan_policy(policy):  # type: ignore[arg-type]
-                call()
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda._sleep(2_000_000)  # 1 ms, in which the host queues the calls
-                start.record()
-                for _ in range(calls):
-                    call()
-                end.record()
-                end.synchronize()
-                samples.append(start.elapsed_time(end) / calls)
-    cudnn, ours = (sorted(samples)[rounds // 2] for samples in times.values())
-    return cudnn, ours
+def _gpu_ms(call: Callable[[], object]) -> tuple[float, float]:
+    """Milliseconds of one call by cuDNN and by our kernels."""
+    calls = {"exact": call, "polymorphic": call}
+    ms = timing.gpu_ms(calls, rounds=11, around=using_plan_policy)  # type: ignore[arg-type]
+    return ms["exact"], ms["polymorphic"]
 
 
 def _sm() -> int:

@@ -92,9 +92,9 @@ def interleaved(names: Iterable[str], rounds: int) -> Iterator[str]:
 class GpuSample:
     """Samples of GPU time, behind a sleep that is as long for one function as for all others.
 
-    The GPU sleeps until the host has launched a sample's calls. Were that as long as each function
-    needs, the one that is launched the slowest would run on the GPU that has rested the longest,
-    and at its power limit such a GPU is faster.
+    The GPU sleeps until the host has launched a sample's calls. If each function had a sleep of its
+    own length, the one with the slowest launches would run on the GPU that has rested the longest,
+    and a GPU at its power limit is faster after a rest.
     """
 
     def __init__(self) -> None:

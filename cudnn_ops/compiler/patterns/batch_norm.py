@@ -22,14 +22,11 @@ from cudnn_ops.compiler.pattern import (
     terms_of,
     through_dropout,
 )
-from cudnn_ops.compiler.patterns.activations import EPILOGUES
+from cudnn_ops.compiler.patterns.activations import ENDS, EPILOGUES
 from cudnn_ops.ops.batch_norm import BatchNormActivation
 
-#: Functions whose gradients need what they are given.
-_KEEPING = {
-    *("silu", "gelu", "hardswish", "leaky_relu", "relu6", "hardtanh", "clamp"),
-    *("pow", "square"),
-}
+#: Functions whose gradients need what they are given: activations but ReLU, and powers.
+_KEEPING = ENDS - {"relu", "mul", "div"} | {"pow", "square"}
 _KEEPING_FUNCTIONS = (F.mish, F.elu, F.celu, F.hardsigmoid, F.softplus, F.prelu)
 _STATISTICS = ("running_mean", "running_var")
 _TENSORS = ("input", *_STATISTICS, "weight", "bias")
