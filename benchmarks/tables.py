@@ -91,10 +91,13 @@ def generation(rows: Sequence[Row]) -> Lines:
     """A line a case: a step's time, the GPU's part of it, and tokens."""
     metrics = unique(row["metric"] for row in rows)
     found = {metric: pivot(rows, metric) for metric in metrics}
-    lines = [["", "step ms", "of it in the graph, ms", "GPU's share", "tokens a second"]]
+    lines = [["", "step ms", "of it in the graph, ms", "GPU's share", "tokens a second", "gain"]]
     for case in found["step_ms"]:
         step, graph, share, rate = (found[metric][case][OURS] for metric in metrics)
-        lines.append([case, short(step), short(graph), f"{share:.1%}", f"{rate:.0f}"])
+        # Over steps that overlap, with as many requests.
+        gain = rate / found["tokens_per_s"][", ".join(case.split(", ")[:2])][OURS]
+        line = [case, short(step), short(graph), f"{share:.1%}", f"{rate:.0f}", f"{gain:.2f}"]
+        lines.append(line)
     return lines
 
 
