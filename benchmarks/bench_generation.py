@@ -56,7 +56,7 @@ class Load:
 LLAMA_8B = Load(
     "cuda",
     torch.bfloat16,
-    LlamaConfig(layers=32, width=4096, heads=32, kv_heads=8, sequence=2048, vocabulary=128_256),
+    LlamaConfig(32, 4096, 32, 8, sequence=2048, vocabulary=128_256, mlp_width=14336),
     64,
     (256, 1024),
     4096,

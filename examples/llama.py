@@ -95,7 +95,11 @@ def _torch_rotary_embedding_qk(
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes of the model; `width` is the residual stream's, `sequence` the longest context."""
+    """Sizes of the model; `width` is the residual stream's, `sequence` the longest context.
+
+    `mlp_width` is SwiGLU's inner width. By default its three matrices cost what a plain MLP's two
+    do: 8/3 of the width.
+    """
 
     layers: int
     width: int
@@ -103,6 +107,7 @@ class LlamaConfig:
     kv_heads: int
     sequence: int
     vocabulary: int = 256
+    mlp_width: int | None = None
 
     @property
     def head_size(self) -> int:
@@ -110,7 +115,8 @@ class LlamaConfig:
 
     @property
     def hidden(self) -> int:
-        """SwiGLU's inner width: 8/3 of the width, so its three matrices cost a plain MLP's two."""
+        if self.mlp_width is not None:
+            return self.mlp_width
         return -(-8 * self.width // 3 // 64) * 64
 
 

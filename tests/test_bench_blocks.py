@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import timm
 import torch
 import torchvision
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import bench_blocks as bench
 from benchmarks.harness import OURS, Rows
@@ -50,6 +52,22 @@ def test_ours_is_held_to_theirs(case, trains):
     steps = bench.checked_steps(case.name, case, trains, "cpu")
     assert list(steps) == [OURS, "eager", "compile", f"compile, {OURS}"]
     assert len(steps[OURS]()) == 1 + trains
+
+
+@pytest.mark.parametrize(("trains", "count"), [(False, 7), (True, 21)])
+def test_products_are_those_of_both_directions(trains, count, monkeypatch):
+    """q, k, v, o, gate, up and down; each has two gradients."""
+    steps = bench.checked_steps("llama", CASES[0], trains, "cpu")
+    again, called = bench.products(steps["eager"]), Counter()
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called[func.overloadpacket] += 1
+            return func(*args, **(kwargs or {}))
+
+    with Counted():
+        again()
+    assert called[torch.ops.aten.mm] == count
 
 
 def test_other_weights_are_refused(monkeypatch):

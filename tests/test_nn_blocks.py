@@ -11,6 +11,7 @@ import timm
 import torch
 import torchvision
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     BertConfig,
     GptOssConfig,
@@ -465,3 +466,36 @@ def test_what_is_refused():
         model(torch.randn(1, 3, 16, 16))
     with pytest.raises(RuntimeError, match="Unexpected key"):
         model.load_state_dict(_timm(reg_tokens=2).state_dict())
+
+
+@pytest.mark.parametrize("qk_norm", ["none", "rms"])
+def test_gradients_of_queries_keys_and_values_are_moved_once(qk_norm):
+    """Into one tensor, for the product's gradients; nothing is copied besides."""
+    attention = Attention(64, 4, kv_heads=2, qk_norm=qk_norm)
+    angles = torch.randn(1, 9, 16)
+    x = torch.randn(2, 9, 64, requires_grad=True)
+    out = attention(x, cos=angles.cos(), sin=angles.sin())
+    moved = []
+
+    class Moves(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket in (torch.ops.aten.cat, torch.ops.aten.clone):
+                moved.append(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    with Moves():
+        torch.autograd.grad(out, [x, *attention.parameters()], torch.ones_like(out))
+    assert moved == [torch.ops.aten.cat]
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_block_without_gradients(gated):
+    """Its last sum is in the product, unless the MLP is another's."""
+    torch.manual_seed(0)
+    block = TransformerBlock(DIM, HEADS, HIDDEN, gated=gated).double()
+    x = torch.randn(B, S, DIM, dtype=torch.float64)
+    expected = block(x).detach()
+    with torch.no_grad():
+        torch.testing.assert_close(block(x), expected)
+        block.mlp = nn.Sequential(block.mlp)
+        torch.testing.assert_close(block(x), expected)

@@ -84,6 +84,56 @@ def test_merged_swiglu(activation, bias, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", [MLP, MergedSwiGLU])
+def test_a_residual(kind, bias, device):
+    """It is added by the last product or behind it, and rounded once or twice."""
+    torch.manual_seed(0)
+    module = kind(24, 64, bias=bias, device=device, dtype=DTYPES[device])
+    x, residual = torch.randn(2, 3, 7, 24, device=device, dtype=DTYPES[device])
+    right = copy.deepcopy(module).cpu().double()(x.cpu().double()) + residual.cpu()
+    with torch.no_grad():
+        found, apart = module(x, residual), residual + module(x)
+    models.check(found, right.to(device), apart, "without gradients")
+    residual.requires_grad_()
+    out = module(x, residual)
+    models.check(out, right.to(device), apart, "with gradients")
+    assert torch.equal(torch.autograd.grad(out.sum(), residual)[0], torch.ones_like(residual))
+
+
+@pytest.mark.parametrize("kind", [MLP, MergedSwiGLU])
+def test_a_residual_keeps_its_dtype(kind):
+    """A float32 residual stream stays one, and is not rounded in between."""
+    module = kind(24, 64, bias=False)
+    x = torch.randn(7, 24)
+    residual = 1 + torch.rand(7, 24) / 1024
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found, expected = module(x, residual), residual + module(x)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected)
+    module.to(torch.bfloat16)
+    with torch.no_grad():
+        found, expected = module(x.bfloat16(), residual), residual + module(x.bfloat16())
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected)
+
+
+def test_a_residual_is_added_behind_other_layers_and_dropout():
+    x, residual = torch.randn(7, 8), torch.randn(7, 8)
+    for module, name in ((MLP(8, 16), "fc2"), (MergedSwiGLU(8, 16), "down_proj")):
+        expected = residual + module(x)
+        setattr(module, name, Replaced(getattr(module, name)))
+        with torch.no_grad():
+            torch.testing.assert_close(module(x, residual), expected)
+        assert getattr(module, name).calls == 1
+    dropped = nn.Module()
+    dropped.fc1, dropped.fc2, dropped.drop = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(1.0)
+    module = MLP.of(dropped, "gelu", ("fc1", "fc2"), last="drop")
+    with torch.no_grad():
+        assert torch.equal(module(x, residual), residual)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bias", [False, True])
 def test_fused_qkv(bias, device):
     torch.manual_seed(0)
     dtype = DTYPES[device]

@@ -231,14 +231,20 @@ class Attention(nn.Module):
         }
         if context is not None:
             query = self.q_proj(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            both = self.kv.product(context).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            key, value = both.chunk(2, dim=1)
+            key, value = (
+                part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+                for part in self.kv(context)
+            )
         elif self.q_norm is None:
             return self.qkv(x, cos, sin, **rotary)
         else:
             query, key, value = self.qkv(x)
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
+            # As tokens lie in memory, in which order gradients go back, too.
+            query, key = (
+                norm(each.transpose(1, 2)).transpose(1, 2)
+                for norm, each in ((self.q_norm, query), (self.k_norm, key))
+            )
         if cos is not None and sin is not None:
             query, key = rotary_embedding_qk(query, key, cos, sin, **rotary)
         return query, key, value

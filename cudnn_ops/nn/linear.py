@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from cudnn_ops.nn.gated import PROJECTIONS
 from cudnn_ops.nn.hooks import is_plain_linear
+from cudnn_ops.nn.mlp import adds_in_product
 from cudnn_ops.ops.activation import Activation, require_activation
 from cudnn_ops.ops.gated import GATED
 from cudnn_ops.ops.linear import linear, mlp
-from cudnn_ops.ops.rotary import rotary_embedding
+from cudnn_ops.ops.rotary import rotary_embedding_qk
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -257,12 +258,12 @@ class FusedQKV(MergedLinear):
         Returns:
             Queries [B, heads, S, head_dim]; keys and values [B, kv_heads, S, head_dim].
         """
-        every = self.product(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        if cos is None or sin is None:
-            return every.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        both, value = every.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
-        turned = rotary_embedding(both, cos, sin, **rotary)
-        query, key = turned.split([self.heads, self.kv_heads], dim=1)
+        # Split as tokens, for whose gradients one pass puts whole rows beside each other.
+        query, key, value = (
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in super().forward(x)
+        )
+        if cos is not None and sin is not None:
+            query, key = rotary_embedding_qk(query, key, cos, sin, **rotary)
         return query, key, value
 
 
@@ -328,11 +329,28 @@ class MergedSwiGLU(MergedLinear):
         merged.down_proj = module.get_submodule("down_proj")
         return merged.train(module.training)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features] to the same."""
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Computes the MLP.
+
+        Args:
+            x: [..., in_features].
+            residual: of the same shape, added to the result; where no gradient is needed, in the
+                last product.
+
+        Returns:
+            [..., in_features].
+        """
         down = self.down_proj
         if not is_plain_linear(down):
-            gate, up = self.product(x).chunk(2, dim=-1)
-            return down(GATED[self.activation](gate, up))
-        assert isinstance(down, nn.Linear)
-        return mlp(x, self.weight, self.bias, down.weight, down.bias, self.activation, gated=True)
+            out: Tensor = down(self._hidden(x))
+        else:
+            assert isinstance(down, nn.Linear)
+            if residual is not None and adds_in_product(x, residual):
+                return linear(self._hidden(x), down.weight, down.bias, residual=residual)
+            weights = (self.weight, self.bias, down.weight, down.bias)
+            out = mlp(x, *weights, self.activation, gated=True)
+        return out if residual is None else residual + out
+
+    def _hidden(self, x: Tensor) -> Tensor:
+        gate, up = self.product(x).chunk(2, dim=-1)
+        return GATED[self.activation](gate, up)

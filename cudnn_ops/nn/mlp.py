@@ -178,13 +178,39 @@ class MLP(_Layers):
             setattr(made, last, getattr(module, last))
         return made
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features] to [..., out_features]."""
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Computes the pair.
+
+        Args:
+            x: [..., in_features].
+            residual: [..., out_features], added to the result; where no gradient is needed, in the
+                last product.
+
+        Returns:
+            [..., out_features].
+        """
         plain = self._plain()
         if plain is None:
             first, second = (getattr(self, name) for name in self.names)
             out = second(activate(first(x), self.activation))
         else:
             (w1, b1), (w2, b2) = plain
+            if residual is not None and self.last is None and adds_in_product(x, residual):
+                hidden = linear(x, w1, b1, activation=self.activation)
+                return linear(hidden, w2, b2, residual=residual)
             out = mlp(x, w1, b1, w2, b2, self.activation)
-        return out if self.last is None else getattr(self, self.last)(out)
+        out = out if self.last is None else getattr(self, self.last)(out)
+        return out if residual is None else residual + out
+
+
+def adds_in_product(x: Tensor, residual: Tensor) -> bool:
+    """Whether a residual may be added by the last product of an MLP, whose input is ``x``.
+
+    Not under autocast, which leaves a float32 residual, and its sum, as they are; and where there
+    are gradients, a pair of layers has one operator.
+    """
+    return (
+        not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled(x.device.type)
+        and residual.dtype == x.dtype
+    )

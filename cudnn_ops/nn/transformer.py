@@ -29,7 +29,8 @@ class TransformerBlock(nn.Module):
         \text{parallel:}\quad & \mathrm{out} = x + A(N_1(x)) + M(N_1(x))
 
     ("Pre" as in Llama, Qwen and vision transformers, "post" as in BERT, "parallel" as in GPT-J and
-    Phi.) A residual is added in the pass of the norm behind it. Its keys in a ``state_dict`` are
+    Phi.) A residual is added in the pass of the norm behind it, or in the MLP's last product where
+    no gradient is needed. Its keys in a ``state_dict`` are
     ``norm1``, ``attention`` (:class:`Attention`), ``norm2`` and ``mlp`` (:class:`MLP`, or where it
     is gated :class:`MergedSwiGLU`).
 
@@ -101,6 +102,9 @@ class TransformerBlock(nn.Module):
             x, _ = add_norm(self.norm1, self.attention(x, **attention), x)
             return add_norm(self.norm2, self.mlp(x), x)[0]
         normed, x = add_norm(self.norm2, self.attention(self.norm1(x), **attention), x)
+        if type(self.mlp) in (MLP, MergedSwiGLU):
+            out: Tensor = self.mlp(normed, residual=x)
+            return out
         return x + self.mlp(normed)
 
     def extra_repr(self) -> str:

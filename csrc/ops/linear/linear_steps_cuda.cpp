@@ -53,7 +53,11 @@ bool run_layer_by_epilogue(const LinearStepCall& call, const at::Tensor& weight,
       call.input.size(1) == 0) {
     return false;
   }
-  if (engine_of(call.step(), kind, call.input, call.out) == LinearEngine::kOurs) return false;
+  // Without the epilogue a residual costs a pass of its own.
+  if (!call.residual &&
+      engine_of(call.step(), kind, call.input, call.out) == LinearEngine::kOurs) {
+    return false;
+  }
   OptionalTensor added;
   if (call.residual) added = call.residual->contiguous();
   LtProduct product{call.input, weight, call.out, bias, added, kind, call.before};
