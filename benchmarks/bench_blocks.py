@@ -251,8 +251,13 @@ class _Recorder(TorchDispatchMode):
 
 def products(step: Callable[[], object]) -> Callable[[], None]:
     """The products and the attention of a step, with what it gave them."""
-    with _Recorder() as recorder, sdpa_kernel(_ATTENTION, set_priority=True):
-        step()
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # whose products are one call with the rest
+    try:
+        with _Recorder() as recorder, sdpa_kernel(_ATTENTION, set_priority=True):
+            step()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
 
     def again() -> None:
         for call in recorder.calls:

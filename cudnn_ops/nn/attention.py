@@ -232,8 +232,7 @@ class Attention(nn.Module):
         if context is not None:
             query = self.q_proj(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             key, value = (
-                part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-                for part in self.kv(context)
+                part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in self.kv(context)
             )
         elif self.q_norm is None:
             return self.qkv(x, cos, sin, **rotary)
