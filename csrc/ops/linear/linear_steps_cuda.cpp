@@ -54,8 +54,7 @@ bool run_layer_by_epilogue(const LinearStepCall& call, const at::Tensor& weight,
     return false;
   }
   // Without the epilogue a residual costs a pass of its own.
-  if (!call.residual &&
-      engine_of(call.step(), kind, call.input, call.out) == LinearEngine::kOurs) {
+  if (!call.residual && engine_of(call.step(), kind, call.input, call.out) == LinearEngine::kOurs) {
     return false;
   }
   OptionalTensor added;
