@@ -28,7 +28,6 @@ from examples.llama import Llama, LlamaConfig, Operators
 
 WARM_UP_STEPS = 10
 STEPS = 8  # a round
-DRAFTED_STEPS = 2  # a round, in each of which a request has several tokens
 PAGE = 16
 BATCHES = (64, 8, 1)
 DRAFTS = 4
@@ -56,7 +55,7 @@ class Load:
 LLAMA_8B = Load(
     "cuda",
     torch.bfloat16,
-    LlamaConfig(32, 4096, 32, 8, sequence=2048, vocabulary=128_256, mlp_width=14336),
+    LlamaConfig(32, 4096, 32, 8, sequence=4096, vocabulary=128_256, mlp_width=14336),
     64,
     (256, 1024),
     4096,
@@ -194,9 +193,8 @@ def measure_all(load: Load, rounds: int, rows: Rows) -> None:
     model = make_model(load)
     for batch in dict.fromkeys((load.batch, *(min(size, load.batch) for size in BATCHES))):
         for kind in KINDS:
-            steps = rounds * (DRAFTED_STEPS if kind == "drafts" else STEPS)
             with known_drafts(load.config.vocabulary):
-                measure(replace(load, batch=batch), model, kind, steps, rows)
+                measure(replace(load, batch=batch), model, kind, STEPS * rounds, rows)
 
 
 def run(rows: Rows, rounds: int) -> None:
