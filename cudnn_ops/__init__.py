@@ -31,6 +31,7 @@ from cudnn_ops.ops.checkpointing import checkpoint_ops
 from cudnn_ops.ops.conv import conv1d, conv2d, conv3d
 from cudnn_ops.ops.conv_transpose import conv_transpose1d, conv_transpose2d, conv_transpose3d
 from cudnn_ops.ops.decomposition import decompositions
+from cudnn_ops.ops.fallback import FallbackReport, FallbackRow, fallback
 from cudnn_ops.ops.gated import geglu, swiglu
 from cudnn_ops.ops.group_norm import add_group_norm, group_norm
 from cudnn_ops.ops.instance_norm import instance_norm
@@ -146,6 +147,8 @@ __all__ = [
     "CachedKV",
     "Candidate",
     "CompileReport",
+    "FallbackReport",
+    "FallbackRow",
     "KVCache",
     "KVSequence",
     "KnownBad",
@@ -189,6 +192,7 @@ __all__ = [
     "conv_transpose3d",
     "decompositions",
     "dequantize_fp8",
+    "fallback",
     "gate_add_adaptive_layer_norm",
     "gate_add_adaptive_rms_norm",
     "geglu",
