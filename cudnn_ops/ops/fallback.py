@@ -226,7 +226,8 @@ def _graph_of(keyed: _Keyed) -> Callable[..., Any] | None:
             def run(*tensors: Tensor) -> Any:
                 return pytree.tree_map(Tensor.to, call.again(tensors), dtypes)
 
-            trace = make_fx(run, decompositions(), tracing_mode="fake")
+            table: dict[Any, Callable[..., Any]] = {**decompositions()}
+            trace = make_fx(run, table, tracing_mode="fake")
             graph = trace(*(tensor.detach() for tensor in call.tensors))
     except Exception as error:  # whatever it is, the caller is told of the refusal
         log.debug("%s has no graph in torch's operators", call.name, exc_info=error)
