@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cudnn_ops.compiler.choice import Chooser, Times
+from cudnn_ops.compiler.options import settings_of
+from cudnn_ops.compiler.patterns.gated import Gated
 from tests.cases.compiler import Rewritten, check_swap
 
 ACTIVATIONS: list[Any] = [
@@ -58,6 +61,82 @@ def test_with_a_sum_behind_it():
     for function in (layer, other):
         found = check_swap(function, *_tensors((3, 5, 20)), expect=["linear"])
         assert len(found.ours[0].args) == 5
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("dropout", [False, True])
+def test_a_residual_alone(order, dropout):
+    def layer(x: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+        out = F.linear(x, w, b)
+        one, other = (F.dropout(out, 0.0) if dropout else out, y.sin())[::order]
+        return one + other
+
+    def by_matrix(x: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+        one, other = (x @ w.t(), y)[::order]
+        return (one + other) * b
+
+    for function in (layer, by_matrix):
+        found = check_swap(function, *_tensors((3, 5, 20)), expect=["linear"])
+        assert found.ours[0].args[3:4] == ("none",)
+
+
+def test_two_layers_of_one_sum():
+    """The sum is one's, and the other is torch's."""
+
+    def layer(x: Tensor, w: Tensor, b: Tensor, v: Tensor) -> Tensor:
+        return F.linear(x, w, b) + F.linear(x, v)
+
+    check_swap(layer, *_tensors((20, 12)), expect=["linear"])
+
+
+def _layer_broadcasts(x: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    return F.linear(x[:1], w, b) + y
+
+
+def _scaled_sum(x: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    return torch.add(F.linear(x, w, b), y, alpha=2)
+
+
+def _layer_used(x: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    out = F.linear(x, w, b)
+    return (out + y) * out
+
+
+def _scaled_layer(x: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    return F.linear(x, w, b) * 0.5 + y
+
+
+@pytest.mark.parametrize(
+    "near_miss",
+    [_layer_broadcasts, _scaled_sum, _layer_used, _scaled_layer],
+    ids=lambda f: f.__name__,
+)
+def test_what_only_looks_like_a_residual(near_miss):
+    check_swap(near_miss, *_tensors((3, 5, 20)), expect=[])
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("activation", [F.silu, F.gelu, F.relu], ids=lambda f: f.__name__)
+def test_a_gate_that_a_gradient_needs_is_inductor_s(activation, gradients, monkeypatch):
+    """Which keeps what the activation is of alone; but not for whoever asks for ours."""
+
+    def block(x: Tensor, w: Tensor, b: Tensor, v: Tensor) -> Tensor:
+        return activation(F.linear(x, w, b)) * F.linear(x, v)
+
+    monkeypatch.setattr(Chooser, "_measure", lambda *_: Times(1.0, 2.0))
+    found = Rewritten(block)
+    found.chooser = Chooser(settings_of(None, {}), found.report, lambda _: {})
+    tensors = [each.requires_grad_(gradients) for each in _tensors((20, 12))]
+    # As where the gated activation itself was not faster.
+    monkeypatch.setattr(Gated, "find", lambda *_: iter(()))
+    found(*tensors)
+    (candidate,) = (one for one in found.report if one.pattern == "linear")
+    is_kept = gradients and activation is not F.relu
+    assert candidate.swapped is not is_kept
+    assert ("kept for the gradient of mul" in candidate.reason) is is_kept
+    asked = Rewritten(block, swap=["linear"])
+    asked(*tensors)
+    assert asked.swapped == ["linear"]
 
 
 def test_a_sum_that_broadcasts_stays_outside():

@@ -162,15 +162,15 @@ MODELS: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, int]]] = {
     ),
     "gpt neox, a part of each head": (
         language(hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig(**PARTIAL)),
-        {"attention": 2, "layer_norm": 5, "rotary_qk": 2, "mlp": 2},
+        {"attention": 2, "layer_norm": 5, "rotary_qk": 2, "mlp": 2, "linear": 2},
     ),
     "gpt j, neighbours": (
         gptj,
-        {"attention_by_matmul": 2, "layer_norm": 3, "rotary_qk": 2, "mlp": 2},
+        {"attention_by_matmul": 2, "layer_norm": 3, "rotary_qk": 2, "mlp": 2, "linear": 2},
     ),
     "cohere, neighbours": (
         language(hf.CohereForCausalLM, hf.CohereConfig(**SMALL)),
-        {"attention": 2, "layer_norm": 3, "rotary_qk": 2, "gated": 2},
+        {"attention": 2, "layer_norm": 3, "rotary_qk": 2, "gated": 2, "linear": 2},
     ),
     "glm, neighbours of a part": (
         language(hf.GlmForCausalLM, hf.GlmConfig(**GROUPED, attention_dropout=0.0)),

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.cases.compiler import check_swap
+from cudnn_ops.compiler.choice import Chooser, Times
+from cudnn_ops.compiler.options import settings_of
+from tests.cases.compiler import Rewritten, check_swap
 
 EPS = 1e-6
 
@@ -425,3 +427,21 @@ def test_large_and_small_numbers():
         x, w = _inputs(24)
         check_swap(llama, x * factor, w, expect=["rms_norm"])
     assert math.isfinite(EPS)
+
+
+def test_a_report_tells_the_times_of_a_reading(monkeypatch):
+    """Of the whole norm; read from its float32 input, it would have a weight of another dtype."""
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return weight * wide.to(x.dtype)
+
+    monkeypatch.setattr(Chooser, "_measure", lambda *_: Times(2.0, 1.0))
+    found = Rewritten(norm)
+    found.chooser = Chooser(settings_of(None, {}), found.report, lambda _: {})
+    found(torch.randn(3, 8).bfloat16(), torch.randn(8).bfloat16())
+    (candidate,) = found.report
+    assert not candidate.swapped
+    assert (candidate.ours_ms, candidate.stock_ms) == (2.0, 1.0)
+    assert candidate.reason == "not faster here"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cudnn_ops
@@ -149,6 +150,23 @@ def test_autocast_gives_the_operators_dtype():
         assert taken.calls == 1
         assert found.dtype == expected.dtype == torch.bfloat16
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_a_dtype_that_the_operator_lacks():
+    """It is refused before there are results, with fake tensors too."""
+
+    class Lacking(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "cudnn_ops" and get_proxy_mode() is None:
+                raise TypeError("query has dtype Float")
+            return func(*args, **(kwargs or {}))
+
+    q = torch.randn(1, 2, 5, 8)
+    expected = cudnn_ops.scaled_dot_product_attention(q, q, q, softcap=2.0)
+    with cudnn_ops.fallback("torch") as taken, Lacking():
+        found = cudnn_ops.scaled_dot_product_attention(q, q, q, softcap=2.0)
+    assert [row.reason for row in taken.rows] == ["query has dtype Float"]
+    torch.testing.assert_close(found, expected)
 
 
 def test_subclasses_are_left_alone():

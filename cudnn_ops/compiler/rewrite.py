@@ -160,10 +160,11 @@ def _try(
     report: CompileReport,
 ) -> None:
     """A failure inside a pattern costs that pattern's swap and nothing else."""
-    candidate: Candidate | None = None
+    tried: list[Candidate] = []
     try:
         for found in pattern.find(node):
             candidate = Candidate.of(pattern.name, node)
+            tried.append(candidate)
             candidate.note = found.note
             candidate.reason = objection(found, facts)
             if candidate.reason:
@@ -175,15 +176,26 @@ def _try(
                 break
             facts.declined.update(found.nodes)
     except Refusal as refusal:
-        candidate = candidate or Candidate.of(pattern.name, node)
-        candidate.reason = str(refusal)
+        _last_of(tried, pattern, node).reason = str(refusal)
     except Exception as error:  # whatever goes wrong in a pattern, the stock graph is right
         log.info("pattern %s failed", pattern.name, exc_info=error)
         warn(f"the pattern {pattern.name} failed, and that part of the graph stays as it is", error)
-        candidate = candidate or Candidate.of(pattern.name, node)
-        candidate.reason = f"the pattern failed: {first_line(error)}"
-    if candidate is not None:
-        report.add(candidate)
+        _last_of(tried, pattern, node).reason = f"the pattern failed: {first_line(error)}"
+    if tried:
+        report.add(_most_telling(tried))
+
+
+def _last_of(tried: list[Candidate], pattern: Pattern, node: fx.Node) -> Candidate:
+    if not tried:
+        tried.append(Candidate.of(pattern.name, node))
+    return tried[-1]
+
+
+def _most_telling(tried: list[Candidate]) -> Candidate:
+    """Of several readings of one place: the one that was swapped, or at least timed."""
+    if tried[-1].swapped:
+        return tried[-1]
+    return next((each for each in tried if each.ours_ms is not None), tried[-1])
 
 
 def objection(found: Found, facts: GraphFacts) -> str:

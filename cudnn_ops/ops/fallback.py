@@ -224,7 +224,8 @@ def _graph_of(keyed: _Keyed) -> Callable[..., Any] | None:
             dtypes = _dtypes_of(call)
 
             def run(*tensors: Tensor) -> Any:
-                return pytree.tree_map(Tensor.to, call.again(tensors), dtypes)
+                results = call.again(tensors)
+                return results if dtypes is None else pytree.tree_map(Tensor.to, results, dtypes)
 
             table: dict[Any, Callable[..., Any]] = {**decompositions()}
             trace = make_fx(run, table, tracing_mode="fake")
@@ -239,9 +240,14 @@ def _graph_of(keyed: _Keyed) -> Callable[..., Any] | None:
 
 
 def _dtypes_of(call: _Call) -> Any:
-    """Those of the operator's own results, which under autocast differ from what it is given."""
+    """Those of the operator's own results, which under autocast differ from what it is given.
+
+    None where it refuses these dtypes, so that it has no results.
+    """
     mode = FakeTensorMode()
     fakes = [mode.from_tensor(tensor.detach()) for tensor in call.tensors]
-    with mode:
-        results = call.again(fakes)
-        return pytree.tree_map(lambda result: result.dtype, results)
+    try:
+        with mode:
+            return pytree.tree_map(lambda result: result.dtype, call.again(fakes))
+    except _REFUSALS:
+        return None

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch.nn import functional as F
 
 from cudnn_ops.compiler.match import match
-from cudnn_ops.compiler.nodes import Call, call_of, number_of, value_of
+from cudnn_ops.compiler.nodes import Call, call_of, number_of
 from cudnn_ops.compiler.pattern import (
     Found,
     Inputs,
@@ -22,12 +21,10 @@ from cudnn_ops.compiler.pattern import (
     terms_of,
     through_dropout,
 )
-from cudnn_ops.compiler.patterns.activations import ENDS, EPILOGUES
+from cudnn_ops.compiler.patterns.activations import EPILOGUES
+from cudnn_ops.compiler.patterns.keeping import kept_beside_input
 from cudnn_ops.ops.batch_norm import BatchNormActivation
 
-#: Functions whose gradients need what they are given: activations but ReLU, and powers.
-_KEEPING = ENDS - {"relu", "mul", "div"} | {"pow", "square"}
-_KEEPING_FUNCTIONS = (F.mish, F.elu, F.celu, F.hardsigmoid, F.softplus, F.prelu)
 _STATISTICS = ("running_mean", "running_var")
 _TENSORS = ("input", *_STATISTICS, "weight", "bias")
 
@@ -115,33 +112,8 @@ def _found(node: fx.Node, parts: _Parts) -> Found:
             activation=parts.activation,
         )
 
-    why = _kept_for(node) if parts.activation == "none" else ""
+    # Inductor computes a norm's result again from the input, which is kept in any case. Ours writes
+    # running statistics and cannot: EfficientNet-B0 would keep 1.47 times as much.
+    why = kept_beside_input(node) if parts.activation == "none" else ""
     written = [inputs.tensors[name] for name in _STATISTICS if name in inputs.tensors]
     return Found(parts.nodes, [node], inputs.nodes, build, written=written, only_asked=why)
-
-
-def _kept_for(node: fx.Node) -> str:
-    """What behind a norm needs its result for a gradient; empty where nothing does.
-
-    Inductor computes a norm's result again from the input, which is kept in any case. Ours writes
-    running statistics and cannot: EfficientNet-B0 would keep 1.47 times as much.
-    """
-    value = value_of(node)
-    if value is None or not value.requires_grad:
-        return ""
-    for user in node.users:
-        call = call_of(user)
-        name = call.name if call is not None else getattr(user.target, "__name__", "")
-        if name in _KEEPING or user.target in _KEEPING_FUNCTIONS or _is_scaled(user, node):
-            return f"its result would be kept for the gradient of {name}, beside its input"
-    return ""
-
-
-def _is_scaled(user: fx.Node, node: fx.Node) -> bool:
-    """Whether it is a product with something that has a gradient, for which it is needed."""
-    call = call_of(user)
-    if call is None or call.name != "mul":
-        return False
-    other = call["other"] if call["input"] is node else call["input"]
-    value = value_of(other) if isinstance(other, fx.Node) else None
-    return value is not None and value.requires_grad

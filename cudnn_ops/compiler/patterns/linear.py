@@ -21,6 +21,7 @@ from cudnn_ops.compiler.pattern import (
     through_dropout,
 )
 from cudnn_ops.compiler.patterns.activations import ENDS, EPILOGUES
+from cudnn_ops.compiler.patterns.keeping import kept_beside_input
 from cudnn_ops.ops.activation import Activation
 
 
@@ -47,7 +48,7 @@ class _Activated(NamedTuple):
 
 
 class Linear(Pattern):
-    """``activation(x @ weight.T + bias)``, and what is added to it."""
+    """``activation(x @ weight.T + bias)``, and what is added to it; a layer alone is torch's."""
 
     name = "linear"
     ends_in = ENDS | {"add"}
@@ -65,7 +66,7 @@ class Linear(Pattern):
             source, residual = call[one], call[other]
             if not is_tensor(source) or not is_tensor(residual):
                 continue
-            found = _activated(source)
+            found = _activated(source) or _bare(source)
             if found is not None and shape_of(residual) == shape_of(node):
                 yield _found(node, found._replace(nodes=(*found.nodes, node)), residual)
 
@@ -170,6 +171,12 @@ def _activated(node: fx.Node) -> _Activated | None:
     return None
 
 
+def _bare(node: fx.Node) -> _Activated | None:
+    source, passed = through_dropout(node)
+    layer = _layer(source)
+    return None if layer is None else _Activated(layer, "none", (*layer.nodes, *passed))
+
+
 def _found(node: fx.Node, found: _Activated, residual: fx.Node | None) -> Found:
     layer = found.layer
     tensors = [layer.input, layer.weight, layer.bias, residual]
@@ -181,4 +188,7 @@ def _found(node: fx.Node, found: _Activated, residual: fx.Node | None) -> Found:
         weight = layer.weight_of(weight)
         return torch.ops.cudnn_ops.linear.default(x, weight, bias, found.activation, added)
 
-    return Found(found.nodes, [node], inputs, build)
+    # A gate that is multiplied: Gemma 3 would keep 1.09 times as much. Of a ReLU the result says
+    # enough, and is all that is kept.
+    why = "" if found.activation in ("none", "relu") else kept_beside_input(node)
+    return Found(found.nodes, [node], inputs, build, only_asked=why)
