@@ -282,7 +282,9 @@ ZOO: tuple[Entry, ...] = (
     Entry("RegNetY-8GF", "torchvision", _vision("regnet_y_8gf"), _images(64), _first),
     Entry("MobileNetV3 large", "torchvision", _vision("mobilenet_v3_large"), _images(128), _first),
     Entry("EVA-02 base", "timm", _timm("eva02_base_patch14_224"), _images(64), _first),
-    Entry("CoAtNet-0", "timm", _timm("coatnet_0_rw_224"), _images(64), _first),
+    # In training torch.compile fails: inductor hands its attention's backward a bias whose last
+    # dimension is not contiguous.
+    Entry("CoAtNet-0", "timm", _timm("coatnet_0_rw_224"), _images(64), _first, trains=False),
     Entry(
         "SD 1.5 U-Net",
         "diffusers",
