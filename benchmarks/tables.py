@@ -414,9 +414,9 @@ TABLES = {
     ),
     "generation": Table(
         generation,
-        "Llama 3 8B's sizes, random bf16 weights, prompts of 256 to 1024 tokens. With 4 drafts of 0.7 "
-        "a request has 4 draft tokens a step, each of which is right with that probability. The gain "
-        "is in tokens a second, over steps that overlap.",
+        "Llama 3 8B's sizes, random bf16 weights, prompts of 256 to 1024 tokens. With 4 drafts of "
+        "0.7 a request has 4 draft tokens a step, each of which is right with that probability. "
+        "The gain is in tokens a second, over steps that overlap.",
         "generation",
         samples=8,
     ),
