@@ -32,6 +32,7 @@ import cudnn_ops
 from benchmarks.bench_blocks import BERT, LLAMA, QWEN3, Names, renamed
 from cudnn_ops.nn import Attention, CrossAttentionBlock, TransformerBlock, VisionTransformer
 from tests.cases import models
+from tests.cases.linear import Sums
 from tests.conftest import DEVICES
 
 B, S, DIM, HEADS, HIDDEN = 2, 9, 64, 4, 96
@@ -488,14 +489,40 @@ def test_gradients_of_queries_keys_and_values_are_moved_once(qk_norm):
     assert moved == [torch.ops.aten.cat]
 
 
+@pytest.mark.parametrize("order", ["pre", "post", "parallel"])
 @pytest.mark.parametrize("gated", [False, True])
-def test_a_block_without_gradients(gated):
-    """Its last sum is in the product, unless the MLP is another's."""
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_block_without_gradients(order, gated, device):
+    """Its sums are in the products, unless attention or the MLP is another's."""
     torch.manual_seed(0)
-    block = TransformerBlock(DIM, HEADS, HIDDEN, gated=gated).double()
-    x = torch.randn(B, S, DIM, dtype=torch.float64)
-    expected = block(x).detach()
+    options: dict[str, Any] = {"order": order, "gated": gated, "bias": True}
+    block = TransformerBlock(DIM, HEADS, HIDDEN, **options, device=device, dtype=torch.bfloat16)
+    x = torch.randn(B, S, DIM, device=device, dtype=torch.bfloat16)
+    right = copy.deepcopy(block).cpu().double()(x.cpu().double()).detach().to(device)
+    apart = block(x).detach()
     with torch.no_grad():
-        torch.testing.assert_close(block(x), expected)
-        block.mlp = nn.Sequential(block.mlp)
-        torch.testing.assert_close(block(x), expected)
+        with Sums() as sums:
+            models.check(block(x), right, apart, "own")
+        assert sums.in_products == 2
+        own = block.mlp
+        for name, module in (("mlp", nn.Sequential(own)), ("attention", Passing(block.attention))):
+            setattr(block, name, module)
+            with Sums() as sums:
+                models.check(block(x), right, apart, name)
+            assert sums.in_products == 0
+            block.mlp = own
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16), Sums() as sums:
+        block.to(torch.float32)(x.float())
+    assert sums.in_products == 0
+
+
+class Passing(nn.Module):
+    """What someone put in the place of attention: it knows nothing of residuals."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.attention(x)
+        return out

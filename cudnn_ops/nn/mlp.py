@@ -204,13 +204,15 @@ class MLP(_Layers):
 
 
 def adds_in_product(x: Tensor, residual: Tensor) -> bool:
-    """Whether a residual may be added by the last product of an MLP, whose input is ``x``.
+    """Whether a residual should be added by the product before it, whose layer's input is ``x``.
 
-    Not under autocast, which leaves a float32 residual, and its sum, as they are; and where there
-    are gradients, a pair of layers has one operator.
+    That is in 16 bits, where the product has an epilogue for it. Not under autocast, which leaves a
+    float32 residual, and its sum, as they are; and where there are gradients, a norm takes the sum
+    that it is of, and a pair of layers has one operator.
     """
     return (
         not torch.is_grad_enabled()
         and not torch.is_autocast_enabled(x.device.type)
+        and x.dtype in (torch.float16, torch.bfloat16)
         and residual.dtype == x.dtype
     )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from cudnn_ops.nn.attention import Attention
 from cudnn_ops.nn.linear import MergedSwiGLU
-from cudnn_ops.nn.mlp import MLP
+from cudnn_ops.nn.mlp import MLP, adds_in_product
 from cudnn_ops.nn.norm import LayerNorm, RMSNorm
 from cudnn_ops.ops.activation import Activation
 from cudnn_ops.ops.norm import add_layer_norm, add_rms_norm
@@ -29,8 +29,8 @@ class TransformerBlock(nn.Module):
         \text{parallel:}\quad & \mathrm{out} = x + A(N_1(x)) + M(N_1(x))
 
     ("Pre" as in Llama, Qwen and vision transformers, "post" as in BERT, "parallel" as in GPT-J and
-    Phi.) A residual is added in the pass of the norm behind it, or in the MLP's last product where
-    no gradient is needed. Its keys in a ``state_dict`` are
+    Phi.) A residual is added in the pass of the norm behind it; in 16 bits, where no gradient is
+    needed, in the product before it. Its keys in a ``state_dict`` are
     ``norm1``, ``attention`` (:class:`Attention`), ``norm2`` and ``mlp`` (:class:`MLP`, or where it
     is gated :class:`MergedSwiGLU`).
 
@@ -95,6 +95,9 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, **attention: Any) -> Tensor:
         """[B, S, dim] to the same; with further arguments of :meth:`Attention.forward`."""
+        is_own = type(self.attention) is Attention and type(self.mlp) in (MLP, MergedSwiGLU)
+        if is_own and adds_in_product(x, x):
+            return self._with_sums_in_products(x, **attention)
         if self.norm2 is None:
             normed = self.norm1(x)
             return x + self.attention(normed, **attention) + self.mlp(normed)
@@ -102,10 +105,19 @@ class TransformerBlock(nn.Module):
             x, _ = add_norm(self.norm1, self.attention(x, **attention), x)
             return add_norm(self.norm2, self.mlp(x), x)[0]
         normed, x = add_norm(self.norm2, self.attention(self.norm1(x), **attention), x)
-        if type(self.mlp) in (MLP, MergedSwiGLU):
-            out: Tensor = self.mlp(normed, residual=x)
-            return out
         return x + self.mlp(normed)
+
+    def _with_sums_in_products(self, x: Tensor, **attention: Any) -> Tensor:
+        """As :meth:`forward`; a product reads a residual once, where a norm writes the sum too."""
+        out: Tensor
+        if self.order == "post" and self.norm2 is not None:
+            x = self.norm1(self.attention(x, residual=x, **attention))
+            out = self.norm2(self.mlp(x, residual=x))
+            return out
+        normed = self.norm1(x)
+        x = self.attention(normed, residual=x, **attention)
+        out = self.mlp(normed if self.norm2 is None else self.norm2(x), residual=x)
+        return out
 
     def extra_repr(self) -> str:
         """The options, for ``print``."""

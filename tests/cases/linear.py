@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cudnn_ops
 from tests.cases import sdpa
@@ -245,3 +246,18 @@ def draw(rng: random.Random) -> Case:
     gated = rng.random() < 0.4
     activation = rng.choice(GATED) if gated else activation
     return MlpCase(leading, inputs, hidden, outputs, activation, gated, bias, layout)
+
+
+class Sums(TorchDispatchMode):
+    """Inside it, how many products add a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_products = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.cudnn_ops._linear.default:
+            self.in_products += args[3] is not None
+        return func(*args, **(kwargs or {}))
