@@ -16,10 +16,10 @@ SWAPS: dict[str, dict[str, int]] = {
     "vae": {"attention": 2, "group_norm": 24},
     "unet": {"attention": 8, "group_norm": 21, "layer_norm": 12, "gated": 4},
     "sdxl": {"attention": 16, "group_norm": 21, "layer_norm": 24, "gated": 8},
-    "dit": {"attention": 2, "adaptive_norm": 5, "linear": 5},
+    "dit": {"attention": 2, "adaptive_norm": 5, "linear": 8},
     # Of a norm that is scaled twice the pattern takes none: it is a layer norm.
-    "sd3": {"attention": 3, "adaptive_norm": 7, "layer_norm": 1, "rms_norm": 10, "linear": 5},
-    "flux": {"attention": 4, "adaptive_norm": 11, "rms_norm": 12, "rotary_qk": 4, "linear": 8},
+    "sd3": {"attention": 3, "adaptive_norm": 7, "layer_norm": 1, "rms_norm": 10, "linear": 6},
+    "flux": {"attention": 4, "adaptive_norm": 11, "rms_norm": 12, "rotary_qk": 4, "linear": 9},
 }
 
 

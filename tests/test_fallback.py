@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cudnn_ops
+from cudnn_ops.ops import fallback
 from tests.test_decomposition import CASES, Call
 
 REASON = "not on this machine"
@@ -167,6 +168,19 @@ def test_a_dtype_that_the_operator_lacks():
         found = cudnn_ops.scaled_dot_product_attention(q, q, q, softcap=2.0)
     assert [row.reason for row in taken.rows] == ["query has dtype Float"]
     torch.testing.assert_close(found, expected)
+
+
+def test_kernels_keep_what_their_backwards_need():
+    """A trace without gradients asks torch's attention for no log-sum-exp."""
+    for kernel in fallback._WITH_SUMS:
+        assert kernel._schema.arguments[4].name == "compute_log_sumexp"
+        graph = torch.fx.Graph()
+        inputs = [graph.placeholder(name) for name in "qkv"]
+        graph.output(graph.call_function(kernel, (*inputs, None, False)))
+        module = torch.fx.GraphModule({}, graph)
+        fallback._keep_sums(module)
+        (node,) = module.graph.find_nodes(op="call_function", target=kernel)
+        assert node.args[4] is True
 
 
 def test_subclasses_are_left_alone():

@@ -87,7 +87,7 @@ class Chooser:
                 return False
             candidate.reason = "dry run" if settings.dry_run else "asked for by options['swap']"
             return not settings.dry_run
-        if reason := found.only_asked or self._unmeasurable(found):
+        if reason := self._unmeasurable(found) or found.only_asked:
             candidate.reason = reason
             return False
         key = key_of(pattern, found)

@@ -227,13 +227,16 @@ def objection(found: Found, facts: GraphFacts) -> str:
     return ""
 
 
-def _place_of(found: Found, facts: GraphFacts) -> fx.Node:
-    """The node before which the replacement is put: among the match's own, behind all inputs."""
+def _place_of(found: Found, facts: GraphFacts) -> fx.Node | None:
+    """The node before which the replacement is put: among the match's own, behind all inputs.
+
+    None where there is none: what was put in another match's place has one place.
+    """
     last = max((facts.place[node] for node in found.inputs), default=-1)
     least = max(last + 1, min(facts.place[node] for node in found.outputs))
     computed = (node for node in found.nodes if not _is_constant(node))
     after = (node for node in computed if facts.place[node] >= least)
-    return min(after, key=facts.place.__getitem__)
+    return min(after, key=facts.place.__getitem__, default=None)
 
 
 #: What can as well be computed later: no products, whose results would be kept for longer.
@@ -247,6 +250,8 @@ def _too_early(found: Found, facts: GraphFacts) -> list[fx.Node] | None:
     """What reads a result before all inputs are computed; None where it cannot be moved."""
     place, inside = facts.place, set(found.nodes)
     behind = _place_of(found, facts)
+    if behind is None:
+        return None
     early: set[fx.Node] = set()
     waiting = list(found.outputs)
     while waiting:
@@ -391,7 +396,9 @@ def _autocast(modes: Sequence[fx.Node]) -> Iterator[None]:
 def _replace(graph: fx.Graph, facts: GraphFacts, found: Found) -> None:
     if facts.before is None:
         facts.before = _copy_of(graph)
-    like = behind = _place_of(found, facts)
+    behind = _place_of(found, facts)
+    assert behind is not None  # or there would have been an objection
+    like = behind
     if early := _too_early(found, facts):
         behind = early[0]
         for node in early:

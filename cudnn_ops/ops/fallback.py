@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -24,6 +24,12 @@ _NAMESPACE = "cudnn_ops"
 _REFUSALS = (NotImplementedError, TypeError)
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _KEPT_GRAPHS = 256
+#: Kernels that return a log-sum-exp where they are asked for it, and by which argument.
+_WITH_SUMS = (
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+)
+_COMPUTE_LOG_SUMEXP = 4
 
 
 @dataclass
@@ -233,10 +239,19 @@ def _graph_of(keyed: _Keyed) -> Callable[..., Any] | None:
     except Exception as error:  # whatever it is, the caller is told of the refusal
         log.debug("%s has no graph in torch's operators", call.name, exc_info=error)
         return None
+    _keep_sums(graph)
     targets = (node.target for node in graph.graph.nodes)
     if any(isinstance(op, _OPERATORS) and _namespace_of(op) == _NAMESPACE for op in targets):
         return None
     return graph
+
+
+def _keep_sums(graph: fx.GraphModule) -> None:
+    """Has attention's kernels return what their backwards need, which a trace does not ask for."""
+    for node in graph.graph.nodes:
+        if node.target in _WITH_SUMS:
+            node.update_arg(_COMPUTE_LOG_SUMEXP, True)
+    graph.recompile()
 
 
 def _dtypes_of(call: _Call) -> Any:

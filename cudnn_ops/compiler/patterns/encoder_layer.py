@@ -63,16 +63,18 @@ class EncoderLayer(Pattern):
                 merged = out.transpose(1, 2).flatten(2)
                 return F.linear(merged, named["proj_weight"], named["proj_bias"])
 
-            def feed_forward(x: Any) -> Any:
+            def feed_forward(x: Any, residual: Any = None) -> Any:
                 hidden = ops.linear.default(x, *weights_of("ffn", 1), activation)
-                return F.linear(hidden, *weights_of("ffn", 2))
+                if residual is None:
+                    return F.linear(hidden, *weights_of("ffn", 2))
+                return ops.linear.default(hidden, *weights_of("ffn", 2), residual=residual)
 
             first, second = weights_of("norm", 1), weights_of("norm", 2)
             x = named["input"]
             if call["norm_first"]:
                 attended = attend(ops.layer_norm.default(x, sizes, *first, eps))
-                both = ops.add_layer_norm.default(attended, x, sizes, *second, eps)
-                return both[1] + feed_forward(both[0])
+                normed, x = ops.add_layer_norm.default(attended, x, sizes, *second, eps)
+                return feed_forward(normed, x)
             x = ops.add_layer_norm.default(attend(x), x, sizes, *first, eps)[0]
             return ops.add_layer_norm.default(feed_forward(x), x, sizes, *second, eps)[0]
 
