@@ -176,8 +176,10 @@ def _without_plan(layer: _Layer, engine: str) -> Attempt:
     behind = "torch's product and a kernel of cudnn_ops behind it run"
     if not has_epilogue:
         return Attempt(without_plan=f"{behind}: cuBLASLt has no such epilogue")
-    # A residual would cost a pass of its own.
-    if engine == "ours" and layer.residual is None:
+    if layer.residual is not None:
+        why = "cuBLASLt adds the residual in the product, which saves a pass"
+        return Attempt(without_plan=why, engine="cublasLt")
+    if engine == "ours":
         return Attempt(without_plan=f"{behind}: none was measured to be faster for such a product")
     return _by_cublaslt()
 
