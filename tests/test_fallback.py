@@ -183,6 +183,27 @@ def test_kernels_keep_what_their_backwards_need():
         assert node.args[4] is True
 
 
+@pytest.mark.parametrize(
+    "transform", [torch.vmap, lambda call: torch.func.grad(lambda x: call(x).sum())]
+)
+def test_transforms_are_left_alone(transform):
+    """And leave no graph behind for calls of the same shapes outside of them."""
+    angles = torch.randn(1, 5, 8, requires_grad=True)
+    x = torch.randn(3, 1, 2, 5, 8)
+
+    def call(x: Tensor) -> Tensor:
+        return cudnn_ops.rotary_embedding(x, angles.cos(), angles.sin())
+
+    with cudnn_ops.fallback("torch") as taken:
+        with pytest.raises(NotImplementedError, match="have no gradient"):
+            transform(call)(x if transform is torch.vmap else x[0])
+        assert taken.calls == 0
+        out = call(x[0])
+        assert taken.calls == 1
+    expected = cudnn_ops.rotary_embedding(x[0], angles.detach().cos(), angles.detach().sin())
+    torch.testing.assert_close(out, expected)
+
+
 def test_subclasses_are_left_alone():
     class Own(Tensor):
         pass

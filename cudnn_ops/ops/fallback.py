@@ -81,7 +81,8 @@ def fallback(to: Literal["torch"]) -> Iterator[FallbackReport]:
     says. In it such a call (NotImplementedError, or TypeError for a dtype) runs by the operators of
     :func:`cudnn_ops.decompositions`, with the same results up to rounding and with torch's own
     derivatives. Calls that are wrong raise as before, and so do those without a decomposition:
-    dropout, ``batch_norm`` in training, and what writes to its arguments.
+    dropout, ``batch_norm`` in training, what writes to its arguments, and calls inside of
+    ``torch.func``'s transforms.
 
     Each is counted, and the first of a kind is logged as a warning of ``cudnn_ops.fallback``. It is
     for programs that must run: attention then computes and keeps all scores, and the first call of
@@ -174,13 +175,19 @@ class _Call(NamedTuple):
 
     @classmethod
     def of(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
-        """None where torch's operators must not stand in: for subclasses, and for integers."""
+        """None where torch's operators must not stand in.
+
+        That is for integers, for subclasses, and inside of transforms of torch.func, whose tensors
+        a trace would take for constants.
+        """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         tensors = [leaves[i] for i in places]
         if not tensors or not tensors[0].is_floating_point():
             return None
         if any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors):
+            return None
+        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
             return None
         others = tuple(None if i in places else leaf for i, leaf in enumerate(leaves))
         namespace, name = _name_of(func).split(".")
