@@ -7,7 +7,7 @@ idle GPU to the end of its last kernel. Results and the input's gradient are hel
 float32: at most twice the error of eager mode.
 
 `products` are torch's kernels for the products and the attention of eager mode's step, attention by
-cuDNN, and nothing else. Where torch.compile takes only a little longer, nobody can gain more.
+cuDNN, and nothing else. Where torch.compile takes only a little longer, little is left to gain.
 """
 
 from __future__ import annotations
@@ -30,17 +30,14 @@ from cudnn_ops.nn import TransformerBlock, VisionTransformer
 
 BOUND = "products"
 _PRODUCTS = {
-    getattr(torch.ops.aten, f"{name}{backward}")
-    for name, backwards in {
-        "mm": ("",),
-        "addmm": ("",),
-        "bmm": ("",),
-        "baddbmm": ("",),
-        "convolution": ("", "_backward"),
-        "_scaled_dot_product_cudnn_attention": ("", "_backward"),
-        "_scaled_dot_product_flash_attention": ("", "_backward"),
-    }.items()
-    for backward in backwards
+    getattr(torch.ops.aten, name)
+    for name in (
+        *("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward"),
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_cudnn_attention_backward",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_backward",
+    )
 }
 _ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 #: What a layer's parameters are called in ours, by what they are called in transformers.

@@ -191,7 +191,7 @@ def measure(load: Load, model: Counting, kind: str, steps: int, rows: Rows) -> N
 def measure_all(load: Load, rounds: int, rows: Rows) -> None:
     """Every kind of steps of the same model, with as many requests as asked for, and with fewer."""
     model = make_model(load)
-    for batch in dict.fromkeys((load.batch, *(min(size, load.batch) for size in BATCHES))):
+    for batch in dict.fromkeys(min(size, load.batch) for size in BATCHES):
         for kind in KINDS:
             with known_drafts(load.config.vocabulary):
                 measure(replace(load, batch=batch), model, kind, STEPS * rounds, rows)

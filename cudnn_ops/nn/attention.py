@@ -8,11 +8,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from cudnn_ops.nn.hooks import is_plain_linear
 from cudnn_ops.nn.linear import FusedQKV, MergedLinear
-from cudnn_ops.nn.mlp import adds_in_product
+from cudnn_ops.nn.mlp import project
 from cudnn_ops.nn.norm import LayerNorm, RMSNorm
-from cudnn_ops.ops.linear import linear
 from cudnn_ops.ops.rotary import rotary_embedding_qk
 from cudnn_ops.ops.sdpa import scaled_dot_product_attention
 
@@ -163,8 +161,8 @@ class Attention(nn.Module):
             seq_lens_kv: int32 [B], how many keys each sequence has; not with a cache, which knows.
             cache: keeps keys and values of earlier tokens; the tokens of ``x`` come behind them.
             layer: this module's, in the cache.
-            residual: [B, S, dim], added to the result; where no gradient is needed, in the last
-                product.
+            residual: [B, S, dim], added to the result; in 16 bits, where no gradient is needed, in
+                the last product.
 
         Returns:
             [B, S, dim].
@@ -192,12 +190,7 @@ class Attention(nn.Module):
             sinks=self.sinks,
             seq_lens_kv=seq_lens_kv,
         )
-        tokens, last = out.transpose(1, 2).flatten(2), self.o_proj
-        if residual is None:
-            return last(tokens)
-        if is_plain_linear(last) and adds_in_product(tokens, residual):
-            return linear(tokens, last.weight, last.bias, residual=residual)
-        return residual + last(tokens)
+        return project(self.o_proj, out.transpose(1, 2).flatten(2), residual)
 
     def _check(
         self,

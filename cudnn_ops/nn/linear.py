@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cudnn_ops.nn.gated import PROJECTIONS
 from cudnn_ops.nn.hooks import is_plain_linear
-from cudnn_ops.nn.mlp import adds_in_product
+from cudnn_ops.nn.mlp import adds_in_product, project
 from cudnn_ops.ops.activation import Activation, require_activation
 from cudnn_ops.ops.gated import GATED
 from cudnn_ops.ops.linear import linear, mlp
@@ -334,23 +334,18 @@ class MergedSwiGLU(MergedLinear):
 
         Args:
             x: [..., in_features].
-            residual: of the same shape, added to the result; where no gradient is needed, in the
-                last product.
+            residual: of the same shape, added to the result; in 16 bits, where no gradient is
+                needed, in the last product.
 
         Returns:
             [..., in_features].
         """
         down = self.down_proj
-        if not is_plain_linear(down):
-            out: Tensor = down(self._hidden(x))
-        else:
-            assert isinstance(down, nn.Linear)
-            if residual is not None and adds_in_product(x, residual):
-                return linear(self._hidden(x), down.weight, down.bias, residual=residual)
-            weights = (self.weight, self.bias, down.weight, down.bias)
-            out = mlp(x, *weights, self.activation, gated=True)
+        is_apart = residual is not None and adds_in_product(x, residual)
+        if is_apart or not is_plain_linear(down):
+            gate, up = self.product(x).chunk(2, dim=-1)
+            return project(down, GATED[self.activation](gate, up), residual)
+        assert isinstance(down, nn.Linear)
+        weights = (self.weight, self.bias, down.weight, down.bias)
+        out = mlp(x, *weights, self.activation, gated=True)
         return out if residual is None else residual + out
-
-    def _hidden(self, x: Tensor) -> Tensor:
-        gate, up = self.product(x).chunk(2, dim=-1)
-        return GATED[self.activation](gate, up)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from cudnn_ops.nn.hooks import has_hooks
+from cudnn_ops.nn.hooks import has_hooks, is_plain_linear
 from cudnn_ops.ops.activation import Activation, activate, require_activation
 from cudnn_ops.ops.linear import linear, mlp
 
@@ -183,8 +183,8 @@ class MLP(_Layers):
 
         Args:
             x: [..., in_features].
-            residual: [..., out_features], added to the result; where no gradient is needed, in the
-                last product.
+            residual: [..., out_features], added to the result; in 16 bits, where no gradient is
+                needed, in the last product.
 
         Returns:
             [..., out_features].
@@ -216,3 +216,12 @@ def adds_in_product(x: Tensor, residual: Tensor) -> bool:
         and x.dtype in (torch.float16, torch.bfloat16)
         and residual.dtype == x.dtype
     )
+
+
+def project(layer: nn.Module, x: Tensor, residual: Tensor | None) -> Tensor:
+    """What a module's last layer makes of ``x``, with a residual in its product or behind it."""
+    if residual is not None and is_plain_linear(layer) and adds_in_product(x, residual):
+        assert isinstance(layer, nn.Linear)
+        return linear(x, layer.weight, layer.bias, residual=residual)
+    out: Tensor = layer(x)
+    return out if residual is None else residual + out
