@@ -555,10 +555,24 @@ def decoding() -> Iterator[Sample]:
             yield f"paged_merge_{name}_{suffix}, sinks", partial(run, single, dtype)
 
 
+def merging() -> Iterator[Sample]:
+    def run(dtype: torch.dtype, wide: torch.dtype, size: int, shift: int) -> None:
+        out = _tensor(2, 3, 5, size, dtype=wide, shift=shift)
+        part = _tensor(2, 3, 5, size, dtype=dtype, shift=shift)
+        lse, part_lse = (_tensor(2, 3, 5, dtype=torch.float32) for _ in range(2))
+        _ops._merge_attention_state_.default(out, lse, part, part_lse)
+
+    for name in ("half", "bfloat16"):
+        for suffix, wide in (("", TYPES[name]), ("_float", torch.float32)):
+            for width, size, shift in ((8, 136, 0), (1, 7, 1)):
+                call = partial(run, TYPES[name], wide, size, shift)
+                yield f"attention_merge_{name}{suffix}_{width}", call
+
+
 FAMILIES = (
     *(gated, rotary, norms, group_norms, batch_norms, adaptive_norms, convolutions),
     *(depthwise_images, grouped_images, mixtures, appending),
-    *(rounding, turned_rounding, rounding_rows, decoding),
+    *(rounding, turned_rounding, rounding_rows, decoding, merging),
 )
 
 

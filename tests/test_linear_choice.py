@@ -267,13 +267,14 @@ def test_a_graph_captured_before_there_is_a_plan(linear_table):
     linear_table("graph")
     cudnn_ops.cache_clear()
     x, weight = (torch.randn(64, 64, device="cuda", dtype=BF16) for _ in range(2))
+    # Before the capture, in which cuBLAS cannot make its handle.
+    expected = torch.nn.functional.gelu(torch.nn.functional.linear(x, weight))
     with using_plan_policy("exact"), torch.no_grad():
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = cudnn_ops.linear(x, weight, activation="gelu")
         assert cudnn_ops.cache_info().builds == 0
     graph.replay()
-    expected = torch.nn.functional.gelu(torch.nn.functional.linear(x, weight))
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -127,3 +128,21 @@ def test_keys_travel_as_far_as_a_query_sees_them():
     assert causal.farthest == (3, 2, 1, 0)
     packed = plan_of(4, "contiguous", 8, 8, False, (-1, -1), False, (0, 8, 20, 24, 32))
     assert packed.farthest == (0, 1, 3, 0)
+
+
+def most_at_one_place(spans: list[range]) -> int:
+    return max(Counter(place for span in spans for place in span).values(), default=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_how_many_parts_a_sum_has(seed):
+    rng = random.Random(seed)
+    for _ in range(60):
+        plan, _, _ = draw(rng)
+        for rank in range(plan.ranks):
+            by_source = [plan.blocks(rank, source) for source in range(plan.ranks)]
+            rows = [range(b.row, b.row_end) for blocks in by_source for b in blocks]
+            assert plan.parts_of_queries(rank) == most_at_one_place(rows)
+            for source, blocks in enumerate(by_source):
+                columns = [range(b.column, b.column_end) for b in blocks]
+                assert plan.parts_of_keys(rank, source) == most_at_one_place(columns)

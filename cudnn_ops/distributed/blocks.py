@@ -95,6 +95,25 @@ class Plan:
 
     def blocks(self, rank: int, source: int) -> list[Block]:
         """What a rank's queries see of the keys that come from ``source``."""
+        if (rank, source) not in self._known:
+            self._known[rank, source] = self._blocks(rank, source)
+        return self._known[rank, source]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int], list[Block]]:
+        return {}
+
+    def parts_of_queries(self, rank: int) -> int:
+        """How many blocks a query of the rank is in, at most."""
+        blocks = (block for source in range(self.ranks) for block in self.blocks(rank, source))
+        return most_parts((block.row, block.row_end) for block in blocks)
+
+    def parts_of_keys(self, rank: int, source: int) -> int:
+        """How many blocks of the rank's queries a key from ``source`` is in, at most."""
+        blocks = self.blocks(rank, source)
+        return most_parts((block.column, block.column_end) for block in blocks)
+
+    def _blocks(self, rank: int, source: int) -> list[Block]:
         if self.length == 0 or self.length_kv == 0:
             return []
         queries = chunks_of(self.order, rank, self.ranks, self.length)
@@ -163,6 +182,12 @@ class Plan:
             )
             for source in range(self.ranks)
         )
+
+
+def most_parts(spans: Iterable[tuple[int, int]]) -> int:
+    """How many of the spans hold the place that is in most of them."""
+    found = list(spans)
+    return max((sum(a <= start < b for a, b in found) for start, _ in found), default=0)
 
 
 def replace_window(block: Block, left: int, right: int) -> Block:

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
-from cudnn_ops.distributed import ring_steps
+from cudnn_ops.distributed import ring_backward, ring_steps
 from cudnn_ops.distributed.arguments import (
     Options,
     autocast,
@@ -309,14 +309,14 @@ def _backward(
 ) -> list[Tensor]:
     query, key, of_sinks = wanted
     q, k, v = (with_regular_rows(tensor) for tensor in (q, k, v))
-    saved = ring_steps.Saved(grad_out, grad_lse, q, k, v, out, lse)
+    saved = ring_backward.Saved(grad_out, grad_lse, q, k, v, out, lse)
     grads: list[Tensor | None] = [None, None, None]
     if query or key:
         what = f"the backward of {'all' if key else 'q'}"
         call = _Geometry(*others).call(q, k, v, cu_seqlens, what)
-        grads = [*ring_steps.backward(call, saved, query, key)]
+        grads = [*ring_backward.backward(call, saved, query, key)]
     if of_sinks and sinks is not None:
-        grads.append(ring_steps.gradient_of_sinks(saved, sinks))
+        grads.append(ring_backward.gradient_of_sinks(saved, sinks))
     return [q.new_empty(0) if grad is None else grad for grad in (*grads, None)[:4]]
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cudnn_ops.ops.kernels import register
+
+_ops = torch.ops.cudnn_ops
+
 
 def merge_attention_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
@@ -65,17 +69,31 @@ def merge_attention_states(
 def merge_attention_state_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merges the attention over more keys into ``out`` and ``lse``, in place.
 
-    No second output is in memory, as it would be by :func:`merge_attention_states`.
+    No second output is in memory, as it would be by :func:`merge_attention_states`. The sum is
+    rounded once. On a GPU all of it is one kernel.
 
     Args:
-        out: the output so far, which may be of a wider dtype than ``part``.
-        lse: its log-sum-exp.
+        out: the output so far, [batch, heads, length, value head size], in ``part``'s dtype or in
+            that of the log-sum-exp.
+        lse: its log-sum-exp, [batch, heads, length].
         part: the output over the other keys, of ``out``'s shape.
         part_lse: likewise.
     """
-    share, share_of_part, both = _shares(lse, part_lse)
-    out.mul_(_beside(share, out)).addcmul_(part, _beside(share_of_part, part))
-    lse.copy_(both)
+    _ops._merge_attention_state_.default(out, lse, part, part_lse)
+
+
+def _merge_fake(*args: Tensor) -> None:
+    _ops._merge_attention_check.default(*args)
+
+
+def _merge_cpu(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    _ops._merge_attention_check.default(out, lse, part, part_lse)
+    share, share_of_part, both = (x.unsqueeze(-1) for x in _shares(lse, part_lse))
+    out.copy_(share * out + share_of_part * part)
+    lse.copy_(both.squeeze(-1))
+
+
+register("_merge_attention_state_", fake=_merge_fake, cpu=_merge_cpu)
 
 
 def _shares(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:

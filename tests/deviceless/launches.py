@@ -501,6 +501,18 @@ def run_moe(recorder: Recorder, device: torch.device) -> None:
                     _ops._moe_combine_backward.default(x, rows, positions, weights, mask)
 
 
+def run_merge(recorder: Recorder, device: torch.device) -> None:
+    """Into what is of the parts' numbers, and of float32; of heads that pieces fill or not."""
+    sizes = itertools.product((1, 1000, 1_000_003), (1, 32), (1, 64, 100, 128, 512), (0, 1))
+    for (tokens, heads, size, start), dtype in itertools.product(sizes, DTYPES[:2]):
+        part = memory(device, dtype, 1, heads, tokens, size, start=start)
+        lse = memory(device, torch.float32, 1, heads, tokens)
+        for wide in (dtype, torch.float32):
+            out = memory(device, wide, 1, heads, tokens, size)
+            with recorder.calling("merge", dtype, wide, tokens, heads, size, start):
+                _ops._merge_attention_state_.default(out, lse, part, lse)
+
+
 def run_rotary_fp8(recorder: Recorder, device: torch.device) -> None:
     """With norms and scales or without, of whole heads and of parts."""
     sizes = itertools.product((1, 1000, 1_000_003), (1, 32), (2, 6, 64, 128, 192, 256), (0, 1))
@@ -573,6 +585,7 @@ RUNS = (
     run_append,
     run_paged,
     run_moe,
+    run_merge,
     run_rows_fp8,
     run_fp8,
 )

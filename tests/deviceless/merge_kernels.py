@@ -1,0 +1,27 @@
+"""Runs the kernel that merges attention, thread by thread; prints as JSON what was wrong.
+
+LD_PRELOAD=fake_runtime.so python -m tests.deviceless.merge_kernels fake_runtime.so
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.cases import merge
+from tests.deviceless.cpu_kernels import Kernels, from_gpu, to_gpu
+
+
+def main() -> None:
+    kernels = Kernels(Path(sys.argv[1]), ("attention_merge",))
+    wrong = []
+    for case in merge.CASES:
+        try:
+            merge.check(case, to_gpu, from_gpu)
+        except AssertionError as error:
+            wrong.append(f"{case}: {error}")
+    print(kernels.report(wrong))
+
+
+if __name__ == "__main__":
+    main()
