@@ -61,7 +61,7 @@ SPREADS = {"tensor parallel": shard_tensors, "FSDP": shard_data}
 # Of a step's loss and of its gradients' norm, beside the stock operators'.
 STEP_TOLERANCE = 1e-2
 
-PARTS = ("ring", "serving", "training")
+PARTS = ("ring", "serving", *SPREADS)
 ALL_TO_ALL = "all_to_all"
 MINE = (OURS, ALL_TO_ALL)
 
@@ -120,10 +120,9 @@ def measure_parts(parts: Sequence[str], rounds: int, mesh: DeviceMesh, rows: Row
     if "serving" in parts:
         for batch in BATCHES:
             measure_serving(SERVED, batch, PROMPT, mesh, rows, rounds)
-    if "training" in parts:
-        for spread in SPREADS:
-            for compiled in (False, True):
-                measure_training(TRAINED, spread, compiled, mesh, rows, rounds)
+    for spread in SPREADS:
+        for compiled in (False, True) if spread in parts else ():
+            measure_training(TRAINED, spread, compiled, mesh, rows, rounds)
 
 
 def measure(shape: Shape, mesh: DeviceMesh, rows: Rows, rounds: int) -> None:
