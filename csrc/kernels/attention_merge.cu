@@ -25,9 +25,10 @@ __device__ void merge(const AttentionMergeCall& m) {
   __syncthreads();  // all lanes have read what one of them writes
   if (!is_row) return;
 
-  // Relative to the larger one; where neither sees a key the difference would be NaN.
+  // Relative to the larger one; where neither sees a key the difference would be NaN. The larger of
+  // a number and NaN is the number, and NaN goes into the sum.
   const float highest = fmaxf(own, other);
-  const bool is_empty = highest == -infinity;
+  const bool is_empty = own == -infinity && other == -infinity;
   float share = is_empty ? 0.f : expf(own - highest);
   float part_share = is_empty ? 0.f : expf(other - highest);
   const float sum = share + part_share;

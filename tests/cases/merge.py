@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -59,7 +60,9 @@ def _laid_out(tensor: Tensor, layout: str) -> Tensor:
     return found.copy_(tensor)
 
 
-def check(case: Case, to_device: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]):
+def check(
+    case: Case, to_device: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+) -> None:
     """Beside the formula in float64: within half a unit in the last place, and what is around."""
     torch.manual_seed(sum(case.shape))
     wide = torch.float32 if case.is_wide else case.dtype
@@ -85,3 +88,29 @@ def check(case: Case, to_device: Callable[[Tensor], Tensor], back: Callable[[Ten
     size = sum(term.abs() for term in terms)
     room = exact.abs() * 2.0**-digits + size * 4e-6 + 2.0**-24
     assert ((found.double() - exact).abs() <= room).all(), case
+
+
+def check_what_is_no_number(
+    to_device: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+):
+    """A part that sees nothing counts for nothing, whatever it holds; NaN stays NaN."""
+    some = (0.5, -math.inf, math.nan, 3e38, -3e38)
+    pairs = list(itertools.product(some, some))
+    sides = [torch.tensor(side).view(1, 1, -1) for side in zip(*pairs, strict=True)]
+    out, part = (torch.full((1, 1, len(pairs), 16), x, dtype=torch.bfloat16) for x in (2.0, 4.0))
+    for side, state in zip(sides, (out, part), strict=True):
+        state[side == -math.inf] = math.nan
+    given = [to_device(tensor) for tensor in (out, sides[0], part, sides[1])]
+    merge_attention_state_(*given)
+    rows, sums = back(given[0])[0, 0], back(given[1])[0, 0].tolist()
+    for (a, b), row, both in zip(pairs, rows, sums, strict=True):
+        if math.isnan(a) or math.isnan(b):
+            assert math.isnan(both), (a, b)
+            assert row.isnan().all(), (a, b)
+            continue
+        peak = max(a, b)
+        seen = [side > -math.inf and side >= peak - 100 for side in (a, b)]
+        right = {(False, False): 0.0, (True, False): 2.0, (False, True): 4.0, (True, True): 3.0}
+        assert row.tolist() == [right[seen[0], seen[1]]] * 16, (a, b)
+        both_seen = math.log(2) if all(seen) else 0.0
+        assert both == pytest.approx(peak + both_seen, rel=1e-6), (a, b)
