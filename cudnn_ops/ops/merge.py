@@ -88,9 +88,14 @@ def _merge_fake(*args: Tensor) -> None:
 
 def _merge_cpu(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     _ops._merge_attention_check.default(out, lse, part, part_lse)
-    share, share_of_part, both = (x.unsqueeze(-1) for x in _shares(lse, part_lse))
-    out.copy_(share * out + share_of_part * part)
-    lse.copy_(both.squeeze(-1))
+    *shares, both = _shares(lse, part_lse)
+    # What has no share counts for nothing, whatever it holds.
+    terms = [
+        (share.unsqueeze(-1) * x).masked_fill_((share == 0).unsqueeze(-1), 0.0)
+        for share, x in zip(shares, (out, part), strict=True)
+    ]
+    out.copy_(terms[0].add_(terms[1]))
+    lse.copy_(both)
 
 
 register("_merge_attention_state_", fake=_merge_fake, cpu=_merge_cpu)
