@@ -42,7 +42,7 @@ from cudnn_ops.distributed import (
     zigzag_shard,
 )
 from cudnn_ops.generation import Engine, SamplingParams
-from cudnn_ops.plans.timing import interleaved
+from cudnn_ops.plans.timing import SLEEP_CYCLES, interleaved
 from examples.llama import Llama, LlamaConfig, Operators
 from examples.parallel import compile_blocks, shard_data, shard_for_serving, shard_tensors
 
@@ -225,10 +225,11 @@ def step_seconds(steps: dict[str, Step], rounds: int) -> dict[str, float]:
 
 
 def _sample(step: Step) -> float:
-    """Milliseconds of a step that all ranks begin together."""
+    """Milliseconds of a step that all ranks begin together, behind what it takes to launch it."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     distributed.barrier()
     torch.cuda.synchronize()
+    torch.cuda._sleep(SLEEP_CYCLES)
     start.record()
     step()
     end.record()

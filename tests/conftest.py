@@ -42,6 +42,9 @@ torch.set_num_threads(1)
 LONG = (
     *("test_export.py", "test_sdpa_features_random.py"),
     *("test_serving_ranks.py", "test_ring.py", "test_sharding.py"),
+    # On a GPU:
+    *("test_norm_choice.py", "test_linear_choice.py", "test_nn_moe.py", "test_generation.py"),
+    *("test_varlen.py", "test_sdpa_random.py", "test_conv_random.py"),
 )
 
 
