@@ -60,7 +60,7 @@ def test_bad_input(name: str, wrong: Tensor, error: type[Exception], message: st
 def test_opcheck(device: str) -> None:
     given = [tensor.to(device).bfloat16() for tensor in _given().values()]
     given[1], given[3] = given[1].float(), given[3].float()
-    torch.library.opcheck(_ops._merge_attention_state_.default, given)
+    torch.library.opcheck(_ops._merge_attention_state_.default, tuple(given))
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ LD_PRELOAD=fake_runtime.so python -m tests.deviceless.merge_kernels fake_runtime
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -16,9 +17,11 @@ from tests.deviceless.cpu_kernels import Kernels, from_gpu, to_gpu
 def main() -> None:
     kernels = Kernels(Path(sys.argv[1]), ("attention_merge",))
     wrong = []
-    checks = {str(case): partial(merge.check, case) for case in merge.CASES}
-    checks["no numbers"] = merge.check_what_is_no_number
-    for name, check in checks.items():
+    checks: list[tuple[str, Callable[..., None]]] = [
+        *((str(case), partial(merge.check, case)) for case in merge.CASES),
+        ("no numbers", merge.check_what_is_no_number),
+    ]
+    for name, check in checks:
         try:
             check(to_gpu, from_gpu)
         except AssertionError as error:
