@@ -232,17 +232,33 @@ def check_a_backward_in_groups_of_heads() -> None:
 
 
 def check_what_is_kept_in_16_bits() -> None:
-    """Between two ranks it is of one part or two, and the result what float32 is rounded to."""
-    for order in ("contiguous", "zigzag"):
-        function = partial(causal(ring_attention), order=order)
-        narrow = gradients(function, leaves())
+    """What is of one part, or of two at once: the result is what sums in float32 are rounded to."""
+
+    def with_lse(*tensors: Tensor, order: str) -> Tensor:
+        options: dict[str, Any] = {"is_causal": True, "enable_gqa": True, "order": order}
+        q, k, v = tensors
+        out, lse = ring_attention_with_lse(q, k, v, world(), **options)
+        return out + lse.unsqueeze(-1)
+
+    sum_of = ring_backward._Sums._sum_of
+
+    def in_float32(sums: Any, parts: Any, _: torch.dtype) -> list[Tensor]:
+        return sum_of(sums, parts, torch.float32)
+
+    attend = causal(ring_attention)
+    functions = [partial(attend, order=order) for order in ("contiguous", "zigzag")]
+    if distributed.get_world_size() != 2:
+        # What a single rank adds, by the output and by the log-sum-exp, travels as one part.
+        functions.append(partial(with_lse, order="zigzag"))
+    for function in functions:
+        found = gradients(function, leaves())
         with (
-            patch.object(Plan, "parts_of_queries", lambda *_: 3),
+            patch.object(Plan, "parts_of_queries", lambda *_: 99),
             patch.object(ring_backward._Sums, "_dtype", lambda *_: torch.float32),
-            patch.object(ring_backward, "_are_apart", lambda _: False),
+            patch.object(ring_backward._Sums, "_sum_of", in_float32),
         ):
             wide = gradients(function, leaves())
-        assert_equal(narrow, wide)
+        assert_equal(found, wide)
 
 
 def check_sinks_alone() -> None:
@@ -423,6 +439,11 @@ def run(names: list[str]) -> None:
 
 def test_on_cpus():
     run_in_processes(run, 2, [check.__name__ for check in CHECKS])
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_sums_among_more_ranks(ranks):
+    run_in_processes(run, ranks, [check_what_is_kept_in_16_bits.__name__])
 
 
 @pytest.mark.gpu
