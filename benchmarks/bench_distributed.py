@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,8 @@ def measure_parts(parts: Sequence[str], rounds: int, mesh: DeviceMesh, rows: Row
     if "serving" in parts:
         for batch in BATCHES:
             measure_serving(SERVED, batch, PROMPT, mesh, rows, rounds)
-    for spread in SPREADS:
-        for compiled in (False, True) if spread in parts else ():
+    for spread, compiled in product(SPREADS, (False, True)):
+        if spread in parts:
             measure_training(TRAINED, spread, compiled, mesh, rows, rounds)
 
 

@@ -97,9 +97,9 @@ def test_without_a_table_no_plan_runs(linear_table):
     assert by("linear", X, W1) == by("linear", X, W1, bias=True) == ["torch"]
     for activation in ACTIVATIONS[1:]:
         assert by("linear", X, W1, bias=True, activation=activation) == ["cudnn_ops"]
-    # Without an epilogue a residual has a pass of its own.
     assert by("linear", X, W1, residual=True) == ["cublasLt"]
     assert by("linear", X, W1, bias=True, residual=True) == ["cublasLt"]
+    # Without an epilogue a residual has a pass of its own.
     assert by("linear", X, W1, residual=True, activation="relu") == ["cudnn_ops"]
     wide = [(shape, torch.float32) for shape, _ in (X, W1)]
     assert by("linear", *wide, residual=True) == ["cudnn_ops"]

@@ -4,15 +4,14 @@
 #include "attention_merge_call.h"
 #include "number.cuh"
 
-constexpr int kLanes = 16;  // a row of one head
-
 template <class Type, class PartType, int kWidth>
 __device__ void merge(const AttentionMergeCall& m) {
   using Vector = Piece<Type, kWidth>;
   using PartVector = Piece<PartType, kWidth>;
   const float infinity = __uint_as_float(0x7f800000);
-  const int lane = threadIdx.x % kLanes;
-  const unsigned row = blockIdx.x * (blockDim.x / kLanes) + threadIdx.x / kLanes;
+  const int lane = threadIdx.x % kAttentionMergeLanes;
+  const unsigned row =
+      blockIdx.x * (blockDim.x / kAttentionMergeLanes) + threadIdx.x / kAttentionMergeLanes;
   const bool is_row = row < m.rows;
   // Tokens before heads, as they mostly lie in memory.
   const unsigned head = row % m.heads;
@@ -42,7 +41,7 @@ __device__ void merge(const AttentionMergeCall& m) {
       (const PartVector*)((const typename PartType::Bits*)m.part + batch * m.part_batch +
                           head * m.part_head + query * m.part_query);
 #pragma unroll 2
-  for (int at = lane; at < m.pieces; at += kLanes) {
+  for (int at = lane; at < m.pieces; at += kAttentionMergeLanes) {
     float values[kWidth], more[kWidth];
     out[at].read(values);
     part[at].read(more);

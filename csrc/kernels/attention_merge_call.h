@@ -1,6 +1,9 @@
 // The argument of the kernels of attention_merge.cu, for both sides.
 #pragma once
 
+// A row of one head; of a warp, so that several rows are under way.
+constexpr int kAttentionMergeLanes = 16;
+
 // Strides in elements; those of the last dimension of `out` and `part` are 1.
 struct AttentionMergeCall {
   void* out;  // [batch, heads, queries, size]

@@ -3,12 +3,13 @@
 #include "attention_merge_images.h"
 #include "kernels/attention_merge_call.h"
 #include "kernels/device_kernel.h"
+#include "kernels/tensor_rows.h"
 
 namespace cudnn_ops {
 namespace {
 
-constexpr int kThreads = 128, kLanes = 16;
-constexpr int64_t kWidth = 8, kBytes = 16;
+constexpr int kThreads = 128;
+constexpr int64_t kWidth = 8;
 
 const DeviceKernel& kernel_of(at::ScalarType dtype, bool is_widened, bool is_wide) {
 #define CUDNN_OPS_MERGE(type)                                 \
@@ -23,22 +24,11 @@ const DeviceKernel& kernel_of(at::ScalarType dtype, bool is_widened, bool is_wid
   return kernels[type_index(dtype)][is_widened][is_wide];
 }
 
-// Whether each row is at an address, and of a length, of whole pieces.
-bool has_wide_rows(const at::Tensor& tensor) {
-  uint64_t bits = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
-  for (int64_t dim = 0; dim < 3; ++dim) {
-    if (tensor.size(dim) > 1) {
-      bits |= static_cast<uint64_t>(tensor.stride(dim) * tensor.element_size());
-    }
-  }
-  return bits % kBytes == 0 && tensor.size(3) % kWidth == 0;
-}
-
 }  // namespace
 
 void merge_attention(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& part,
                      const at::Tensor& part_lse) {
-  const bool is_wide = has_wide_rows(out) && has_wide_rows(part);
+  const bool is_wide = out.size(3) % kWidth == 0 && are_rows_aligned(out) && are_rows_aligned(part);
   const int64_t rows = lse.numel();
   AttentionMergeCall call{out.mutable_data_ptr(),
                           lse.mutable_data_ptr<float>(),
@@ -62,7 +52,7 @@ void merge_attention(const at::Tensor& out, const at::Tensor& lse, const at::Ten
                           static_cast<int>(out.size(3) / (is_wide ? kWidth : 1))};
   void* argument = &call;
   kernel_of(part.scalar_type(), out.scalar_type() != part.scalar_type(), is_wide)
-      .launch(divide_up(rows * kLanes, kThreads), 1, kThreads, &argument);
+      .launch(divide_up(rows * kAttentionMergeLanes, kThreads), 1, kThreads, &argument);
 }
 
 }  // namespace cudnn_ops

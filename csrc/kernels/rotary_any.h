@@ -6,9 +6,6 @@
 
 namespace cudnn_ops {
 
-// Whether every row of the last dimension starts at a multiple of 16 bytes.
-bool are_rows_aligned(const at::Tensor& tensor);
-
 // The tensor, copied if its last dimension does not lie densely; an undefined one as it is.
 at::Tensor with_dense_last(const at::Tensor& tensor);
 

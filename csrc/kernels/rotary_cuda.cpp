@@ -2,6 +2,7 @@
 
 #include "kernels/device_kernel.h"
 #include "kernels/rotary_any.h"
+#include "kernels/tensor_rows.h"
 #include "rotary_images.h"
 
 #include <algorithm>
@@ -40,15 +41,6 @@ bool are_whole(at::IntArrayRef sections, int64_t pairs_of_piece) {
 }
 
 }  // namespace
-
-bool are_rows_aligned(const at::Tensor& tensor) {
-  bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kBytes == 0;
-  for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) {
-    aligned =
-        aligned && tensor.stride(dim) * static_cast<int64_t>(tensor.element_size()) % kBytes == 0;
-  }
-  return aligned;
-}
 
 at::Tensor with_dense_last(const at::Tensor& tensor) {
   return !tensor.defined() || tensor.stride(-1) == 1 ? tensor : tensor.contiguous();

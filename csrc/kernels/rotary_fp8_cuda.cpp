@@ -4,6 +4,7 @@
 #include "kernels/device_kernel.h"
 #include "kernels/rotary_any.h"
 #include "kernels/rotary_fp8_call.h"
+#include "kernels/tensor_rows.h"
 
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>

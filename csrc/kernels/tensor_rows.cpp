@@ -17,6 +17,16 @@ bool has_dense_rows(const at::Tensor& tensor, int64_t row_dims) {
 
 }  // namespace
 
+bool are_rows_aligned(const at::Tensor& tensor) {
+  constexpr int64_t kBytes = 16;
+  bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kBytes == 0;
+  for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) {
+    aligned =
+        aligned && tensor.stride(dim) * static_cast<int64_t>(tensor.element_size()) % kBytes == 0;
+  }
+  return aligned;
+}
+
 std::optional<NormRows> describe_rows(at::IntArrayRef sizes, at::IntArrayRef strides) {
   // From the innermost outwards, merging dimensions that continue one another.
   std::array<int64_t, 3> size{1, 1, 1}, stride{0, 0, 0};

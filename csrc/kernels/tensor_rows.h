@@ -9,6 +9,9 @@
 
 namespace cudnn_ops {
 
+// Whether every row of the last dimension starts at a multiple of 16 bytes.
+bool are_rows_aligned(const at::Tensor& tensor);
+
 // Rows counted by dimensions of such sizes and strides, where three strides can describe them.
 std::optional<NormRows> describe_rows(at::IntArrayRef sizes, at::IntArrayRef strides);
 

@@ -12,6 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from cudnn_ops.distributed.order import Chunk, chunks_of
@@ -105,8 +106,15 @@ class Plan:
 
     def parts_of_queries(self, rank: int) -> int:
         """How many blocks a query of the rank is in, at most."""
-        blocks = (block for source in range(self.ranks) for block in self.blocks(rank, source))
-        return most_parts((block.row, block.row_end) for block in blocks)
+        return self._parts_of_queries[rank]
+
+    @cached_property
+    def _parts_of_queries(self) -> tuple[int, ...]:
+        every = range(self.ranks)
+        return tuple(
+            most_parts((b.row, b.row_end) for source in every for b in self.blocks(rank, source))
+            for rank in every
+        )
 
     def parts_of_keys(self, rank: int, source: int) -> int:
         """How many blocks of the rank's queries a key from ``source`` is in, at most."""
@@ -186,8 +194,9 @@ class Plan:
 
 def most_parts(spans: Iterable[tuple[int, int]]) -> int:
     """How many of the spans hold the place that is in most of them."""
-    found = list(spans)
-    return max((sum(a <= start < b for a, b in found) for start, _ in found), default=0)
+    # At one place spans end before others begin.
+    changes = sorted(change for start, end in spans for change in ((start, 1), (end, -1)))
+    return max(accumulate(step for _, step in changes), default=0)
 
 
 def replace_window(block: Block, left: int, right: int) -> Block:

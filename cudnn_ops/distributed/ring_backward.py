@@ -58,9 +58,15 @@ class Part(NamedTuple):
 
 
 def _are_apart(parts: list[Part]) -> bool:
-    """Whether no number is in two of them: they differ in heads alone."""
-    heads = [part.where[1].start for part in parts]
-    return len(set(heads)) == len(heads) and len({str(part.where[2]) for part in parts}) <= 1
+    """Whether no number is in two of them: each has other heads, and each block has the first."""
+    return len({part.where[1].start for part in parts}) == len(parts)
+
+
+def _places(total: Tensor, parts: list[Part], index: int) -> list[tuple[Tensor, Tensor]]:
+    """Gradients of the key (0) or the value (1), each with its place in ``total``, [B, S, H, D]."""
+    heads_first = total.transpose(1, 2)
+    gradients = [(part.where, (part.key, part.value)[index]) for part in parts]
+    return [(heads_first[where], grad) for where, grad in gradients if grad is not None]
 
 
 class _QueryGradient:
@@ -129,16 +135,16 @@ class _Sums:
 
     def _sum_of(self, parts: list[Part], dtype: torch.dtype) -> list[Tensor]:
         sums = self._empty(dtype)
-        for index, name in enumerate(("key", "value")):
-            found = [(part.where, getattr(part, name)) for part in parts]
-            found = [(where, gradient) for where, gradient in found if gradient is not None]
+        for index, total in enumerate(sums):
+            found = _places(total, parts, index)
             covered = sum(gradient.numel() for _, gradient in found)
-            is_whole = _are_apart(parts) and covered == sums[index].numel()
-            if not is_whole:
-                sums[index].zero_()
-            for where, gradient in found:
-                place = sums[index].transpose(1, 2)[where]
-                place.copy_(gradient) if is_whole else place.add_(gradient)
+            if _are_apart(parts) and covered == total.numel():
+                for place, gradient in found:
+                    place.copy_(gradient)
+            else:
+                total.zero_()
+                for place, gradient in found:
+                    place.add_(gradient)
         return sums
 
     def add_and_pass_on(self, step: int, parts: list[Part]) -> None:
@@ -155,10 +161,9 @@ class _Sums:
             if step == 1:
                 self._held = self._sum_of(parts, self._dtype(source))
             else:
-                for part in parts:
-                    for held, gradient in zip(self._held, (part.key, part.value), strict=True):
-                        if gradient is not None:
-                            held.transpose(1, 2)[part.where].add_(gradient)
+                for index, held in enumerate(self._held):
+                    for place, gradient in _places(held, parts, index):
+                        place.add_(gradient)
             peer = call.neighbour(1) if step < travels else source
             sends.append(Message(self._held, peer, SUMS))
         if 0 < step < next_travels:

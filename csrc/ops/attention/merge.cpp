@@ -9,22 +9,21 @@ namespace cudnn_ops {
 
 void check_attention_merge(const AttentionMerge& args) {
   const auto& [out, lse, part, part_lse] = args;
-  constexpr const char* kOp = "cudnn_ops::_merge_attention_state_: ";
-  TORCH_CHECK_VALUE(out.dim() == 4 && out.sym_sizes() == part.sym_sizes(), kOp,
+  TORCH_CHECK_VALUE(out.dim() == 4 && out.sym_sizes() == part.sym_sizes(), kMergeOp,
                     "out and part must be [batch, heads, length, head size] of one shape, got ",
                     out.sym_sizes(), " and ", part.sym_sizes());
   TORCH_CHECK_VALUE(
       lse.sym_sizes() == out.sym_sizes().slice(0, 3) && lse.sym_sizes() == part_lse.sym_sizes(),
-      kOp, "lse and part_lse must be ", out.sym_sizes().slice(0, 3), ", got ", lse.sym_sizes(),
+      kMergeOp, "lse and part_lse must be ", out.sym_sizes().slice(0, 3), ", got ", lse.sym_sizes(),
       " and ", part_lse.sym_sizes());
-  TORCH_CHECK_TYPE(lse.scalar_type() == part_lse.scalar_type(), kOp, "lse is ", lse.scalar_type(),
-                   " and part_lse ", part_lse.scalar_type());
+  TORCH_CHECK_TYPE(lse.scalar_type() == part_lse.scalar_type(), kMergeOp, "lse is ",
+                   lse.scalar_type(), " and part_lse ", part_lse.scalar_type());
   TORCH_CHECK_TYPE(
-      out.scalar_type() == part.scalar_type() || out.scalar_type() == lse.scalar_type(), kOp,
+      out.scalar_type() == part.scalar_type() || out.scalar_type() == lse.scalar_type(), kMergeOp,
       "out must be of part's dtype, ", part.scalar_type(), ", or of lse's, ", lse.scalar_type(),
       "; got ", out.scalar_type());
   for (const at::Tensor* tensor : {&lse, &part, &part_lse}) {
-    TORCH_CHECK_VALUE(tensor->device() == out.device(), kOp, "all must be on one device, got ",
+    TORCH_CHECK_VALUE(tensor->device() == out.device(), kMergeOp, "all must be on one device, got ",
                       out.device(), " and ", tensor->device());
   }
 }

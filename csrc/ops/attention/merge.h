@@ -6,6 +6,8 @@
 
 namespace cudnn_ops {
 
+inline constexpr const char* kMergeOp = "cudnn_ops::_merge_attention_state_: ";
+
 struct AttentionMerge {
   at::Tensor out, lse, part, part_lse;
   CUDNN_OPS_FIELDS(out, lse, part, part_lse)
