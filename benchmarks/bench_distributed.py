@@ -4,7 +4,8 @@ Attention is forward + backward, and its memory is the peak beyond its inputs. S
 split heads with a model of Llama 3 8B's sizes, and its memory is all that the engine holds on a
 GPU. Training is forward + backward of eight layers of such sizes, tensor parallel with norms split
 by tokens, and by FSDP2, with our operators and with the stock ones; its memory is the peak beyond
-the weights.
+the weights. `products` is the bound of it: the same step without norms, rotary embedding and gated
+activations, so that products, attention, the loss and what passes between GPUs are left.
 
 One process a GPU. `torchrun --nproc-per-node 2 -m benchmarks.bench_distributed --out FILE` gives
 them; run by itself it starts one for each GPU that is there, and with a single GPU measures
@@ -63,6 +64,7 @@ SPREADS = {"tensor parallel": shard_tensors, "FSDP": shard_data}
 STEP_TOLERANCE = 1e-2
 
 PARTS = ("ring", "serving", *SPREADS)
+BOUND = "products"
 ALL_TO_ALL = "all_to_all"
 MINE = (OURS, ALL_TO_ALL)
 
@@ -341,9 +343,9 @@ def measure_training(
     )
     if spread == "FSDP":
         windows = windows.chunk(mesh.size())[mesh.get_local_rank()]
+    operators = {OURS: Operators.named("cudnn_ops"), stock: Operators.named("torch")}
     models = {
-        impl: _training(config, operators, spread, compiled, mesh)
-        for impl, operators in ((OURS, "cudnn_ops"), (stock, "torch"))
+        impl: _training(config, given, spread, compiled, mesh) for impl, given in operators.items()
     }
     steps: dict[str, Step] = {
         impl: partial(training_step, model, windows) for impl, model in models.items()
@@ -351,19 +353,43 @@ def measure_training(
     verify_training(f"{spread}, {stock}", *(step_values(models[i], steps[i]) for i in steps))
     case = f"training, {spread}{', compiled' if compiled else ''}, {mesh.size()} GPUs"
     tokens = TRAINED_BATCH * config.sequence
-    for impl, seconds in step_seconds(steps, max(rounds // 4, 1)).items():
+    bound = _training(config, _attention_alone(), spread, False, mesh)
+    timed: dict[str, Step] = {**steps, BOUND: partial(training_step, bound, windows)}
+    for impl, seconds in step_seconds(timed, max(rounds // 4, 1)).items():
         rows.add(case, impl, "tokens_per_s", tokens / seconds)
     for impl, step in steps.items():
         rows.add(case, impl, "peak_mib", largest(peak_bytes(step)) / 2**20)
         models[impl].zero_grad()  # gradients are part of each peak
 
 
+class _FirstOfTwo(torch.autograd.Function):
+    """The first tensor as it is; both get its gradient, and so do the products before them."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
+        return first.view_as(first)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad
+
+
+def _attention_alone() -> Operators:
+    """All but attention takes no time."""
+    return Operators.named("cudnn_ops")._replace(
+        rms_norm=lambda x, *_: x,
+        add_rms_norm=lambda x, residual, *_: (x, residual),
+        swiglu=_FirstOfTwo.apply,
+        rotary_embedding_qk=lambda query, key, *_, **__: (query, key),
+    )
+
+
 def _training(
-    config: LlamaConfig, operators: str, spread: str, compiled: bool, mesh: DeviceMesh
+    config: LlamaConfig, operators: Operators, spread: str, compiled: bool, mesh: DeviceMesh
 ) -> Llama:
     torch.manual_seed(0)
     with torch.device(mesh.device_type):
-        model = Llama(config, Operators.named(operators))
+        model = Llama(config, operators)
     model.to(torch.bfloat16)
     if spread == "tensor parallel":
         shard_tensors(model, mesh)

@@ -102,8 +102,21 @@ def test_rows_of_training(spread: str, mesh: DeviceMesh, monkeypatch: pytest.Mon
     rows = Rows(ENV)
     bench_distributed.measure_training(config, spread, False, mesh, rows, rounds=1)
     case = f"training, {spread}, 1 GPUs"
-    assert harness.pivot(rows.rows, "tokens_per_s") == {case: {"cudnn_ops": 8.0, "eager": 8.0}}
-    assert tables.distributed(rows.rows)[1] == [case, "8.00", "", "3.00", "", "1.00x"]
+    rates = dict.fromkeys(("cudnn_ops", "eager", "products"), 8.0)
+    assert harness.pivot(rows.rows, "tokens_per_s") == {case: rates}
+    assert tables.distributed(rows.rows)[1] == [case, "8.00", "", "3.00", "", "1.00x", "1.00x"]
+
+
+def test_the_bound_of_training_computes_every_product(mesh: DeviceMesh) -> None:
+    config = LlamaConfig(2, 32, 4, 2, sequence=8, vocabulary=32)
+    model = bench_distributed._training(
+        config, bench_distributed._attention_alone(), "tensor parallel", False, mesh
+    )
+    bench_distributed.training_step(model, torch.randint(32, (2, 9)))
+    for name, weight in model.named_parameters():
+        grad: Any = weight.grad
+        is_used = grad is not None and bool(grad.full_tensor().count_nonzero())
+        assert is_used == ("norm" not in name), name
 
 
 def test_training_is_verified() -> None:
