@@ -130,6 +130,10 @@ _when_imported(
     lambda module: _import_module("cudnn_ops.compiler.backend").register(module),
 )
 _when_imported(
+    "torch._inductor.lowering",
+    lambda module: _import_module("cudnn_ops.ops.inductor").register(module),
+)
+_when_imported(
     "torch.distributed.tensor", lambda _: _import_module("cudnn_ops.distributed.sharding")
 )
 _when_imported(

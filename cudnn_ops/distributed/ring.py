@@ -25,6 +25,8 @@ from cudnn_ops.distributed.arguments import (
 from cudnn_ops.distributed.blocks import plan_of
 from cudnn_ops.distributed.group import check_agreement, group_of
 from cudnn_ops.distributed.order import CHUNKS, check_order
+from cudnn_ops.ops import inductor
+from cudnn_ops.ops._when_imported import when_imported
 from cudnn_ops.ops.sdpa import lse_dtype
 
 OP = "cudnn_ops.distributed.ring_attention"
@@ -394,3 +396,5 @@ torch.library.register_fake("cudnn_ops::_ring_attention", _forward_fake)
 torch.library.register_fake("cudnn_ops::_ring_attention_backward", _backward_fake)
 torch.library.register_autograd("cudnn_ops::_ring_attention", _derivative, setup_context=_save)
 torch.library.register_autograd("cudnn_ops::_ring_attention_backward", _no_second_derivative)
+# Those that were there before are known already.
+when_imported("torch._inductor.lowering", inductor.register)
