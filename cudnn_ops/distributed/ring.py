@@ -396,5 +396,5 @@ torch.library.register_fake("cudnn_ops::_ring_attention", _forward_fake)
 torch.library.register_fake("cudnn_ops::_ring_attention_backward", _backward_fake)
 torch.library.register_autograd("cudnn_ops::_ring_attention", _derivative, setup_context=_save)
 torch.library.register_autograd("cudnn_ops::_ring_attention_backward", _no_second_derivative)
-# Those that were there before are known already.
+# Inductor may have been imported before these operators were defined.
 when_imported("torch._inductor.lowering", inductor.register)

@@ -1,10 +1,11 @@
 """Tells inductor of our operators before it meets them in a graph.
 
-It calls what it has no code for as it is, a fallback, and of an operator that it does not know it
-makes one when it first meets it. On the way it writes the operator's arguments into a message for
-its log, with what computes them, and what computes that, whether or not anybody reads the log.
-Where layer by layer is added to what went before, each layer doubles the message: behind 18 of them
-compiling took 25 seconds more, behind 30 it would take days. (vLLM met the same: vllm 42129.)
+Inductor calls an operator that it cannot generate code for as it is: by a fallback. It makes the
+fallback of an unknown operator when a graph first has it, and formats a message for its log, even
+where the log is off. The message holds the operator's arguments with everything that computes them,
+and each residual connection before the operator doubles it: behind 18 of them compiling took 25
+seconds longer. An operator that has its fallback already needs no message. (vLLM met the same: vllm
+42129.)
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import torch
 
 
 def register(lowering: ModuleType) -> None:
-    """Makes a fallback of each operator that there is, as inductor does at the first meeting.
+    """Makes the fallback of each operator that is defined by now, as inductor itself would.
 
     Args:
         lowering: ``torch._inductor.lowering``.
     """
     if not hasattr(lowering, "make_fallback"):
-        return  # what it imports has imported us; at its end this is called again
-    for operator in _operators():
+        return  # it is being imported, and at its end this is called once more
+    for operator in operators():
         if operator in lowering.lowerings or operator in lowering.decompositions:
             continue
         tag = lowering.get_layout_constraint_tag(operator, with_default=True)
@@ -30,7 +31,8 @@ def register(lowering: ModuleType) -> None:
         lowering.make_fallback(operator, layout_constraint=constraint, warn=False)
 
 
-def _operators() -> list[torch._ops.OpOverload]:
+def operators() -> list[torch._ops.OpOverload]:
+    """All overloads of ``torch.ops.cudnn_ops`` that are defined by now."""
     found = []
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith("cudnn_ops::"):
