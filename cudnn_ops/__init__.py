@@ -9,6 +9,7 @@ from cudnn_ops import _library as _library  # first: it registers the operators
 from cudnn_ops import support
 from cudnn_ops._library import cmake_prefix_path
 from cudnn_ops.compiler.report import Candidate, CompileReport, compile_report
+from cudnn_ops.ops import _batch_norm_fold as _batch_norm_fold
 from cudnn_ops.ops import _vmap_adaptive_norm as _vmap_adaptive_norm
 from cudnn_ops.ops import _vmap_attention as _vmap_attention
 from cudnn_ops.ops import _vmap_batch_norm as _vmap_batch_norm

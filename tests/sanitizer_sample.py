@@ -210,6 +210,16 @@ def batch_norms() -> Iterator[Sample]:
                     )
 
 
+def folded_norms() -> Iterator[Sample]:
+    def run(dtype: torch.dtype) -> None:
+        weights = [_tensor(5, 7, 3, 3, dtype=dtype), _tensor(6, 1, 5, dtype=dtype)]
+        rows = [_tensor(size, dtype=dtype) for size in (5, 6)]
+        _ops._fold_batch_norms.default(weights, *([rows] * 5), [1e-5, 1e-3])
+
+    for name, dtype in TYPES.items():
+        yield f"batch_norm_fold_{name}", partial(run, dtype)
+
+
 def adaptive_norms() -> Iterator[Sample]:
     """Of few rows of each width, as parts of two samples and as numbers of each token."""
 
@@ -570,7 +580,7 @@ def merging() -> Iterator[Sample]:
 
 
 FAMILIES = (
-    *(gated, rotary, norms, group_norms, batch_norms, adaptive_norms, convolutions),
+    *(gated, rotary, norms, group_norms, batch_norms, folded_norms, adaptive_norms, convolutions),
     *(depthwise_images, grouped_images, mixtures, appending),
     *(rounding, turned_rounding, rounding_rows, decoding, merging),
 )

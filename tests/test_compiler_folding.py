@@ -93,7 +93,7 @@ def _folded_node(graph: fx.Graph, dtype: torch.dtype, of_norm: torch.dtype) -> f
         size = (C, C, 3, 3) if place == 0 else (C,)
         node.meta["example_value"] = torch.ones(size, dtype=dtype if place < 2 else of_norm)
         tensors.append(node)
-    return graph.call_function(folded, (*tensors, 1e-5, torch.channels_last))
+    return graph.call_function(folded, (*tensors, 1e-5))
 
 
 @pytest.mark.parametrize("changed", [False, True])

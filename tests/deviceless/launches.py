@@ -513,6 +513,16 @@ def run_merge(recorder: Recorder, device: torch.device) -> None:
                 _ops._merge_attention_state_.default(out, lse, part, lse)
 
 
+def run_folds(recorder: Recorder, device: torch.device) -> None:
+    """As many convolutions as a kernel has room for, and more; of rows short and long."""
+    shapes = ((1, 1, 1, 1), (512, 512, 3, 3), (70_001, 1, 3, 3), (4096, 8192, 1, 1))
+    for shape, dtype, count in itertools.product(shapes, DTYPES, (1, 48, 100)):
+        weights = [memory(device, dtype, *shape)] * count
+        rows = [memory(device, dtype, shape[0])] * count
+        with recorder.calling("fold", dtype, shape, count):
+            _ops._fold_batch_norms.default(weights, *([rows] * 5), [1e-5] * count)
+
+
 def run_rotary_fp8(recorder: Recorder, device: torch.device) -> None:
     """With norms and scales or without, of whole heads and of parts."""
     sizes = itertools.product((1, 1000, 1_000_003), (1, 32), (2, 6, 64, 128, 192, 256), (0, 1))
@@ -572,6 +582,7 @@ RUNS = (
     run_norms,
     run_group_norms,
     run_batch_norms,
+    run_folds,
     run_adaptive_norms,
     run_gated,
     run_rotary,

@@ -231,8 +231,7 @@ def _folded(named: dict[str, Any], eps: float, dims: int, dtype: torch.dtype) ->
     scale, shift = named.get("scale"), named.get("shift")
     if "norm running_var" in named:
         of_norm = (named.get(f"norm {name}") for name in _STATISTICS)
-        layout = _FORMATS.get(dims, torch.contiguous_format)
-        both = applied(folded, weight, bias, *of_norm, eps, layout)
+        both = applied(folded, weight, bias, *of_norm, eps)
         return both[0], both[1]
     if scale is not None:
         scale = scale.reshape(-1)

@@ -1,8 +1,9 @@
 """Batch norms in evaluation, folded into the convolutions before them, many at a time.
 
-A network has dozens of them, and folding one takes two kernels, which run for about as long as they
-take to launch. What is folded from parameters alone waits for nothing: for convolutions that follow
-each other, one kernel computes all weights and one all biases.
+A network has dozens of them, and folding one takes two kernels of inductor's, which run for about
+as long as they take to launch. What is folded from parameters alone waits for nothing: on a GPU one
+kernel computes all weights and biases of convolutions that follow each other. With gradients, and
+on a CPU, torch's functions of lists become one kernel for all weights and one for all biases.
 """
 
 from __future__ import annotations
@@ -15,9 +16,15 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cudnn_ops.compiler.nodes import value_of
+from cudnn_ops.ops._batch_norm_fold import (
+    fold_batch_norms,
+    for_each_output,
+    in_format,
+    scale_and_shift,
+)
 
 #: What is folded early is in memory for longer: so much of a model's does not show.
-MOST_BYTES = 2 << 20
+MOST_BYTES = 16 << 20
 
 
 class Norm(NamedTuple):
@@ -30,30 +37,48 @@ class Norm(NamedTuple):
     norm_weight: Any
     norm_bias: Any
     eps: float
-    memory_format: torch.memory_format
 
 
 def folded(*norm: Any) -> tuple[Tensor, Tensor]:
     """Weight and bias with the norm in them, from the fields of a :class:`Norm`."""
     one = Norm(*norm)
-    weight, (scale, shift) = _laid_out(one), _scale_and_shift(one)
+    if _have_a_kernel([one]):
+        weight, bias = fold_batch_norms(*([field] for field in one))
+        return weight, bias
+    scale, shift = _scale_and_shift(one)
     if one.norm_bias is not None:
         shift = shift + one.norm_bias
-    folded_weight = weight * _for_each_output(scale, weight)
-    return folded_weight.to(weight.dtype), shift.to(weight.dtype)
+    weight = in_format(one.weight) * for_each_output(scale, one.weight)
+    return weight.to(one.weight.dtype), shift.to(one.weight.dtype)
 
 
 def folded_together(norms: Sequence[Sequence[Any]]) -> tuple[Tensor, ...]:
-    """The weights of all, then their biases: torch's functions of lists become one kernel each."""
+    """The weights of all, then their biases."""
     given = [Norm(*norm) for norm in norms]
-    weights, scales, shifts = [], [], []
-    for one in given:
-        weight, (scale, shift) = _laid_out(one), _scale_and_shift(one)
-        weights.append(weight)
-        scales.append(_for_each_output(scale, weight))
-        shifts.append(shift)
-    biases = torch._foreach_add(shifts, [one.norm_bias for one in given])
-    return (*torch._foreach_mul(weights, scales), *biases)
+    if _have_a_kernel(given):
+        return tuple(fold_batch_norms(*zip(*given, strict=True)))
+    scales, shifts = zip(*map(_scale_and_shift, given), strict=True)
+    weights = [in_format(one.weight) for one in given]
+    factors = [for_each_output(scale, one.weight) for scale, one in zip(scales, given, strict=True)]
+    biases = torch._foreach_add(list(shifts), [one.norm_bias for one in given])
+    return (*torch._foreach_mul(weights, factors), *biases)
+
+
+def _scale_and_shift(norm: Norm) -> tuple[Tensor, Tensor]:
+    return scale_and_shift(
+        norm.bias, norm.running_mean, norm.running_var, norm.norm_weight, norm.eps
+    )
+
+
+def _have_a_kernel(norms: Sequence[Norm]) -> bool:
+    """Whether ours folds them: of plain tensors of a GPU, of one dtype, without gradients."""
+    tensors = [field for norm in norms for field in norm if isinstance(field, Tensor)]
+    return (
+        all(tensor.is_cuda and not is_traceable_wrapper_subclass(tensor) for tensor in tensors)
+        and len({tensor.dtype for tensor in tensors}) == 1
+        and tensors[0].dtype != torch.float64
+        and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+    )
 
 
 def fold_together(
@@ -108,20 +133,3 @@ def _is_early(node: fx.Node, mutated: Collection[fx.Node]) -> bool:
     are_given = all(one.op in ("placeholder", "get_attr") and one not in mutated for one in read)
     has_bias = node.args[Norm._fields.index("norm_bias")] is not None
     return are_plain and are_given and has_bias and len({value.dtype for value in values}) == 1
-
-
-def _laid_out(norm: Norm) -> Any:
-    return norm.weight.contiguous(memory_format=norm.memory_format)
-
-
-def _scale_and_shift(norm: Norm) -> tuple[Any, Any]:
-    """What the norm multiplies by, and what is added then but for its bias."""
-    scale = (norm.running_var + norm.eps).rsqrt()
-    if norm.norm_weight is not None:
-        scale = scale * norm.norm_weight
-    shift = -norm.running_mean * scale
-    return scale, shift if norm.bias is None else norm.bias * scale + shift
-
-
-def _for_each_output(scale: Any, weight: Any) -> Any:
-    return scale.reshape(-1, *(1 for _ in weight.shape[1:]))
