@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from cudnn_ops.ops._batch_norm_fold import fold_batch_norms
 from tests.cases import batch_norm_fold as cases
 from tests.conftest import DEVICES
 
@@ -25,7 +24,7 @@ def _given(device: str, dtype: torch.dtype = torch.float32) -> list[Any]:
     weights = [torch.randn(4, 3, 3, 3, dtype=dtype), torch.randn(5, 4, 1, dtype=dtype)]
     means, vars = ([torch.rand(size, dtype=dtype) for size in (4, 5)] for _ in range(2))
     some = [torch.rand(4, dtype=dtype), None]
-    lists = [weights, some, means, vars, some, some]
+    lists: list[list[Any]] = [weights, some, means, vars, some, some]
     return [
         *([x if x is None else x.to(device) for x in one] for one in lists),
         [1e-5, 1e-3],
@@ -54,4 +53,4 @@ def test_bad_input(place: int, wrong: list[Any], error: type[Exception], message
     given = _given("cuda")
     given[place] = [x.cuda() if isinstance(x, torch.Tensor) else x for x in wrong]
     with pytest.raises(error, match=f"_fold_batch_norms: .*{message}"):
-        fold_batch_norms(*given)
+        _ops._fold_batch_norms.default(*given)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,15 +14,41 @@ _ops = torch.ops.cudnn_ops
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def fold_batch_norms(
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    means: Sequence[Tensor],
-    vars: Sequence[Tensor],
-    norm_weights: Sequence[Tensor | None],
-    norm_biases: Sequence[Tensor | None],
-    eps: Sequence[float],
-) -> list[Tensor]:
+class ConvNorm(NamedTuple):
+    """The parameters of a convolution, and those of the batch norm behind it.
+
+    Attributes:
+        weight: [outputs, inputs, ...].
+        bias: [outputs], as all that follows; None stands for 0.
+        mean: what the norm subtracts.
+        var: whose root, with ``eps``, it divides by.
+        norm_weight: None stands for 1.
+        norm_bias: None stands for 0.
+        eps: added to the variance.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    mean: Tensor
+    var: Tensor
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    eps: float
+
+    def with_each(self, change: Callable[[Tensor], Tensor]) -> ConvNorm:
+        """With all tensors changed."""
+        changed: list[Any] = [change(x) if isinstance(x, Tensor) else x for x in self]
+        return ConvNorm(*changed)
+
+    def scale_and_shift(self) -> tuple[Tensor, Tensor]:
+        """What the convolution's outputs are multiplied by, and what is added but for norm_bias."""
+        scale = (self.var + self.eps).rsqrt()
+        if self.norm_weight is not None:
+            scale = scale * self.norm_weight
+        return scale, -self.mean * scale if self.bias is None else (self.bias - self.mean) * scale
+
+
+def fold_batch_norms(norms: Sequence[ConvNorm]) -> list[Tensor]:
     r"""Weights and biases of convolutions that do what their batch norms did, many at once.
 
     .. math::
@@ -32,38 +59,15 @@ def fold_batch_norms(
     serves up to 48 of them, and computes in float32.
 
     Args:
-        weights: of convolutions, [outputs, inputs, ...], of one dtype: float16, bfloat16 or
-            float32, on a CPU float64 too.
-        biases: [outputs]; None stands for 0. As all that follows, of the weights' dtype.
-        means: of what the norms divide by their deviation, [outputs].
-        vars: likewise.
-        norm_weights: [outputs]; None stands for 1.
-        norm_biases: [outputs]; None stands for 0.
-        eps: added to the variances.
+        norms: one or more, whose tensors have one dtype: float16, bfloat16 or float32, on a CPU
+            float64 too.
 
     Returns:
         the weights, with their inputs last in memory, then the biases.
     """
-    found: list[Tensor] = _ops._fold_batch_norms.default(
-        list(weights),
-        list(biases),
-        list(means),
-        list(vars),
-        list(norm_weights),
-        list(norm_biases),
-        list(eps),
-    )
+    lists = (list(field) for field in zip(*norms, strict=True))
+    found: list[Tensor] = _ops._fold_batch_norms.default(*lists)
     return found
-
-
-def scale_and_shift(
-    bias: Tensor | None, mean: Tensor, var: Tensor, norm_weight: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    """What a norm multiplies a convolution's outputs by, and adds then but for its own bias."""
-    scale = (var + eps).rsqrt()
-    if norm_weight is not None:
-        scale = scale * norm_weight
-    return scale, -mean * scale if bias is None else (bias - mean) * scale
 
 
 def for_each_output(scale: Tensor, weight: Tensor) -> Tensor:
@@ -80,35 +84,26 @@ def _format_of(weight: Tensor) -> torch.memory_format:
     return _FORMATS.get(weight.dim(), torch.contiguous_format)
 
 
-def _fold_fake(weights: Sequence[Tensor], *others: Sequence[Tensor | float | None]) -> list[Tensor]:
+def _fold_fake(weights: Sequence[Tensor], *others: Sequence[Any]) -> list[Tensor]:
     return [
         *(torch.empty_like(weight, memory_format=_format_of(weight)) for weight in weights),
         *(weight.new_empty(weight.shape[:1]) for weight in weights),
     ]
 
 
-def _fold_cpu(weights: Sequence[Tensor], *others: Sequence[Tensor | float | None]) -> list[Tensor]:
-    return [
-        tensor for part in zip(*map(_folded_cpu, weights, *others), strict=True) for tensor in part
-    ]
+def _fold_cpu(*lists: Sequence[Any]) -> list[Tensor]:
+    folded = [_folded_cpu(ConvNorm(*fields)) for fields in zip(*lists, strict=True)]
+    return [tensor for part in zip(*folded, strict=True) for tensor in part]
 
 
-def _folded_cpu(
-    weight: Tensor,
-    bias: Tensor | None,
-    mean: Tensor,
-    var: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    of_norm = (None if x is None else x.to(wide) for x in (bias, mean, var, norm_weight))
-    scale, shift = scale_and_shift(*of_norm, eps)  # type: ignore[arg-type]
-    shift = shift if norm_bias is None else shift + norm_bias
-    result = torch.empty_like(weight, memory_format=_format_of(weight))
-    result.copy_(weight.to(wide) * for_each_output(scale, weight))
-    return result, shift.to(weight.dtype)
+def _folded_cpu(norm: ConvNorm) -> tuple[Tensor, Tensor]:
+    dtype = norm.weight.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    norm = norm.with_each(lambda x: x.to(wide))
+    scale, shift = norm.scale_and_shift()
+    shift = shift if norm.norm_bias is None else shift + norm.norm_bias
+    weight = torch.empty_like(norm.weight, dtype=dtype, memory_format=_format_of(norm.weight))
+    return weight.copy_(norm.weight * for_each_output(scale, weight)), shift.to(dtype)
 
 
 register("_fold_batch_norms", fake=_fold_fake, cpu=_fold_cpu)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-from cudnn_ops.ops._batch_norm_fold import fold_batch_norms
+from cudnn_ops.ops._batch_norm_fold import ConvNorm, fold_batch_norms
 
 #: [outputs, inputs of a group, kernel]: of all dimensions; depthwise; of one pixel, one input, one
 #: output, and none; rows longer than a block has threads, and shorter.
@@ -78,26 +79,19 @@ def check(
         *(vectors(case.is_affine), vectors(case.is_affine)),
     ]
     eps = [10.0 ** -(place % 5) for place in range(len(shapes))]
-    moved = [[x if x is None else to_device(x) for x in one] for one in (weights, *given)]
-    found = [back(tensor) for tensor in fold_batch_norms(*moved, eps)]  # type: ignore[arg-type]
+    norms = list(map(ConvNorm, weights, *given, eps))
+    found = [back(x) for x in fold_batch_norms([norm.with_each(to_device) for norm in norms])]
 
     room = 2.0 ** -{torch.float16: 10, torch.bfloat16: 7, torch.float32: 20}[case.dtype]
-    for place, (weight, bias, mean, var, scale, shift) in enumerate(
-        zip(weights, *given, strict=True)
-    ):
-        assert mean is not None
-        assert var is not None
-        factor = (var.double() + eps[place]).rsqrt()
-        factor = factor if scale is None else factor * scale.double()
-        moving = -mean.double() if bias is None else bias.double() - mean.double()
-        right = weight.double() * factor.view(-1, *(1 for _ in weight.shape[1:]))
-        terms = [moving * factor] + ([] if shift is None else [shift.double()])
+    for place, norm in enumerate(norms):
+        weight, bias, mean, var, scale, shift, _ = norm.with_each(Tensor.double)
+        right, right_bias = fuse_conv_bn_weights(weight, bias, mean, var, norm.eps, scale, shift)
+        terms = [x.abs() for x in (bias, mean) if x is not None]
+        size = sum(terms) * (var + norm.eps).rsqrt() * (1 if scale is None else scale.abs())
+        size = size if shift is None else size + shift.abs()
         of_weight, of_bias = found[place], found[len(shapes) + place]
-        expected = torch.empty_like(
-            weight, memory_format=_LAST.get(weight.dim(), torch.contiguous_format)
-        )
-        assert of_weight.stride() == expected.stride()
+        layout = _LAST.get(weight.dim(), torch.contiguous_format)
+        assert of_weight.stride() == torch.empty_like(weight, memory_format=layout).stride()
         assert of_weight.dtype == of_bias.dtype == case.dtype
         assert ((of_weight.double() - right).abs() <= room * right.abs() + 1e-7).all(), weight.shape
-        size = sum(term.abs() for term in terms)
-        assert ((of_bias.double() - sum(terms)).abs() <= room * size + 1e-7).all(), weight.shape
+        assert ((of_bias.double() - right_bias).abs() <= room * size + 1e-7).all(), weight.shape

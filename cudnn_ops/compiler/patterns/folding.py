@@ -9,7 +9,7 @@ on a CPU, torch's functions of lists become one kernel for all weights and one f
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -17,35 +17,23 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cudnn_ops.compiler.nodes import value_of
 from cudnn_ops.ops._batch_norm_fold import (
+    ConvNorm,
     fold_batch_norms,
     for_each_output,
     in_format,
-    scale_and_shift,
 )
 
 #: What is folded early is in memory for longer: so much of a model's does not show.
 MOST_BYTES = 16 << 20
 
 
-class Norm(NamedTuple):
-    """A convolution's parameters, and those of the batch norm behind it."""
-
-    weight: Any
-    bias: Any
-    running_mean: Any
-    running_var: Any
-    norm_weight: Any
-    norm_bias: Any
-    eps: float
-
-
 def folded(*norm: Any) -> tuple[Tensor, Tensor]:
-    """Weight and bias with the norm in them, from the fields of a :class:`Norm`."""
-    one = Norm(*norm)
+    """Weight and bias with the norm in them, from the fields of a :class:`ConvNorm`."""
+    one = ConvNorm(*norm)
     if _have_a_kernel([one]):
-        weight, bias = fold_batch_norms(*([field] for field in one))
+        weight, bias = fold_batch_norms([one])
         return weight, bias
-    scale, shift = _scale_and_shift(one)
+    scale, shift = one.scale_and_shift()
     if one.norm_bias is not None:
         shift = shift + one.norm_bias
     weight = in_format(one.weight) * for_each_output(scale, one.weight)
@@ -54,23 +42,21 @@ def folded(*norm: Any) -> tuple[Tensor, Tensor]:
 
 def folded_together(norms: Sequence[Sequence[Any]]) -> tuple[Tensor, ...]:
     """The weights of all, then their biases."""
-    given = [Norm(*norm) for norm in norms]
+    given = [ConvNorm(*norm) for norm in norms]
     if _have_a_kernel(given):
-        return tuple(fold_batch_norms(*zip(*given, strict=True)))
-    scales, shifts = zip(*map(_scale_and_shift, given), strict=True)
-    weights = [in_format(one.weight) for one in given]
-    factors = [for_each_output(scale, one.weight) for scale, one in zip(scales, given, strict=True)]
-    biases = torch._foreach_add(list(shifts), [one.norm_bias for one in given])
-    return (*torch._foreach_mul(weights, factors), *biases)
+        return tuple(fold_batch_norms(given))
+    weights, scales, shifts = [], [], []
+    for one in given:
+        scale, shift = one.scale_and_shift()
+        weights.append(in_format(one.weight))
+        scales.append(for_each_output(scale, one.weight))
+        shifts.append(shift)
+    norm_biases: list[Any] = [one.norm_bias for one in given]  # none is None: `_is_early`
+    biases = torch._foreach_add(shifts, norm_biases)
+    return (*torch._foreach_mul(weights, scales), *biases)
 
 
-def _scale_and_shift(norm: Norm) -> tuple[Tensor, Tensor]:
-    return scale_and_shift(
-        norm.bias, norm.running_mean, norm.running_var, norm.norm_weight, norm.eps
-    )
-
-
-def _have_a_kernel(norms: Sequence[Norm]) -> bool:
+def _have_a_kernel(norms: Sequence[ConvNorm]) -> bool:
     """Whether ours folds them: of plain tensors of a GPU, of one dtype, without gradients."""
     tensors = [field for norm in norms for field in norm if isinstance(field, Tensor)]
     return (
@@ -131,5 +117,5 @@ def _is_early(node: fx.Node, mutated: Collection[fx.Node]) -> bool:
     values = [value for one in read if (value := value_of(one)) is not None]
     are_plain = not any(is_traceable_wrapper_subclass(value) for value in values)  # or sharded
     are_given = all(one.op in ("placeholder", "get_attr") and one not in mutated for one in read)
-    has_bias = node.args[Norm._fields.index("norm_bias")] is not None
+    has_bias = node.args[ConvNorm._fields.index("norm_bias")] is not None
     return are_plain and are_given and has_bias and len({value.dtype for value in values}) == 1
