@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import fcntl
 import gc
+import itertools
 import os
 import shutil
 import tempfile
@@ -50,6 +51,12 @@ LONG = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONG)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # A process is given two tests at first, of which one at most is to take minutes.
+        long = [item for item in items if item.path.name in LONG]
+        others = items[len(long) :]
+        pairs = itertools.chain.from_iterable(zip(long, others, strict=False))
+        items[:] = [*pairs, *long[len(others) :], *others[len(long) :]]
 
 
 #: Parametrize with this: the CPU everywhere, the GPU with ``-m gpu``. Asking for the GPU where
