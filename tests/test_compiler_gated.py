@@ -221,7 +221,7 @@ def test_computed_again_for_norms(block, is_kept):
     options = {"swap": ["gated", "layer_norm", "rms_norm"]}
     torch._dynamo.reset()
     compiled = torch.compile(block, backend="cudnn_ops", options=options)
-    inputs = [tensor.requires_grad_() for tensor in _inputs(dtype=torch.float32)]
+    inputs = [tensor.requires_grad_() for tensor in _inputs()]
     _, codes = run_fw_bw_and_get_code(lambda: compiled(*inputs))
     assert ["cudnn_ops._gated.default(" in code for code in codes] == [True, not is_kept]
     grads = torch.autograd.grad(block(*inputs).sum(), inputs)
