@@ -1,50 +1,73 @@
 // Query and key, normed and turned, and value, rounded to numbers of 8 bits. Compiled when the
 // package is built (cmake/compile_kernels.py); rotary_fp8_cuda.cpp launches it.
 //
-// A row stays in the registers of the threads that share it. Those of a token follow each other, so
-// that its cosines and sines come from the nearest cache for all heads but the first.
+// A row stays in the registers of the threads that share it. They have one head of one tensor, and
+// go from token to token: all that depends on the head is known before. The heads of a token are
+// those of threads that follow each other, so that its cosines and sines come from the nearest cache
+// for all but the first.
 
 #include "fp8.cuh"
 #include "rotary.cuh"
 #include "rotary_fp8_call.h"
 #include "threads.cuh"
 
-// Which head of which tensor a row is.
-struct Fp8Row {
-  RotaryHeads heads;
-  const void* weight;
-  unsigned head, batch, token, scale;
+// Which head of which tensor a thread has rows of, and where they are.
+struct Fp8Head {
+  const void *input, *weight;
+  void* out;
+  long long head_stride, batch_stride, token_stride;  // of the input
+  unsigned head, heads, scale;
   unsigned half, pieces;  // `half` as in RotaryAnyCall: 0 where nothing turns
-  long long pixel;
 
-  __device__ Fp8Row(const RotaryFp8Call& call, long long row) {
+  __device__ Fp8Head(const RotaryFp8Call& call, unsigned any_head) {
     const auto& turn = call.turn;
     const unsigned queries = turn.query.heads, keys = turn.key.heads;
-    const unsigned all = queries + keys + call.value.heads;
-    // A long division takes longer than the rest.
-    pixel = call.rows >> 32 ? row / all : (unsigned)row / all;
-    head = row - pixel * all;
-    batch = pixel / turn.tokens;
-    token = pixel - (long long)batch * turn.tokens;
-    half = turn.half;
-    pieces = turn.pieces;
-    if (head < queries) {
-      heads = turn.query;
-      weight = call.query_weight;
-      scale = 0;
-    } else if (head < queries + keys) {
-      heads = turn.key;
-      head -= queries;
-      weight = call.key_weight;
-      scale = 1;
-    } else {
-      heads = call.value;
-      head -= queries + keys;
-      weight = nullptr;
-      scale = 2 + (call.value_scales > 1 ? head : 0);
-      half = 0;
-      pieces = call.value_pieces;
+    const bool is_query = any_head < queries, is_key = !is_query && any_head < queries + keys;
+    const RotaryHeads& all = is_query ? turn.query : is_key ? turn.key : call.value;
+    head = is_query ? any_head : any_head - queries - (is_key ? 0 : keys);
+    heads = all.heads;
+    input = all.input;
+    out = all.out;
+    head_stride = all.head_stride;
+    batch_stride = all.batch_stride;
+    token_stride = all.token_stride;
+    weight = is_query ? call.query_weight : is_key ? call.key_weight : nullptr;
+    scale = is_query ? 0 : is_key ? 1 : 2 + (call.value_scales > 1 ? head : 0);
+    half = is_query || is_key ? turn.half : 0;
+    pieces = is_query || is_key ? turn.pieces : call.value_pieces;
+  }
+};
+
+// The tokens of a thread: from its first one on, each `step`th of all batches'. Mirrored, those that
+// come last otherwise come first.
+struct Fp8Tokens {
+  unsigned batch, token, batch_step, token_step, rounds;
+  bool is_mirrored;
+
+  __device__ Fp8Tokens(unsigned first, unsigned step, long long pixels, unsigned tokens,
+                       bool is_mirrored)
+      : batch(first / tokens),
+        token(first % tokens),
+        batch_step(step / tokens),
+        token_step(step % tokens),
+        rounds((pixels - first + step - 1) / step),
+        is_mirrored(is_mirrored) {
+    if (!is_mirrored) return;
+    batch = pixels / tokens - 1 - batch;
+    token = tokens - 1 - token;
+  }
+
+  __device__ void advance(unsigned tokens) {
+    if (is_mirrored) {
+      batch -= batch_step + (token < token_step);
+      token += (token < token_step ? tokens : 0) - token_step;
+      return;
     }
+    batch += batch_step;
+    token += token_step;
+    if (token < tokens) return;
+    token -= tokens;
+    ++batch;
   }
 };
 
@@ -53,7 +76,8 @@ struct Fp8Item {
   unsigned first, second;
   bool is_turned, has_first, has_second;
 
-  __device__ Fp8Item(const Fp8Row& row, unsigned item, bool is_neighbour) {
+  Fp8Item() = default;
+  __device__ Fp8Item(const Fp8Head& row, unsigned item, bool is_neighbour) {
     is_turned = item < row.half;
     if (is_turned) {
       first = is_neighbour ? 2 * item : item;
@@ -84,17 +108,25 @@ __device__ void weigh(const RotaryFp8Call& call, const void* weight, unsigned pi
   }
 }
 
+template <int kWidth>
+__device__ float squares(const float (&values)[kWidth]) {
+  float sum = 0;
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) sum = fmaf(values[k], values[k], sum);
+  return sum;
+}
+
 template <class Angle, bool kInside, int kWidth>
-__device__ void turn_item(const RotaryAnyCall& call, const Fp8Row& row, unsigned item,
+__device__ void turn_item(const RotaryAnyCall& call, unsigned batch, unsigned token, unsigned item,
                           float (&first)[kWidth], float (&second)[kWidth]) {
   constexpr unsigned kPairs = kInside ? kWidth / 2 : kWidth;  // of a piece
-  const FactorRow of_first = factor_row(call, item * kPairs, row.batch, row.token);
+  const FactorRow of_first = factor_row(call, item * kPairs, batch, token);
   const FactorRow of_second =
-      kInside ? factor_row(call, (item + call.half) * kPairs, row.batch, row.token) : of_first;
+      kInside ? factor_row(call, (item + call.half) * kPairs, batch, token) : of_first;
   float cos_first[kWidth], cos_second[kWidth], sin_first[kWidth], sin_second[kWidth];
-  read_factors<Angle, kInside>(call, call.cos, of_first, of_second, row.batch, item, cos_first,
+  read_factors<Angle, kInside>(call, call.cos, of_first, of_second, batch, item, cos_first,
                                cos_second);
-  read_factors<Angle, kInside>(call, call.sin, of_first, of_second, row.batch, item, sin_first,
+  read_factors<Angle, kInside>(call, call.sin, of_first, of_second, batch, item, sin_first,
                                sin_second);
   if constexpr (kInside) {
     turn_neighbours(first, cos_first, sin_first, false);
@@ -119,76 +151,129 @@ __device__ void put_fp8(void* out, long long piece, float scale, bool is_e5m2,
   }
 }
 
-// A row's items in a thread's registers: every threads' of the group.
+// A thread's part of its head's rows: some items, and where those are of any token.
 template <class Type, class Angle, bool kInside, int kWidth, int kItems>
-struct Fp8Items {
-  float first[kItems][kWidth], second[kItems][kWidth];
+struct Fp8Part {
+  using Vector = Piece<Type, kWidth>;
+  using Values = float[kWidth];
 
-  // Calls `visit` with the index of each item that the row has, and where its pieces are.
-  template <class Visit>
-  static __device__ void each(const RotaryFp8Call& call, const Fp8Row& row, const Visit& visit) {
+  const RotaryFp8Call& call;
+  const typename Type::Bits* input;
+  unsigned char* out;
+  const void* weight;
+  long long batch_stride, token_stride;
+  unsigned row;  // bytes of a token's results
+  Fp8Item items[kItems];
+  Vector first[kItems], second[kItems];  // of the next token
+
+  __device__ Fp8Part(const RotaryFp8Call& call, const Fp8Head& head)
+      : call(call),
+        input((const typename Type::Bits*)head.input + head.head * head.head_stride),
+        out((unsigned char*)head.out + (long long)head.head * head.pieces * kWidth),
+        weight(head.weight),
+        batch_stride(head.batch_stride),
+        token_stride(head.token_stride),
+        row(head.heads * head.pieces * kWidth) {
     const bool is_neighbour = kWidth == 1 && call.turn.is_interleaved;
 #pragma unroll
+    for (int i = 0; i < kItems; ++i) items[i] = Fp8Item(head, item(i), is_neighbour);
+  }
+
+  __device__ unsigned item(int i) const {
+    return threadIdx.x % call.group + i * call.group;
+  }
+
+  __device__ void load(unsigned batch, unsigned token) {
+    const auto* x = (const Vector*)(input + batch * batch_stride + token * token_stride);
+#pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const unsigned item = threadIdx.x % call.group + i * call.group;
-      const Fp8Item pieces(row, item, is_neighbour);
-      if (pieces.has_first) visit(i, item, pieces);
+      if (items[i].has_first) first[i] = load_whole(x + items[i].first);
+      if (items[i].has_second) second[i] = load_whole(x + items[i].second);
     }
   }
 
-  __device__ void load(const RotaryFp8Call& call, const Fp8Row& row) {
-    const auto& heads = row.heads;
-    const void* x = (const typename Type::Bits*)heads.input + row.batch * heads.batch_stride +
-                    row.head * heads.head_stride + row.token * heads.token_stride;
-    each(call, row, [&](int i, unsigned, const Fp8Item& pieces) {
-      read_piece<Type>(x, pieces.first, first[i]);
-      if (pieces.has_second) read_piece<Type>(x, pieces.second, second[i]);
-    });
+  // The numbers of what is loaded.
+  __device__ void take(Values (&ones)[kItems], Values (&others)[kItems]) const {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      first[i].read(ones[i]);
+      second[i].read(others[i]);
+    }
   }
 
-  __device__ float squares(const RotaryFp8Call& call, const Fp8Row& row) const {
+  // The thread's part of the sum.
+  __device__ float sum_squares(const Values (&ones)[kItems], const Values (&others)[kItems]) const {
     float sum = 0;
-    each(call, row, [&](int i, unsigned, const Fp8Item& pieces) {
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) {
-        sum += first[i][k] * first[i][k];
-        if (pieces.has_second) sum += second[i][k] * second[i][k];
-      }
-    });
+    for (int i = 0; i < kItems; ++i) {
+      if (items[i].has_first) sum += squares(ones[i]);
+      if (items[i].has_second) sum += squares(others[i]);
+    }
     return sum;
   }
 
-  __device__ void norm(const RotaryFp8Call& call, const Fp8Row& row, float rstd) {
-    each(call, row, [&](int i, unsigned, const Fp8Item& pieces) {
-      weigh<Type>(call, row.weight, pieces.first, rstd, first[i]);
-      if (pieces.has_second) weigh<Type>(call, row.weight, pieces.second, rstd, second[i]);
-    });
+  __device__ void norm(float rstd, Values (&ones)[kItems], Values (&others)[kItems]) const {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (items[i].has_first) weigh<Type>(call, weight, items[i].first, rstd, ones[i]);
+      if (items[i].has_second) weigh<Type>(call, weight, items[i].second, rstd, others[i]);
+    }
   }
 
   // Turns the row, and writes it unless only its largest magnitude is wanted, which it returns.
-  __device__ unsigned finish(const RotaryFp8Call& call, const Fp8Row& row, float scale) {
+  __device__ unsigned finish(unsigned batch, unsigned token, float scale, Values (&ones)[kItems],
+                             Values (&others)[kItems]) const {
     unsigned most = 0;
-    const long long start = (row.pixel * row.heads.heads + row.head) * row.pieces;
-    each(call, row, [&](int i, unsigned item, const Fp8Item& pieces) {
-      if (pieces.is_turned) {
-        turn_item<Angle, kInside>(call.turn, row, item, first[i], second[i]);
+    auto* y = out + ((long long)batch * call.turn.tokens + token) * row;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (!items[i].has_first) continue;
+      if (items[i].is_turned) {
+        turn_item<Angle, kInside>(call.turn, batch, token, item(i), ones[i], others[i]);
       }
-      most = largest(most, first[i]);
-      if (pieces.has_second) most = largest(most, second[i]);
-      if (call.descales == nullptr) return;
-      put_fp8(row.heads.out, start + pieces.first, scale, call.is_e5m2, first[i]);
-      if (pieces.has_second) {
-        put_fp8(row.heads.out, start + pieces.second, scale, call.is_e5m2, second[i]);
+      most = largest(most, ones[i]);
+      if (items[i].has_second) most = largest(most, others[i]);
+      if (call.descales == nullptr) continue;
+      put_fp8(y, items[i].first, scale, call.is_e5m2, ones[i]);
+      if (items[i].has_second) {
+        put_fp8(y, items[i].second, scale, call.is_e5m2, others[i]);
       }
-    });
+    }
     return most;
   }
 };
+
+// The rows of a thread's head: the largest magnitude of its numbers.
+template <class Part>
+__device__ unsigned turn_tokens(const RotaryFp8Call& call, const Fp8Head& head, Fp8Tokens at,
+                                unsigned rounds, float scale) {
+  constexpr int kItems = sizeof(Part::items) / sizeof(Fp8Item);
+  Part part(call, head);
+  if (at.rounds > 0) part.load(at.batch, at.token);
+  unsigned most = 0;
+  // A warp's threads go round together: they add up squares.
+  for (unsigned round = 0; round < rounds; ++round) {
+    const unsigned batch = at.batch, token = at.token;
+    typename Part::Values ones[kItems], others[kItems];
+    part.take(ones, others);
+    at.advance(call.turn.tokens);
+    if (round + 1 < at.rounds) part.load(at.batch, at.token);
+    if (call.query_weight != nullptr || call.key_weight != nullptr) {
+      const float sum = sum_within_warp(part.sum_squares(ones, others), call.group);
+      if (part.weight != nullptr) part.norm(rsqrtf(sum / call.size + call.eps), ones, others);
+    }
+    if (round >= at.rounds) continue;
+    const unsigned own = part.finish(batch, token, scale, ones, others);
+    most = own > most ? own : most;
+  }
+  return most;
+}
 
 // Two passes where no scale is known: the first is for the largest magnitudes alone, and the second
 // begins with the rows that the first read last, which are still in the cache.
 template <class Type, class Angle, bool kInside, int kWidth, int kItems>
 __device__ void rotary_fp8(const RotaryFp8Call& call) {
+  using Part = Fp8Part<Type, Angle, kInside, kWidth, kItems>;
   __shared__ unsigned most_of[kMostScales];
   __shared__ float scales[kMostScales];
   const unsigned count = 2 + call.value_scales;
@@ -200,23 +285,20 @@ __device__ void rotary_fp8(const RotaryFp8Call& call) {
     if (is_rounded && blockIdx.x == 0) call.descales[i] = 1 / scales[i];
   }
   __syncthreads();
-  const unsigned rows_of_block = blockDim.x / call.group;
-  const long long step = (long long)gridDim.x * rows_of_block;
   const bool is_second = is_rounded && !is_known;
-  // A warp's threads go round together: they add up squares.
-  for (long long start = (long long)blockIdx.x * rows_of_block; start < call.rows; start += step) {
-    const long long at = start + threadIdx.x / call.group;
-    const bool is_there = at < call.rows;
-    const Fp8Row row(call, !is_there ? 0 : is_second ? call.rows - 1 - at : at);
-    Fp8Items<Type, Angle, kInside, kWidth, kItems> items;
-    items.load(call, row);
-    if (call.query_weight != nullptr || call.key_weight != nullptr) {
-      const float sum = sum_within_warp(items.squares(call, row), call.group);
-      if (row.weight != nullptr) items.norm(call, row, rsqrtf(sum / call.size + call.eps));
-    }
-    if (!is_there) continue;
-    const unsigned most = items.finish(call, row, scales[row.scale]);
-    if (!is_second && most > most_of[row.scale]) atomicMax(most_of + row.scale, most);
+  if (call.rows > 0) {
+    const unsigned heads = call.turn.query.heads + call.turn.key.heads + call.value.heads;
+    const unsigned rows_of_block = blockDim.x / call.group;
+    const unsigned place = blockIdx.x * rows_of_block + threadIdx.x / call.group;
+    // Of each head so many rows are under way; what is left of the last block has none.
+    const unsigned step = gridDim.x * rows_of_block / heads, first = place / heads;
+    const long long pixels = call.rows / heads;
+    Fp8Tokens tokens(first, step, pixels, call.turn.tokens, is_second);
+    if (first >= step) tokens.rounds = 0;
+    const Fp8Head head(call, place - first * heads);
+    const unsigned most = turn_tokens<Part>(call, head, tokens, (pixels + step - 1) / step,
+                                            scales[head.scale]);
+    if (!is_second && most > most_of[head.scale]) atomicMax(most_of + head.scale, most);
   }
   __syncthreads();
   if (is_second) return;
@@ -226,7 +308,7 @@ __device__ void rotary_fp8(const RotaryFp8Call& call) {
 }
 
 #define ROTARY_FP8_KERNEL(name, ...)                     \
-  extern "C" __global__ void __launch_bounds__(256)      \
+  extern "C" __global__ void __launch_bounds__(256, 3)   \
       name(const __grid_constant__ RotaryFp8Call call) { \
     rotary_fp8<__VA_ARGS__>(call);                       \
   }

@@ -81,9 +81,11 @@ void rotate_to_fp8(const RotaryFp8Input& input, const RotaryTurn& turn,
   const Kernels& kernels = !any.is_wide ? narrow : turn.is_interleaved ? wide_pairs : wide;
   const DeviceKernel& kernel = kernels[rotary_kernel_index(any.q, any.c)];
   // No more blocks than run at the same time: each of them has a word with the largest magnitudes.
-  // One where there is no row, for the descales.
-  const int64_t blocks = std::clamp<int64_t>(divide_up(call.rows, kThreads / call.group), 1,
-                                             kernel.resident_blocks(kThreads, 0));
+  // As many as have a row of each head, though, and one where there is no row, for the descales.
+  const int64_t rows_of_block = kThreads / call.group;
+  const int64_t least = std::max<int64_t>(1, call.rows > 0 ? divide_up(heads, rows_of_block) : 0);
+  const int64_t blocks = std::max(
+      least, std::min(divide_up(call.rows, rows_of_block), kernel.resident_blocks(kThreads, 0)));
   const auto launch = [&] {
     void* argument = &call;
     kernel.launch(blocks, 1, kThreads, &argument);
