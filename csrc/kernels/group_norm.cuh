@@ -1,6 +1,7 @@
 // What group_norm_forward.cu and group_norm_backward.cu share: which numbers a thread has, and how
 // the threads of a channel join what they found. One code serves both memory orders: where channels
-// are last a piece has one position of several channels, else several positions of one channel.
+// are last (kIsLast) a piece has one position of several channels, else several positions of one
+// channel.
 #pragma once
 
 #include "activation.cuh"
@@ -12,9 +13,10 @@ using Type = KERNEL_TYPE;
 using Bits = Type::Bits;
 
 // The numbers of a block: a stretch of the positions of a strip of a sample's channels.
-template <int kBytes>
+template <int kBytes, bool kIsLast>
 struct Tile {
   static constexpr int kWidth = kBytes / sizeof(Bits);
+  static constexpr int kChannels = kIsLast ? kWidth : 1;  // of a piece
   using Vector = Piece<Type, kWidth>;
 
   const GroupNormCall& call;
@@ -26,8 +28,8 @@ struct Tile {
   __device__ Tile(const GroupNormCall& call, unsigned block) : call(call) {
     const GroupNormSpread& spread = call.spread;
     const unsigned thread = threadIdx.x;
-    slot = call.is_channels_last ? thread % spread.slots : thread / spread.lanes;
-    lane = call.is_channels_last ? thread / spread.slots : thread % spread.lanes;
+    slot = kIsLast ? thread % spread.slots : thread / spread.lanes;
+    lane = kIsLast ? thread / spread.slots : thread % spread.lanes;
     const unsigned strip = block % spread.strips;
     row = block / spread.strips;
     sample = row / spread.stretches;
@@ -35,15 +37,13 @@ struct Tile {
     end_channel = min(call.channels, first_channel + spread.channels);
     const unsigned begin = (row - sample * spread.stretches) * spread.stretch;
     first = begin + lane;
-    end = min(call.is_channels_last ? call.positions : call.positions / kWidth,
-              begin + spread.stretch);
-    numbers = (end - begin) * (call.is_channels_last ? 1 : kWidth);
+    end = min(kIsLast ? call.positions : call.positions / kWidth, begin + spread.stretch);
+    numbers = (end - begin) * (kIsLast ? 1 : kWidth);
   }
 
   // The first of the thread's channels in a turn.
   __device__ unsigned channel(unsigned turn) const {
-    const unsigned width = call.is_channels_last ? kWidth : 1;
-    return first_channel + (turn * call.spread.slots + slot) * width;
+    return first_channel + (turn * call.spread.slots + slot) * kChannels;
   }
   __device__ bool has(unsigned channel) const {
     return lane < call.spread.lanes && slot < call.spread.slots && channel < end_channel;
@@ -51,8 +51,22 @@ struct Tile {
   // Where the pieces of a channel begin.
   __device__ long long offset(unsigned channel) const {
     const long long start = (long long)sample * call.channels * call.positions;
-    return (start + (call.is_channels_last ? channel : (long long)channel * call.positions)) /
-           kWidth;
+    return (start + (kIsLast ? channel : (long long)channel * call.positions)) / kWidth;
+  }
+
+  // Calls `visit` with the index of each of a piece's channels from that one on, the channel and its
+  // group.
+  template <class Visit>
+  __device__ void each_channel(unsigned channel, const Visit& visit) const {
+    const unsigned group_channels = call.channels / call.groups;
+    unsigned group = channel / group_channels, left = (group + 1) * group_channels - channel;
+#pragma unroll
+    for (int k = 0; k < kChannels; ++k) {
+      visit(k, channel + k, group);
+      if (--left > 0) continue;
+      left = group_channels;
+      ++group;
+    }
   }
 
   // For each position of the thread `load` with an index below kAhead and where its piece is, then
@@ -60,7 +74,7 @@ struct Tile {
   template <int kAhead, class Load, class Use>
   __device__ void each(unsigned channel, const Load& load, const Use& use) const {
     const long long start = offset(channel);
-    const unsigned step = call.is_channels_last ? call.channels / kWidth : 1;
+    const unsigned step = kIsLast ? call.channels / kWidth : 1;
     const unsigned lanes = call.spread.lanes;
     for (unsigned at = first; at < end; at += kAhead * lanes) {
 #pragma unroll
@@ -106,22 +120,21 @@ __device__ float bias_of(const GroupNormCall& call, unsigned channel) {
   return read_parameter(call.bias, call.is_bias_float, channel, 0);
 }
 
-// Joins what the lanes of each slot found, in a fixed order; lane 0 has the result, where channels
-// are first in parts[0]. Every thread of the block must come here. A Part is some floats and knows
-// how to take in another.
-template <class Part, int kWidth>
-__device__ void join(const GroupNormCall& call, unsigned lane, Part (&parts)[kWidth],
+// Joins what the lanes of each slot found, in a fixed order; lane 0 has the result. Every thread of
+// the block must come here. A Part is some floats and knows how to take in another.
+template <bool kIsLast, class Part, int kChannels>
+__device__ void join(const GroupNormCall& call, unsigned lane, Part (&parts)[kChannels],
                      float* scratch) {
   constexpr unsigned kFloats = sizeof(Part) / sizeof(float);
   const GroupNormSpread& spread = call.spread;
-  if (call.is_channels_last) {
+  if constexpr (kIsLast) {
     // The upper half of the lanes hands over to the lower one, until one is left.
     const unsigned thread = threadIdx.x, handed = spread.slots * (spread.lanes / 2);
     for (unsigned lanes = spread.lanes; lanes > 1;) {
       const unsigned half = (lanes + 1) / 2, from = thread - half * spread.slots;
       if (lane >= half && lane < lanes) {
 #pragma unroll
-        for (int k = 0; k < kWidth; ++k) {
+        for (int k = 0; k < kChannels; ++k) {
 #pragma unroll
           for (unsigned j = 0; j < kFloats; ++j) {
             scratch[(k * kFloats + j) * handed + from] = parts[k].floats[j];
@@ -131,7 +144,7 @@ __device__ void join(const GroupNormCall& call, unsigned lane, Part (&parts)[kWi
       __syncthreads();
       if (lane < lanes - half) {
 #pragma unroll
-        for (int k = 0; k < kWidth; ++k) {
+        for (int k = 0; k < kChannels; ++k) {
           Part other;
 #pragma unroll
           for (unsigned j = 0; j < kFloats; ++j) {
@@ -145,8 +158,6 @@ __device__ void join(const GroupNormCall& call, unsigned lane, Part (&parts)[kWi
     }
     return;
   }
-#pragma unroll
-  for (int k = 1; k < kWidth; ++k) parts[0].take(parts[k]);
   for (unsigned distance = min(spread.lanes, 32u) / 2; distance > 0; distance /= 2) {
     Part other;
 #pragma unroll
@@ -178,10 +189,14 @@ __device__ void join(const GroupNormCall& call, unsigned lane, Part (&parts)[kWi
 // The kernels of pieces of 16 and of 8 bytes, and of one number.
 constexpr int n = sizeof(Bits);
 
-#define GROUP_NORM(name, bytes, threads, blocks)                                \
-  extern "C" __global__ void __launch_bounds__(threads, blocks)                 \
-      group_norm_##name##_##bytes(const __grid_constant__ GroupNormCall call) { \
-    wait_for_inputs();                                                          \
-    let_next_start();                                                           \
-    name<bytes>(call);                                                          \
+#define GROUP_NORM_KERNEL(name, threads, blocks, ...)                \
+  extern "C" __global__ void __launch_bounds__(threads, blocks)      \
+      group_norm_##name(const __grid_constant__ GroupNormCall call) { \
+    wait_for_inputs();                                               \
+    let_next_start();                                                \
+    __VA_ARGS__(call);                                               \
   }
+// For channels that are first and last in memory.
+#define GROUP_NORM(name, bytes, threads, blocks)                                   \
+  GROUP_NORM_KERNEL(name##_##bytes##_first, threads, blocks, name<bytes, false>)   \
+  GROUP_NORM_KERNEL(name##_##bytes##_last, threads, blocks, name<bytes, true>)

@@ -23,46 +23,49 @@ struct Sums {
 constexpr int kAhead = 2;
 
 // What a thread knows of its channels.
-template <int kBytes>
+template <int kBytes, bool kIsLast>
 struct Channels {
-  static constexpr int kWidth = kBytes / sizeof(Bits);
-  float centers[kWidth], factors[kWidth], shifts[kWidth];
+  static constexpr int kWidth = kBytes / sizeof(Bits), kChannels = kIsLast ? kWidth : 1;
+  float centers[kChannels], factors[kChannels], shifts[kChannels];
 
-  __device__ Channels(const GroupNormCall& call, const Tile<kBytes>& tile, unsigned channel) {
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
-      const unsigned of = channel + (call.is_channels_last ? k : 0);
-      const unsigned group = tile.sample * call.groups + of / (call.channels / call.groups);
-      centers[k] = call.mean[group];
-      factors[k] = call.rstd[group] * weight_of(call, of);
+  __device__ Channels(const GroupNormCall& call, const Tile<kBytes, kIsLast>& tile,
+                      unsigned channel) {
+    const unsigned first = tile.sample * call.groups;
+    tile.each_channel(channel, [&](int k, unsigned of, unsigned group) {
+      centers[k] = call.mean[first + group];
+      factors[k] = call.rstd[first + group] * weight_of(call, of);
       shifts[k] = call.has_silu ? bias_of(call, of) : 0;
-    }
+    });
   }
   // Makes a number's distance from the mean of it, and of the output's gradient the one through the
   // activation.
   __device__ void through(const GroupNormCall& call, float (&x)[kWidth],
                           float (&grad)[kWidth]) const {
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) x[k] -= centers[k];
+    for (int k = 0; k < kWidth; ++k) x[k] -= centers[kIsLast ? k : 0];
     if (!call.has_silu) return;
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) grad[k] *= Silu::of(fmaf(x[k], factors[k], shifts[k])).y;
+    for (int k = 0; k < kWidth; ++k) {
+      const int c = kIsLast ? k : 0;
+      grad[k] *= SiluOf<Type::kDigits>::of(fmaf(x[k], factors[c], shifts[c])).y;
+    }
   }
 };
 
 // The sums of each of the block's channels; `write` gets them.
-template <int kBytes, bool kKeeps, class Write>
-__device__ void find_sums(const GroupNormCall& call, const Tile<kBytes>& tile, const Shared& shared,
-                          const Write& write) {
-  constexpr int kWidth = kBytes / sizeof(Bits);
-  using Vector = Piece<Type, kWidth>;
+template <bool kKeeps, int kBytes, bool kIsLast, class Write>
+__device__ void find_sums(const GroupNormCall& call, const Tile<kBytes, kIsLast>& tile,
+                          const Shared& shared, const Write& write) {
+  using Vector = typename Tile<kBytes, kIsLast>::Vector;
+  constexpr int kWidth = Tile<kBytes, kIsLast>::kWidth;
+  constexpr int kChannels = Tile<kBytes, kIsLast>::kChannels;
   const auto *input = (const Vector*)call.input, *grad_out = (const Vector*)call.grad_out;
   auto* kept = (Vector*)shared.kept + threadIdx.x;
   for (unsigned turn = 0; turn < call.spread.turns; ++turn) {
     const unsigned channel = tile.channel(turn);
-    Sums sums[kWidth] = {};
+    Sums sums[kChannels] = {};
     if (tile.has(channel)) {
-      const Channels<kBytes> channels(call, tile, channel);
+      const Channels<kBytes, kIsLast> channels(call, tile, channel);
       Vector inputs[kAhead], grads[kAhead];
       const auto load = [&](int i, long long at) {
         inputs[i] = input[at];
@@ -80,21 +83,19 @@ __device__ void find_sums(const GroupNormCall& call, const Tile<kBytes>& tile, c
         channels.through(call, x, grad);
 #pragma unroll
         for (int k = 0; k < kWidth; ++k) {
-          sums[k].floats[0] += grad[k];
-          sums[k].floats[1] = fmaf(grad[k], x[k], sums[k].floats[1]);
+          Sums& own = sums[kIsLast ? k : 0];
+          own.floats[0] += grad[k];
+          own.floats[1] = fmaf(grad[k], x[k], own.floats[1]);
         }
       };
       tile.template each<kAhead>(channel, load, use);
     }
-    join(call, tile.lane, sums, shared.scratch);
+    join<kIsLast>(call, tile.lane, sums, shared.scratch);
     if (tile.lane != 0 || !tile.has(channel)) continue;
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
-      if (k > 0 && !call.is_channels_last) continue;
-      const unsigned group = (channel + k) / (call.channels / call.groups);
+    tile.each_channel(channel, [&](int k, unsigned of, unsigned group) {
       sums[k].floats[1] *= call.rstd[tile.sample * call.groups + group];
-      write(channel + k, sums[k]);
-    }
+      write(of, sums[k]);
+    });
   }
 }
 
@@ -107,26 +108,25 @@ __device__ float2 slopes_of(const GroupNormCall& call, unsigned group, float sum
 }
 
 // The gradient of the block's numbers; `slopes` are those of groups from `first_group` on.
-template <int kBytes, bool kKeeps>
-__device__ void write_gradient(const GroupNormCall& call, const Tile<kBytes>& tile,
+template <bool kKeeps, int kBytes, bool kIsLast>
+__device__ void write_gradient(const GroupNormCall& call, const Tile<kBytes, kIsLast>& tile,
                                const Shared& shared, const float2* slopes, unsigned first_group) {
-  constexpr int kWidth = kBytes / sizeof(Bits);
-  using Vector = Piece<Type, kWidth>;
+  using Vector = typename Tile<kBytes, kIsLast>::Vector;
+  constexpr int kWidth = Tile<kBytes, kIsLast>::kWidth;
+  constexpr int kChannels = Tile<kBytes, kIsLast>::kChannels;
   const auto *input = (const Vector*)call.input, *grad_out = (const Vector*)call.grad_out;
   const auto* more = (const Vector*)call.grad_sum;
   const auto* kept = (const Vector*)shared.kept + threadIdx.x;
   for (unsigned turn = 0; turn < call.spread.turns; ++turn) {
     const unsigned channel = tile.channel(turn);
     if (!tile.has(channel)) continue;
-    const Channels<kBytes> channels(call, tile, channel);
-    float constants[kWidth], multiples[kWidth];
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
-      const unsigned of = channel + (call.is_channels_last ? k : 0);
-      const float2 slope = slopes[of / (call.channels / call.groups) - first_group];
+    const Channels<kBytes, kIsLast> channels(call, tile, channel);
+    float constants[kChannels], multiples[kChannels];
+    tile.each_channel(channel, [&](int k, unsigned, unsigned group) {
+      const float2 slope = slopes[group - first_group];
       constants[k] = slope.x;
       multiples[k] = slope.y;
-    }
+    });
     Vector inputs[kAhead], grads[kAhead];
     const auto load = [&](int i, long long at) {
       if constexpr (kKeeps) {
@@ -145,8 +145,9 @@ __device__ void write_gradient(const GroupNormCall& call, const Tile<kBytes>& ti
       channels.through(call, x, grad);
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
-        const float less = fmaf(x[k], multiples[k], constants[k]);
-        x[k] = fmaf(channels.factors[k], grad[k], -less);
+        const int c = kIsLast ? k : 0;
+        const float less = fmaf(x[k], multiples[c], constants[c]);
+        x[k] = fmaf(channels.factors[c], grad[k], -less);
       }
       if (more != nullptr) more[at].add_to(x);
       ((Vector*)call.out)[at] = Vector::of(x);
@@ -158,12 +159,12 @@ __device__ void write_gradient(const GroupNormCall& call, const Tile<kBytes>& ti
 // The sums of each of the block's groups over its channels, each times its weight; `write` gets the
 // group's number in the block and both. The channels' go to `partial`, where there is one. Every
 // thread of the block must come here.
-template <int kBytes, bool kKeeps, class Write>
-__device__ void find_group_sums(const GroupNormCall& call, const Tile<kBytes>& tile,
+template <bool kKeeps, int kBytes, bool kIsLast, class Write>
+__device__ void find_group_sums(const GroupNormCall& call, const Tile<kBytes, kIsLast>& tile,
                                 const Shared& shared, const Write& write) {
   const long long numbers = (long long)call.samples * call.spread.stretches * call.channels;
   auto* found = (float2*)shared.channels;
-  find_sums<kBytes, kKeeps>(call, tile, shared, [&](unsigned channel, const Sums& sums) {
+  find_sums<kKeeps>(call, tile, shared, [&](unsigned channel, const Sums& sums) {
     found[channel - tile.first_channel] = {sums.floats[0], sums.floats[1]};
     if (call.partial == nullptr) return;
     float* partial = call.partial + (long long)tile.row * call.channels + channel;
@@ -189,34 +190,34 @@ __device__ void find_group_sums(const GroupNormCall& call, const Tile<kBytes>& t
 
 // Groups of a sample that are a block's, from the first number to the gradient, but for the sums
 // over samples.
-template <int kBytes>
+template <int kBytes, bool kIsLast>
 __device__ void whole_backward(const GroupNormCall& call) {
-  const Tile<kBytes> tile(call, blockIdx.x);
+  const Tile<kBytes, kIsLast> tile(call, blockIdx.x);
   const Shared shared(call.spread);
   const unsigned first_group = tile.first_channel / (call.channels / call.groups);
   auto* slopes = (float2*)shared.groups;
-  find_group_sums<kBytes, true>(call, tile, shared, [&](unsigned group, float sum, float along) {
+  find_group_sums<true>(call, tile, shared, [&](unsigned group, float sum, float along) {
     slopes[group] = slopes_of(call, tile.sample * call.groups + first_group + group, sum, along);
   });
   __syncthreads();
-  write_gradient<kBytes, true>(call, tile, shared, slopes, first_group);
+  write_gradient<true>(call, tile, shared, slopes, first_group);
 }
 
-template <int kBytes>
+template <int kBytes, bool kIsLast>
 __device__ void sums(const GroupNormCall& call) {
-  const Tile<kBytes> tile(call, blockIdx.x);
+  const Tile<kBytes, kIsLast> tile(call, blockIdx.x);
   const Shared shared(call.spread);
   if (call.group_partial != nullptr) {
     const unsigned first_group = tile.first_channel / (call.channels / call.groups);
     auto* partial = (float2*)call.group_partial + (long long)tile.row * call.groups + first_group;
-    find_group_sums<kBytes, false>(call, tile, shared, [&](unsigned group, float sum, float along) {
+    find_group_sums<false>(call, tile, shared, [&](unsigned group, float sum, float along) {
       partial[group] = {sum, along};
     });
     return;
   }
   const long long numbers = (long long)call.samples * call.spread.stretches * call.channels;
   float* partial = call.partial + (long long)tile.row * call.channels;
-  find_sums<kBytes, false>(call, tile, shared, [&](unsigned channel, const Sums& sums) {
+  find_sums<false>(call, tile, shared, [&](unsigned channel, const Sums& sums) {
     partial[channel] = sums.floats[0];
     partial[numbers + channel] = sums.floats[1];
   });
@@ -272,11 +273,11 @@ __device__ void totals(const GroupNormCall& call) {
   if (threadIdx.x == 0) ((float2*)call.slopes)[at] = slopes_of(call, at, found[0], found[1]);
 }
 
-template <int kBytes>
+template <int kBytes, bool kIsLast>
 __device__ void gradient(const GroupNormCall& call) {
-  const Tile<kBytes> tile(call, gridDim.x - 1 - blockIdx.x);
+  const Tile<kBytes, kIsLast> tile(call, gridDim.x - 1 - blockIdx.x);
   const auto* slopes = (const float2*)call.slopes + tile.sample * call.groups;
-  write_gradient<kBytes, false>(call, tile, Shared(call.spread), slopes, 0);
+  write_gradient<false>(call, tile, Shared(call.spread), slopes, 0);
 }
 
 }  // namespace
@@ -291,9 +292,4 @@ GROUP_NORM(gradient, 16, 256, 2)
 GROUP_NORM(gradient, 8, 256, 2)
 GROUP_NORM(gradient, n, 256, 2)
 
-extern "C" __global__ void __launch_bounds__(256)
-    group_norm_totals(const __grid_constant__ GroupNormCall call) {
-  wait_for_inputs();
-  let_next_start();
-  totals(call);
-}
+GROUP_NORM_KERNEL(totals, 256, 1, totals)

@@ -20,20 +20,24 @@ namespace {
 constexpr int kGroupThreads = 256;
 constexpr int64_t kStrip = 32;  // channels of a block that adds up
 
-// By their pieces: one number, 8 bytes and 16.
+// By their pieces, one number, 8 bytes and 16: where channels are first in memory, then where they
+// are last.
+using Kernels = DeviceKernel[6];
+
 struct ForwardKernels {
-  DeviceKernel whole[3], moments[3], groups[3], apply[3];
+  Kernels whole, moments, groups, apply;
 };
 
 struct BackwardKernels {
-  DeviceKernel whole[3], sums[3], gradient[3];
+  Kernels whole, sums, gradient;
   DeviceKernel totals;
 };
 
 #define CUDNN_OPS_KERNEL(images, name) {images, "group_norm_" name, true}
-#define CUDNN_OPS_WIDTHS(images, name)                                       \
-  {CUDNN_OPS_KERNEL(images, name "_n"), CUDNN_OPS_KERNEL(images, name "_8"), \
-   CUDNN_OPS_KERNEL(images, name "_16")}
+#define CUDNN_OPS_WIDTHS(images, name)                                                   \
+  {CUDNN_OPS_KERNEL(images, name "_n_first"),  CUDNN_OPS_KERNEL(images, name "_8_first"), \
+   CUDNN_OPS_KERNEL(images, name "_16_first"), CUDNN_OPS_KERNEL(images, name "_n_last"),  \
+   CUDNN_OPS_KERNEL(images, name "_8_last"),   CUDNN_OPS_KERNEL(images, name "_16_last")}
 #define CUDNN_OPS_FORWARD(images)                                          \
   {CUDNN_OPS_WIDTHS(images, "whole"), CUDNN_OPS_WIDTHS(images, "moments"), \
    CUDNN_OPS_WIDTHS(images, "groups"), CUDNN_OPS_WIDTHS(images, "apply")}
@@ -75,9 +79,10 @@ unsigned aligned_bytes(std::initializer_list<const void*> addresses, unsigned le
   return bits % 16 == 0 ? 16 : bits % 8 == 0 ? 8 : least;
 }
 
-// Of a kernel, by the pieces of the problem.
+// Of a problem's kernel.
 size_t index_of(const GroupNormProblem& problem) {
-  return problem.piece_bytes() == 16 ? 2 : problem.piece_bytes() == 8 ? 1 : 0;
+  const size_t piece = problem.piece_bytes() == 16 ? 2 : problem.piece_bytes() == 8 ? 1 : 0;
+  return (problem.is_channels_last ? 3 : 0) + piece;
 }
 
 // What both directions have in common.
@@ -147,11 +152,11 @@ void group_norm_forward(const GroupNormOfImages& args, const at::Tensor& residua
   const GroupNormLaunch launch = group_norm_launch(problem, current_limits());
   call.spread = launch.spread;
   const auto& kernels = forward_kernels(type_index(args.input.scalar_type()));
-  const size_t piece = index_of(problem);
+  const size_t index = index_of(problem);
   const auto shared = static_cast<int>(launch.shared_bytes);
   void* argument = &call;
   if (launch.is_whole) {
-    return kernels.whole[piece].launch(launch.blocks, 1, launch.threads, &argument, shared);
+    return kernels.whole[index].launch(launch.blocks, 1, launch.threads, &argument, shared);
   }
   const int64_t parts = call.spread.has_groups ? problem.groups : problem.channels;
   const int64_t numbers = partial_numbers(call, parts), groups = problem.samples * problem.groups;
@@ -162,9 +167,9 @@ void group_norm_forward(const GroupNormOfImages& args, const at::Tensor& residua
     call.mean = call.partial + numbers;
     call.rstd = call.mean + groups;
   }
-  kernels.moments[piece].launch(launch.blocks, 1, launch.threads, &argument, shared);
-  kernels.groups[piece].launch(groups, 1, kGroupThreads, &argument);
-  kernels.apply[piece].launch(launch.blocks, 1, launch.threads, &argument, shared);
+  kernels.moments[index].launch(launch.blocks, 1, launch.threads, &argument, shared);
+  kernels.groups[index].launch(groups, 1, kGroupThreads, &argument);
+  kernels.apply[index].launch(launch.blocks, 1, launch.threads, &argument, shared);
 }
 
 void group_norm_backward(const GroupNormOfImages& args, const at::Tensor& grad_out,
@@ -184,7 +189,7 @@ void group_norm_backward(const GroupNormOfImages& args, const at::Tensor& grad_o
   const GroupNormLaunch launch = group_norm_launch(problem, current_limits());
   call.spread = launch.spread;
   const auto& kernels = backward_kernels(type_index(args.input.scalar_type()));
-  const size_t piece = index_of(problem);
+  const size_t index = index_of(problem);
   const auto shared = static_cast<int>(launch.shared_bytes);
   const bool needs_input = call.out != nullptr;
   const bool needs_totals = call.grad_weight != nullptr || call.grad_bias != nullptr;
@@ -201,14 +206,14 @@ void group_norm_backward(const GroupNormOfImages& args, const at::Tensor& grad_o
   call.partial = needs_channels ? call.slopes + 2 * groups + of_groups : nullptr;
   void* argument = &call;
   if (launch.is_whole) {
-    kernels.whole[piece].launch(launch.blocks, 1, launch.threads, &argument, shared);
+    kernels.whole[index].launch(launch.blocks, 1, launch.threads, &argument, shared);
     if (needs_totals) kernels.totals.launch(strips, 1, kGroupThreads, &argument);
     return;
   }
-  kernels.sums[piece].launch(launch.blocks, 1, launch.threads, &argument, shared);
+  kernels.sums[index].launch(launch.blocks, 1, launch.threads, &argument, shared);
   kernels.totals.launch(strips + (needs_input ? groups : 0), 1, kGroupThreads, &argument);
   if (!needs_input) return;
-  kernels.gradient[piece].launch(launch.blocks, 1, launch.threads, &argument, shared);
+  kernels.gradient[index].launch(launch.blocks, 1, launch.threads, &argument, shared);
 }
 
 }  // namespace cudnn_ops

@@ -17,8 +17,8 @@ struct Moments {
 
   __device__ void take(const Moments& other) {
     if (other.floats[2] == 0) return;
-    const float count = floats[2] + other.floats[2];
-    const float share = other.floats[2] / count, distance = other.floats[0] - floats[0];
+    const float count = floats[2] + other.floats[2], distance = other.floats[0] - floats[0];
+    const float share = other.floats[2] * near_reciprocal(count);
     floats[0] += distance * share;
     // In this order nothing overflows where one of the counts is 0.
     floats[1] += other.floats[1] + distance * floats[2] * (distance * share);
@@ -26,20 +26,65 @@ struct Moments {
   }
 };
 
+// The moments of a thread's numbers in each of the channels of its pieces.
+template <int kWidth, bool kIsLast>
+struct PieceMoments {
+  static constexpr int kChannels = kIsLast ? kWidth : 1;
+  float count = 0, mean[kChannels] = {}, squares[kChannels] = {};
+
+  __device__ void take(const float (&values)[kWidth]) {
+    if constexpr (kIsLast) {
+      count += 1;
+      const float share = near_reciprocal(count);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        const float distance = values[k] - mean[k];
+        mean[k] = fmaf(distance, share, mean[k]);
+        squares[k] = fmaf(distance, values[k] - mean[k], squares[k]);
+      }
+    } else {
+      // Halves are added up, so that equal numbers are their own mean here too.
+      float sums[kWidth];
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) sums[k] = values[k];
+#pragma unroll
+      for (int half = kWidth / 2; half > 0; half /= 2) {
+#pragma unroll
+        for (int k = 0; k < half; ++k) sums[k] += sums[k + half];
+      }
+      const float center = sums[0] * (1.0f / kWidth);
+      float apart = 0;
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        apart = fmaf(values[k] - center, values[k] - center, apart);
+      }
+      Moments all = moments(0);
+      all.take({center, apart, kWidth});
+      mean[0] = all.floats[0];
+      squares[0] = all.floats[1];
+      count = all.floats[2];
+    }
+  }
+  __device__ Moments moments(int k) const {
+    return {mean[k], squares[k], count};
+  }
+};
+
 constexpr int kAhead = 4;
 
 // The moments of each of the block's channels; `write` gets them. Pieces are of the sum where there
 // is a residual: the norm is of what is written.
-template <int kBytes, bool kKeeps, class Write>
-__device__ void find_moments(const GroupNormCall& call, const Tile<kBytes>& tile,
+template <bool kKeeps, int kBytes, bool kIsLast, class Write>
+__device__ void find_moments(const GroupNormCall& call, const Tile<kBytes, kIsLast>& tile,
                              const Shared& shared, const Write& write) {
-  constexpr int kWidth = kBytes / sizeof(Bits);
-  using Vector = Piece<Type, kWidth>;
+  using Vector = typename Tile<kBytes, kIsLast>::Vector;
+  constexpr int kWidth = Tile<kBytes, kIsLast>::kWidth;
+  constexpr int kChannels = Tile<kBytes, kIsLast>::kChannels;
   const auto *input = (const Vector*)call.input, *residual = (const Vector*)call.residual;
   auto *sum = (Vector*)call.sum, *kept = (Vector*)shared.kept + threadIdx.x;
   for (unsigned turn = 0; turn < call.spread.turns; ++turn) {
     const unsigned channel = tile.channel(turn);
-    float count = 0, mean[kWidth] = {}, squares[kWidth] = {};
+    PieceMoments<kWidth, kIsLast> found;
     if (tile.has(channel)) {
       Vector pieces[kAhead];
       const auto load = [&](int i, long long at) {
@@ -59,50 +104,39 @@ __device__ void find_moments(const GroupNormCall& call, const Tile<kBytes>& tile
           kept += blockDim.x;
         }
         pieces[i].read(values);
-        count += 1;
-        const float share = 1 / count;
-#pragma unroll
-        for (int k = 0; k < kWidth; ++k) {
-          const float distance = values[k] - mean[k];
-          mean[k] = fmaf(distance, share, mean[k]);
-          squares[k] = fmaf(distance, values[k] - mean[k], squares[k]);
-        }
+        found.take(values);
       };
       tile.template each<kAhead>(channel, load, use);
     }
-    Moments moments[kWidth];
+    Moments moments[kChannels];
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) moments[k] = {{mean[k], squares[k], count}};
-    join(call, tile.lane, moments, shared.scratch);
+    for (int k = 0; k < kChannels; ++k) moments[k] = found.moments(k);
+    join<kIsLast>(call, tile.lane, moments, shared.scratch);
     if (tile.lane != 0 || !tile.has(channel)) continue;
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
-      if (k == 0 || call.is_channels_last) write(channel + k, moments[k]);
-    }
+    for (int k = 0; k < kChannels; ++k) write(channel + k, moments[k]);
   }
 }
 
 // The norm of the block's numbers; `mean` and `rstd` are those of groups from `first_group` on.
-template <int kBytes, bool kKeeps>
-__device__ void normalize(const GroupNormCall& call, const Tile<kBytes>& tile, const Shared& shared,
-                          const float* mean, const float* rstd, unsigned first_group) {
-  constexpr int kWidth = kBytes / sizeof(Bits);
-  using Vector = Piece<Type, kWidth>;
+template <bool kKeeps, int kBytes, bool kIsLast>
+__device__ void normalize(const GroupNormCall& call, const Tile<kBytes, kIsLast>& tile,
+                          const Shared& shared, const float* mean, const float* rstd,
+                          unsigned first_group) {
+  using Vector = typename Tile<kBytes, kIsLast>::Vector;
+  constexpr int kWidth = Tile<kBytes, kIsLast>::kWidth;
+  constexpr int kChannels = Tile<kBytes, kIsLast>::kChannels;
   const auto* input = (const Vector*)(call.residual == nullptr ? call.input : call.sum);
   const auto* kept = (const Vector*)shared.kept + threadIdx.x;
-  const unsigned group_channels = call.channels / call.groups;
   for (unsigned turn = 0; turn < call.spread.turns; ++turn) {
     const unsigned channel = tile.channel(turn);
     if (!tile.has(channel)) continue;
-    float centers[kWidth], factors[kWidth], shifts[kWidth];
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
-      const unsigned of = channel + (call.is_channels_last ? k : 0);
-      const unsigned group = of / group_channels - first_group;
-      centers[k] = mean[group];
-      factors[k] = rstd[group] * weight_of(call, of);
+    float centers[kChannels], factors[kChannels], shifts[kChannels];
+    tile.each_channel(channel, [&](int k, unsigned of, unsigned group) {
+      centers[k] = mean[group - first_group];
+      factors[k] = rstd[group - first_group] * weight_of(call, of);
       shifts[k] = bias_of(call, of);
-    }
+    });
     Vector pieces[kAhead];
     const auto load = [&](int i, long long at) {
       if constexpr (kKeeps) {
@@ -117,11 +151,12 @@ __device__ void normalize(const GroupNormCall& call, const Tile<kBytes>& tile, c
       pieces[i].read(values);
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
-        values[k] = fmaf(values[k] - centers[k], factors[k], shifts[k]);
+        const int c = kIsLast ? k : 0;
+        values[k] = fmaf(values[k] - centers[c], factors[c], shifts[c]);
       }
       if (call.has_silu) {
 #pragma unroll
-        for (int k = 0; k < kWidth; ++k) values[k] = Silu::of(values[k]).x;
+        for (int k = 0; k < kWidth; ++k) values[k] = SiluOf<Type::kDigits>::of(values[k]).x;
       }
       ((Vector*)call.out)[at] = Vector::of(values);
     };
@@ -132,11 +167,11 @@ __device__ void normalize(const GroupNormCall& call, const Tile<kBytes>& tile, c
 // The moments of each of the block's groups, by a warp that joins the channels of it, which have as
 // many numbers each; `write` gets the group's number in the block, its mean and the squares. Every
 // thread of the block must come here.
-template <int kBytes, bool kKeeps, class Write>
-__device__ void find_group_moments(const GroupNormCall& call, const Tile<kBytes>& tile,
+template <bool kKeeps, int kBytes, bool kIsLast, class Write>
+__device__ void find_group_moments(const GroupNormCall& call, const Tile<kBytes, kIsLast>& tile,
                                    const Shared& shared, const Write& write) {
   auto* found = (float2*)shared.channels;
-  find_moments<kBytes, kKeeps>(call, tile, shared, [&](unsigned channel, const Moments& moments) {
+  find_moments<kKeeps>(call, tile, shared, [&](unsigned channel, const Moments& moments) {
     found[channel - tile.first_channel] = {moments.floats[0], moments.floats[1]};
   });
   __syncthreads();
@@ -160,9 +195,9 @@ __device__ void find_group_moments(const GroupNormCall& call, const Tile<kBytes>
 }
 
 // Groups of a sample that are a block's, from the first number to the result.
-template <int kBytes>
+template <int kBytes, bool kIsLast>
 __device__ void whole(const GroupNormCall& call) {
-  const Tile<kBytes> tile(call, blockIdx.x);
+  const Tile<kBytes, kIsLast> tile(call, blockIdx.x);
   const Shared shared(call.spread);
   const unsigned group_channels = call.channels / call.groups;
   const unsigned groups = (tile.end_channel - tile.first_channel) / group_channels;
@@ -177,41 +212,41 @@ __device__ void whole(const GroupNormCall& call) {
     call.mean[at] = mean;
     call.rstd[at] = rstd;
   };
-  find_group_moments<kBytes, true>(call, tile, shared, write);
+  find_group_moments<true>(call, tile, shared, write);
   __syncthreads();
-  normalize<kBytes, true>(call, tile, shared, means, rstds, first_group);
+  normalize<true>(call, tile, shared, means, rstds, first_group);
 }
 
 // Of the block's groups where it has whole ones, else of its channels.
-template <int kBytes>
+template <int kBytes, bool kIsLast>
 __device__ void moments(const GroupNormCall& call) {
-  const Tile<kBytes> tile(call, blockIdx.x);
+  const Tile<kBytes, kIsLast> tile(call, blockIdx.x);
   const Shared shared(call.spread);
   const unsigned parts = call.spread.has_groups ? call.groups : call.channels;
   const long long numbers = (long long)call.samples * call.spread.stretches * parts;
   float* partial = call.partial + (long long)tile.row * parts;
   if (call.spread.has_groups) {
     partial += tile.first_channel / (call.channels / call.groups);
-    find_group_moments<kBytes, false>(call, tile, shared,
+    find_group_moments<false>(call, tile, shared,
                                       [&](unsigned group, float mean, float squares) {
                                         partial[group] = mean;
                                         partial[numbers + group] = squares;
                                       });
     return;
   }
-  find_moments<kBytes, false>(call, tile, shared, [&](unsigned channel, const Moments& moments) {
+  find_moments<false>(call, tile, shared, [&](unsigned channel, const Moments& moments) {
     partial[channel] = moments.floats[0];
     partial[numbers + channel] = moments.floats[1];
   });
 }
 
 // Of a group, from its moments in all stretches, or those of its channels.
-template <int kBytes>
+template <int kBytes, bool kIsLast>
 __device__ void groups(const GroupNormCall& call) {
   __shared__ float scratch[2][1][32];
   const unsigned group_channels = call.channels / call.groups, stretches = call.spread.stretches;
   const unsigned sample = blockIdx.x / call.groups, group = blockIdx.x - sample * call.groups;
-  const unsigned stretch = call.spread.stretch * (call.is_channels_last ? 1 : kBytes / n);
+  const unsigned stretch = call.spread.stretch * (kIsLast ? 1 : kBytes / n);
   // Of a stretch: all parts, and those of the group, each of so many channels.
   const bool has_groups = call.spread.has_groups;
   const unsigned row_parts = has_groups ? call.groups : call.channels;
@@ -249,11 +284,11 @@ __device__ void groups(const GroupNormCall& call) {
   call.rstd[blockIdx.x] = rsqrtf(squares[0] / count + call.eps);
 }
 
-template <int kBytes>
+template <int kBytes, bool kIsLast>
 __device__ void apply(const GroupNormCall& call) {
-  const Tile<kBytes> tile(call, gridDim.x - 1 - blockIdx.x);
+  const Tile<kBytes, kIsLast> tile(call, gridDim.x - 1 - blockIdx.x);
   const unsigned at = tile.sample * call.groups;
-  normalize<kBytes, false>(call, tile, Shared(call.spread), call.mean + at, call.rstd + at, 0);
+  normalize<false>(call, tile, Shared(call.spread), call.mean + at, call.rstd + at, 0);
 }
 
 }  // namespace

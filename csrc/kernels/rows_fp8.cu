@@ -34,9 +34,20 @@ __device__ void gate(float (&values)[kWidth], const float (&factors)[kWidth]) {
   for (int k = 0; k < kWidth; ++k) values[k] = Activation::of(values[k]).x * factors[k];
 }
 
+// Calls `visit` with the index of each of the thread's pieces, and where it is.
+template <int kVectors, class Visit>
+__device__ void each(unsigned vectors, const Visit& visit) {
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const unsigned at = threadIdx.x + v * blockDim.x;
+    if (at < vectors) visit(v, at);
+  }
+}
+
 template <int kBytes>
 struct Fp8Rows {
   static constexpr int kWidth = kBytes / sizeof(Bits);
+  static constexpr int kDigits = 4;  // of a result
   using Vector = Piece<Type, kWidth>;
   using Values = float[kWidth];
 
@@ -54,18 +65,16 @@ struct Fp8Rows {
         vectors(call.columns / kWidth) {
   }
 
-  // What a norm is of, or what is rounded.
-  __device__ void load(unsigned at, Values& values) const {
-    const Vector own = input[at];
+  // What a norm is of, or what is rounded: of two pieces where there is another.
+  __device__ void combine(unsigned at, const Vector& own, const Vector& its, Values& values) const {
     own.read(values);
     if (other == nullptr) return;
     Values factors;
-    const Vector its = other[at];
     its.read(factors);
     switch (call.kind) {
-      case RowsFp8Kind::kSilu: return gate<Silu>(values, factors);
+      case RowsFp8Kind::kSilu: return gate<SiluOf<kDigits>>(values, factors);
       case RowsFp8Kind::kGelu: return gate<Gelu>(values, factors);
-      case RowsFp8Kind::kGeluTanh: return gate<GeluTanh>(values, factors);
+      case RowsFp8Kind::kGeluTanh: return gate<GeluTanhOf<kDigits>>(values, factors);
       default:
 #pragma unroll
         for (int k = 0; k < kWidth; ++k) values[k] += factors[k];
@@ -73,6 +82,23 @@ struct Fp8Rows {
         sum.read(values);
         ((Vector*)call.sum)[(long long)blockIdx.x * vectors + at] = sum;
     }
+  }
+
+  __device__ void load(unsigned at, Values& values) const {
+    const Vector own = load_whole(input + at);
+    combine(at, own, other == nullptr ? own : load_whole(other + at), values);
+  }
+
+  // All of the thread's pieces: they are sent for before the first is waited for.
+  template <int kVectors>
+  __device__ void load_all(Values (&values)[kVectors]) const {
+    Vector own[kVectors], its[kVectors];
+    each<kVectors>(vectors, [&](int v, unsigned at) { own[v] = load_whole(input + at); });
+    if (other != nullptr) {
+      each<kVectors>(vectors, [&](int v, unsigned at) { its[v] = load_whole(other + at); });
+    }
+    each<kVectors>(vectors,
+                   [&](int v, unsigned at) { combine(at, own[v], its[v], values[v]); });
   }
 
   __device__ void norm(unsigned at, Values& values) const {
@@ -130,11 +156,7 @@ struct Fp8Rows {
 template <int kVectors, class Values, class Visit>
 __device__ void visit_row(Values* kept, unsigned vectors, const Visit& visit) {
   if constexpr (kVectors > 0) {
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const unsigned at = threadIdx.x + v * blockDim.x;
-      if (at < vectors) visit(kept[v], at);
-    }
+    each<kVectors>(vectors, [&](int v, unsigned at) { visit(kept[v], at); });
   } else {
     for (unsigned at = threadIdx.x; at < vectors; at += blockDim.x) visit(kept[0], at);
   }
@@ -151,13 +173,14 @@ __device__ void rows_fp8(const RowsFp8Call& call) {
   using Values = typename Rows::Values;
   Values kept[kIsKept ? kVectors : 1];
   const bool is_norm = call.kind == RowsFp8Kind::kNorm;
-  if (kIsKept || is_norm) {
+  if constexpr (kIsKept) rows.load_all(kept);
+  if (is_norm) {
     float sum = 0;
     visit_row<kVectors>(kept, rows.vectors, [&](Values& values, unsigned at) {
-      rows.load(at, values);
+      if constexpr (!kIsKept) rows.load(at, values);
       sum += Rows::squares(values);
     });
-    if (is_norm) rows.rstd = rows.rstd_of(sum, sums);
+    rows.rstd = rows.rstd_of(sum, sums);
   }
   unsigned most = 0;
   visit_row<kVectors>(kept, rows.vectors, [&](Values& values, unsigned at) {

@@ -65,6 +65,9 @@ inline unsigned atomicMax(unsigned* address, unsigned value) {
 inline void rcp_approx_ftz_f32(float& near, float x) {
   near = 1 / x;
 }
+inline void ex2_approx_ftz_f32(float& near, float x) {
+  near = std::exp2(x);
+}
 inline void cvt_f32_f16(float& value, unsigned short bits) {
   value = static_cast<float>(bits_as<_Float16>(bits));
 }

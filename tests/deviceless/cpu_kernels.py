@@ -74,7 +74,7 @@ class Kernels:
 
     Attributes:
         launched: the names of what was launched.
-        first: the index of the source whose kernels are looked at before the others', where several
+        first: the index of the source with which looking for a kernel begins, where several
             have kernels of one name.
     """
 
@@ -99,7 +99,7 @@ class Kernels:
     def _on_launch(self, device: int, kernel: Any, numbers: Any, argument: int) -> int:
         name = kernel.contents.name.decode()
         self.launched.append(name)
-        for library in (self._libraries[self.first], *self._libraries):
+        for library in (*self._libraries[self.first :], *self._libraries):
             if hasattr(library, name):
                 library.run_grid(getattr(library, name), numbers, ctypes.c_void_p(argument))
                 return 0

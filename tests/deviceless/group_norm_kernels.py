@@ -1,0 +1,79 @@
+"""Runs the kernels of group norm, thread by thread; prints as JSON what was wrong.
+
+LD_PRELOAD=fake_runtime.so python -m tests.deviceless.group_norm_kernels fake_runtime.so
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tests.cases import group_norm as cases
+from tests.cases.group_norm import GroupNormCase
+from tests.deviceless.cpu_kernels import Kernels, from_gpu, to_gpu
+
+_ops = torch.ops.cudnn_ops
+#: Images whose groups fit into a block, and such that are shared by several; all orders of both.
+SHAPES = (
+    ((2, 40, 12, 16), 4),
+    ((2, 24, 8, 8), 3),
+    ((1, 6, 5, 7), 2),
+    ((3, 64, 3), 32),
+    ((1, 16, 130, 112), 2),
+    ((2, 12, 181, 64), 3),
+    ((1, 10, 211, 99), 1),
+)
+CASES = (
+    *(
+        GroupNormCase(shape, groups, activation, layout=layout, residual=residual)
+        for (shape, groups), activation, layout, residual in product(
+            SHAPES, ("none", "silu"), ("first", "last"), (False, True)
+        )
+    ),
+    GroupNormCase((2, 48, 9, 8), 4, weight="", bias=""),
+    GroupNormCase((2, 48, 9, 8), 4, "silu", weight="float32", bias="float32", layout="last"),
+    GroupNormCase((2, 40, 32, 32), 4, "silu", shift=300.0, weight="float32"),
+)
+TYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def check(case: GroupNormCase, dtype: torch.dtype) -> None:
+    t = cases.make(case, dtype, "cpu", seed=1)
+
+    def placed(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else to_gpu(tensor.detach())
+
+    x, residual, weight, bias = map(placed, t.leaves)
+    activation = 2 if case.activation == "silu" else 0
+    call = (x, residual, case.groups, weight, bias, case.eps, activation, True)
+    out, total, mean, rstd = _ops._group_norm(*call)
+    results = [from_gpu(out), *([from_gpu(total)] if case.residual else [])]
+    grad_sum = to_gpu(t.grad_sum) if case.residual else None
+    saved = (total if case.residual else x, case.groups, weight, bias, mean, rstd, activation)
+    mask = (True, weight is not None, bias is not None)
+    grads = _ops._group_norm_backward(to_gpu(t.grad_out), grad_sum, *saved, mask)
+    wanted = [from_gpu(grad) for grad, is_wanted in zip(grads, mask, strict=True) if is_wanted]
+    cases.compare(case, t, results, wanted)
+
+
+def main() -> None:
+    both, types = ("group_norm_forward", "group_norm_backward"), ("Half", "BFloat16", "Float")
+    sources = [(name, f"-DKERNEL_TYPE={one}") for one in types for name in both]
+    kernels = Kernels(Path(sys.argv[1]), *sources)
+    wrong = []
+    for number, dtype in enumerate(TYPES):
+        for case in CASES:
+            kernels.first = number * len(both)
+            try:
+                check(case, dtype)
+            except AssertionError as error:
+                wrong.append(f"{case} {dtype}: {error}")
+    print(kernels.report(wrong))
+
+
+if __name__ == "__main__":
+    main()
