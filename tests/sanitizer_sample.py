@@ -157,28 +157,34 @@ def norms() -> Iterator[Sample]:
 def group_norms() -> Iterator[Sample]:
     """Groups that shared memory holds, and that it does not; pieces, and single numbers."""
 
-    def run(dtype: torch.dtype, is_last: bool, size: int, shared: int, adds: bool) -> None:
-        x, residual = (_tensor(2, 16, size, 5, dtype=dtype) for _ in range(2))
+    def run(
+        dtype: torch.dtype, channels: int, size: int, is_last: bool, shared: int, adds: bool
+    ) -> None:
+        x, residual = (_tensor(2, channels, size, 5, dtype=dtype) for _ in range(2))
         if is_last:
             x = x.contiguous(memory_format=torch.channels_last)
-        weight, bias = (_tensor(16, dtype=dtype).requires_grad_() for _ in range(2))
+        weight, bias = (_tensor(channels, dtype=dtype).requires_grad_() for _ in range(2))
+        rest = (2 if channels % 2 == 0 else 3, weight, bias)
         _ops._norm_limit_shared_memory(shared)
         try:
             x, residual = x.requires_grad_(), residual.requires_grad_()
             if adds:
-                _backward(cudnn_ops.add_group_norm(x, residual, 2, weight, bias, activation="silu"))
+                _backward(cudnn_ops.add_group_norm(x, residual, *rest, activation="silu"))
             else:
-                _backward(cudnn_ops.group_norm(x, 2, weight, bias))
+                _backward(cudnn_ops.group_norm(x, *rest))
         finally:
             _ops._norm_limit_shared_memory(0)
 
+    # Channels, rows of 5, and which come last: all pieces in both orders.
+    sizes = [(16, size, False) for size in (2, 4, 7, 8)]
+    sizes += [(channels, 7, True) for channels in (16, 12, 10, 9)]
     for name, dtype in TYPES.items():
-        for is_last, size in (*((False, size) for size in (2, 4, 7, 8)), (True, 7)):
+        for channels, size, is_last in sizes:
             for shared, adds in ((0, True), (1 << 10, False), (1 << 10, True)):
                 order = "last" if is_last else "first"
                 yield (
                     f"group_norm_forward and group_norm_backward, {name}, {order}, {shared}",
-                    partial(run, dtype, is_last, size, shared, adds),
+                    partial(run, dtype, channels, size, is_last, shared, adds),
                 )
 
 

@@ -26,14 +26,14 @@ struct Moments {
   }
 };
 
-// The moments of a thread's numbers in each of the channels of its pieces.
-template <int kWidth, bool kIsLast>
+// The moments of a thread's numbers: of its pieces as a whole, or of each of their channels.
+template <int kWidth, bool kIsOfChannels>
 struct PieceMoments {
-  static constexpr int kChannels = kIsLast ? kWidth : 1;
+  static constexpr int kChannels = kIsOfChannels ? kWidth : 1;
   float count = 0, mean[kChannels] = {}, squares[kChannels] = {};
 
   __device__ void take(const float (&values)[kWidth]) {
-    if constexpr (kIsLast) {
+    if constexpr (kIsOfChannels) {
       count += 1;
       const float share = near_reciprocal(count);
 #pragma unroll
@@ -72,42 +72,52 @@ struct PieceMoments {
 
 constexpr int kAhead = 4;
 
-// The moments of each of the block's channels; `write` gets them. Pieces are of the sum where there
-// is a residual: the norm is of what is written.
+// Takes in the numbers of the thread's channels in a turn. Pieces are of the sum where there is a
+// residual: the norm is of what is written.
+template <bool kKeeps, int kBytes, bool kIsLast, class Found>
+__device__ void take_turn(const GroupNormCall& call, const Tile<kBytes, kIsLast>& tile,
+                          unsigned channel, typename Tile<kBytes, kIsLast>::Vector*& kept,
+                          Found& found) {
+  using Vector = typename Tile<kBytes, kIsLast>::Vector;
+  constexpr int kWidth = Tile<kBytes, kIsLast>::kWidth;
+  const auto *input = (const Vector*)call.input, *residual = (const Vector*)call.residual;
+  auto* sum = (Vector*)call.sum;
+  if (!tile.has(channel)) return;
+  Vector pieces[kAhead];
+  const auto load = [&](int i, long long at) {
+    pieces[i] = input[at];
+    if (residual == nullptr) return;
+    float values[kWidth];
+    pieces[i].read(values);
+    residual[at].add_to(values);
+    pieces[i] = Vector::of(values);
+  };
+  // Nothing is stored before all is loaded: no load would be moved over that.
+  const auto use = [&](int i, long long at) {
+    float values[kWidth];
+    if (residual != nullptr) sum[at] = pieces[i];
+    if constexpr (kKeeps) {
+      *kept = pieces[i];
+      kept += blockDim.x;
+    }
+    pieces[i].read(values);
+    found.take(values);
+  };
+  tile.template each<kAhead>(channel, load, use);
+}
+
+// The moments of each of the block's channels; `write` gets them.
 template <bool kKeeps, int kBytes, bool kIsLast, class Write>
 __device__ void find_moments(const GroupNormCall& call, const Tile<kBytes, kIsLast>& tile,
                              const Shared& shared, const Write& write) {
   using Vector = typename Tile<kBytes, kIsLast>::Vector;
   constexpr int kWidth = Tile<kBytes, kIsLast>::kWidth;
   constexpr int kChannels = Tile<kBytes, kIsLast>::kChannels;
-  const auto *input = (const Vector*)call.input, *residual = (const Vector*)call.residual;
-  auto *sum = (Vector*)call.sum, *kept = (Vector*)shared.kept + threadIdx.x;
+  auto* kept = (Vector*)shared.kept + threadIdx.x;
   for (unsigned turn = 0; turn < call.spread.turns; ++turn) {
     const unsigned channel = tile.channel(turn);
     PieceMoments<kWidth, kIsLast> found;
-    if (tile.has(channel)) {
-      Vector pieces[kAhead];
-      const auto load = [&](int i, long long at) {
-        pieces[i] = input[at];
-        if (residual == nullptr) return;
-        float values[kWidth];
-        pieces[i].read(values);
-        residual[at].add_to(values);
-        pieces[i] = Vector::of(values);
-      };
-      // Nothing is stored before all is loaded: no load would be moved over that.
-      const auto use = [&](int i, long long at) {
-        float values[kWidth];
-        if (residual != nullptr) sum[at] = pieces[i];
-        if constexpr (kKeeps) {
-          *kept = pieces[i];
-          kept += blockDim.x;
-        }
-        pieces[i].read(values);
-        found.take(values);
-      };
-      tile.template each<kAhead>(channel, load, use);
-    }
+    take_turn<kKeeps>(call, tile, channel, kept, found);
     Moments moments[kChannels];
 #pragma unroll
     for (int k = 0; k < kChannels; ++k) moments[k] = found.moments(k);
@@ -116,6 +126,35 @@ __device__ void find_moments(const GroupNormCall& call, const Tile<kBytes, kIsLa
 #pragma unroll
     for (int k = 0; k < kChannels; ++k) write(channel + k, moments[k]);
   }
+}
+
+// The moments of all of the block's numbers, which are one group's; every thread has the result.
+// Threads wait for each other once, not once a turn.
+template <bool kKeeps, int kBytes, bool kIsLast>
+__device__ Moments find_all_moments(const GroupNormCall& call, const Tile<kBytes, kIsLast>& tile,
+                                    const Shared& shared) {
+  using Vector = typename Tile<kBytes, kIsLast>::Vector;
+  auto* kept = (Vector*)shared.kept + threadIdx.x;
+  PieceMoments<Tile<kBytes, kIsLast>::kWidth, false> found;
+  for (unsigned turn = 0; turn < call.spread.turns; ++turn) {
+    take_turn<kKeeps>(call, tile, tile.channel(turn), kept, found);
+  }
+  Moments all = found.moments(0);
+#pragma unroll
+  for (unsigned distance = 16; distance > 0; distance /= 2) {
+    Moments other;
+#pragma unroll
+    for (float& part : other.floats) {
+      part = __shfl_xor_sync(~0u, all.floats[&part - other.floats], distance);
+    }
+    all.take(other);
+  }
+  auto* of_warps = (Moments*)shared.scratch;
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = all;
+  __syncthreads();
+  all = of_warps[0];
+  for (unsigned warp = 1; warp < blockDim.x / 32; ++warp) all.take(of_warps[warp]);
+  return all;
 }
 
 // The norm of the block's numbers; `mean` and `rstd` are those of groups from `first_group` on.
@@ -164,19 +203,24 @@ __device__ void normalize(const GroupNormCall& call, const Tile<kBytes, kIsLast>
   }
 }
 
-// The moments of each of the block's groups, by a warp that joins the channels of it, which have as
-// many numbers each; `write` gets the group's number in the block, its mean and the squares. Every
+// The moments of each of the block's groups, which has whole ones: if several, by a warp each that
+// joins the channels of it, which have as many numbers each; `write` gets the group's number in the block, its mean and the squares. Every
 // thread of the block must come here.
 template <bool kKeeps, int kBytes, bool kIsLast, class Write>
 __device__ void find_group_moments(const GroupNormCall& call, const Tile<kBytes, kIsLast>& tile,
                                    const Shared& shared, const Write& write) {
+  const unsigned group_channels = call.channels / call.groups;
+  const unsigned groups = (tile.end_channel - tile.first_channel) / group_channels;
+  if (groups == 1) {
+    const Moments all = find_all_moments<kKeeps>(call, tile, shared);
+    if (threadIdx.x == 0) write(0, all.floats[0], all.floats[1]);
+    return;
+  }
   auto* found = (float2*)shared.channels;
   find_moments<kKeeps>(call, tile, shared, [&](unsigned channel, const Moments& moments) {
     found[channel - tile.first_channel] = {moments.floats[0], moments.floats[1]};
   });
   __syncthreads();
-  const unsigned group_channels = call.channels / call.groups;
-  const unsigned groups = (tile.end_channel - tile.first_channel) / group_channels;
   for (unsigned group = threadIdx.x / 32; group < groups; group += blockDim.x / 32) {
     const float2* moments = found + group * group_channels;
     float sum = 0, squares = 0, apart = 0;

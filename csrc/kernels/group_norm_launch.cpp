@@ -45,11 +45,12 @@ GroupNormLaunch spread_over(const GroupNormProblem& problem, int64_t channels, i
   spread.strips = static_cast<unsigned>(divide_up(problem.channels, channels));
   spread.stretches = 1;
   spread.stretch = static_cast<unsigned>(steps);
-  // What join() of group_norm.cuh takes: sums are two floats, moments three.
+  // What join() of group_norm.cuh takes, and a block whose numbers are one group's: sums are two
+  // floats, moments three.
   const int64_t floats = problem.is_backward ? 2 : 3;
-  const int64_t parts = problem.is_channels_last ? slots * (lanes / 2) * problem.width()
-                        : lanes > kWarp          ? launch.threads / kWarp
-                                                 : 0;
+  const int64_t warps = launch.threads / kWarp;
+  const int64_t joined = problem.is_channels_last ? slots * (lanes / 2) * problem.width() : 0;
+  const int64_t parts = std::max(warps, joined);
   spread.scratch = static_cast<unsigned>(
       round_up(parts * floats * static_cast<int64_t>(sizeof(float)), kVectorBytes));
   launch.blocks = problem.samples * spread.strips;

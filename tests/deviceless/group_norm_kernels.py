@@ -34,6 +34,9 @@ CASES = (
             SHAPES, ("none", "silu"), ("first", "last"), (False, True)
         )
     ),
+    # In pieces of 8 bytes, of which an odd number is a channel.
+    GroupNormCase((2, 24, 4, 3), 3),
+    GroupNormCase((1, 8, 28, 1109), 2, "silu"),
     GroupNormCase((2, 48, 9, 8), 4, weight="", bias=""),
     GroupNormCase((2, 48, 9, 8), 4, "silu", weight="float32", bias="float32", layout="last"),
     GroupNormCase((2, 40, 32, 32), 4, "silu", shift=300.0, weight="float32"),
