@@ -87,9 +87,8 @@ struct Relu6 {
 
 struct HardSwish {
   static __device__ float2 of(float x) {
-    if (x <= -3) return {0, 0};
-    if (x >= 3) return {x, 1};
-    return {x * (x + 3) / 6, x / 3 + 0.5f};
+    const float between = x * (x + 3) * (1.0f / 6), slope = fmaf(x, 1.0f / 3, 0.5f);
+    return {x <= -3 ? 0 : x >= 3 ? x : between, x <= -3 ? 0 : x >= 3 ? 1 : slope};
   }
 };
 

@@ -51,11 +51,11 @@ struct Outputs {
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) kept[i][k] = sums[i / kColumns][i % kColumns][k] + bias[k];
     }
-    for (int y = 0; y < min(rows, kRows); ++y) {
-#pragma unroll 1
-      for (int x = 0; x < min(columns, kColumns); ++x) {
-        finish_one(call, index + y * down + (long long)x * place.pieces, kept[y * kColumns + x]);
-      }
+    switch (call.activation) {
+#define CASE(name, Name) \
+  case k##Name: return finish_all<Name>(call, place, index, down, rows, columns, kept);
+      CUDNN_OPS_ACTIVATIONS(CASE)
+#undef CASE
     }
   }
 
@@ -65,21 +65,22 @@ struct Outputs {
   static __device__ void write(void* data, long long index, const float (&values)[kWidth]) {
     ((Vector*)data)[index] = Vector::of(values);
   }
-  static __device__ void finish_one(const DepthwiseConvCall& call, long long index,
-                                    float (&values)[kWidth]) {
-    if (call.residual != nullptr) ((const Vector*)call.residual)[index].add_to(values);
-    if (call.before != nullptr) write(call.before, index, values);
-    float results[kWidth];
+  template <class Activation>
+  static __device__ void finish_all(const DepthwiseConvCall& call, const Place& place,
+                                    long long index, long long down, int rows, int columns,
+                                    float (&kept)[kRows * kColumns][kWidth]) {
+    for (int y = 0; y < min(rows, kRows); ++y) {
+#pragma unroll 1
+      for (int x = 0; x < min(columns, kColumns); ++x) {
+        const long long at = index + y * down + (long long)x * place.pieces;
+        float(&values)[kWidth] = kept[y * kColumns + x];
+        if (call.residual != nullptr) ((const Vector*)call.residual)[at].add_to(values);
+        if (call.before != nullptr) write(call.before, at, values);
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
-      switch (call.activation) {
-#define CASE(name, Name) \
-  case k##Name: results[k] = Name::of(values[k]).x; break;
-        CUDNN_OPS_ACTIVATIONS(CASE)
-#undef CASE
+        for (int k = 0; k < kWidth; ++k) values[k] = Activation::of(values[k]).x;
+        write(call.out, at, values);
       }
     }
-    write(call.out, index, results);
   }
 };
 

@@ -1,0 +1,17 @@
+"""The kernels of depthwise convolutions' forward, thread by thread on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.deviceless.fake_runtime import launched_on_a_cpu
+
+
+# A torch without CUDA has no kernels of ours.
+@pytest.mark.parametrize("runtime", ["cuda"] if torch.version.cuda else [])
+def test_what_they_compute(runtime, tmp_path):
+    launched = launched_on_a_cpu("tests.deviceless.depthwise_kernels", tmp_path)
+    sizes = [f"{size}_{stride}" for size in (3, 5, 7) for stride in (1, 2)]
+    names = sorted([*sizes, "pairs", "singles"])
+    assert launched == [f"depthwise_conv_forward_{name}" for name in names]
