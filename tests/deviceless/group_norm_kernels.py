@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cudnn_ops.ops.group_norm import NormActivation
 from tests.cases import group_norm as cases
 from tests.cases.group_norm import GroupNormCase
 from tests.deviceless.cpu_kernels import Kernels, from_gpu, to_gpu
@@ -27,11 +28,12 @@ SHAPES = (
     ((2, 12, 181, 64), 3),
     ((1, 10, 211, 99), 1),
 )
+ACTIVATIONS: tuple[NormActivation, ...] = ("none", "silu")
 CASES = (
     *(
         GroupNormCase(shape, groups, activation, layout=layout, residual=residual)
         for (shape, groups), activation, layout, residual in product(
-            SHAPES, ("none", "silu"), ("first", "last"), (False, True)
+            SHAPES, ACTIVATIONS, ("first", "last"), (False, True)
         )
     ),
     # In pieces of 8 bytes, of which an odd number is a channel.

@@ -6,6 +6,7 @@ LD_PRELOAD=fake_runtime.so python -m tests.deviceless.grouped_kernels fake_runti
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,10 +53,14 @@ CASES = (
     Case((1, 7, 8), 2, 8, 24, (1, 1), (2, 2), (0, 0), bias=False, activation="none"),
     Case((5, 6, 6), 2, 40, 200, (1, 1), padding=(0, 0), bias=False),
 )
-ACTIVATIONS = {
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    **{name: getattr(F, name) for name in ("relu", "silu", "gelu", "relu6", "hardswish")},
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "relu6": F.relu6,
+    "hardswish": F.hardswish,
     "leaky_relu": lambda x: F.leaky_relu(x, 0.01),
 }
 
