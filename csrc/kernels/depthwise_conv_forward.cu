@@ -73,7 +73,7 @@ struct Outputs {
 #pragma unroll 1
       for (int x = 0; x < min(columns, kColumns); ++x) {
         const long long at = index + y * down + (long long)x * place.pieces;
-        float(&values)[kWidth] = kept[y * kColumns + x];
+        float (&values)[kWidth] = kept[y * kColumns + x];
         if (call.residual != nullptr) ((const Vector*)call.residual)[at].add_to(values);
         if (call.before != nullptr) write(call.before, at, values);
 #pragma unroll

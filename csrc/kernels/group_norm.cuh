@@ -54,8 +54,8 @@ struct Tile {
     return (start + (kIsLast ? channel : (long long)channel * call.positions)) / kWidth;
   }
 
-  // Calls `visit` with the index of each of a piece's channels from that one on, the channel and its
-  // group.
+  // Calls `visit` with the index of each of a piece's channels from that one on, the channel and
+  // its group.
   template <class Visit>
   __device__ void each_channel(unsigned channel, const Visit& visit) const {
     const unsigned group_channels = call.channels / call.groups;
@@ -189,14 +189,14 @@ __device__ void join(const GroupNormCall& call, unsigned lane, Part (&parts)[kCh
 // The kernels of pieces of 16 and of 8 bytes, and of one number.
 constexpr int n = sizeof(Bits);
 
-#define GROUP_NORM_KERNEL(name, threads, blocks, ...)                \
-  extern "C" __global__ void __launch_bounds__(threads, blocks)      \
+#define GROUP_NORM_KERNEL(name, threads, blocks, ...)                 \
+  extern "C" __global__ void __launch_bounds__(threads, blocks)       \
       group_norm_##name(const __grid_constant__ GroupNormCall call) { \
-    wait_for_inputs();                                               \
-    let_next_start();                                                \
-    __VA_ARGS__(call);                                               \
+    wait_for_inputs();                                                \
+    let_next_start();                                                 \
+    __VA_ARGS__(call);                                                \
   }
 // For channels that are first and last in memory.
-#define GROUP_NORM(name, bytes, threads, blocks)                                   \
-  GROUP_NORM_KERNEL(name##_##bytes##_first, threads, blocks, name<bytes, false>)   \
+#define GROUP_NORM(name, bytes, threads, blocks)                                 \
+  GROUP_NORM_KERNEL(name##_##bytes##_first, threads, blocks, name<bytes, false>) \
   GROUP_NORM_KERNEL(name##_##bytes##_last, threads, blocks, name<bytes, true>)

@@ -34,7 +34,7 @@ struct BackwardKernels {
 };
 
 #define CUDNN_OPS_KERNEL(images, name) {images, "group_norm_" name, true}
-#define CUDNN_OPS_WIDTHS(images, name)                                                   \
+#define CUDNN_OPS_WIDTHS(images, name)                                                    \
   {CUDNN_OPS_KERNEL(images, name "_n_first"),  CUDNN_OPS_KERNEL(images, name "_8_first"), \
    CUDNN_OPS_KERNEL(images, name "_16_first"), CUDNN_OPS_KERNEL(images, name "_n_last"),  \
    CUDNN_OPS_KERNEL(images, name "_8_last"),   CUDNN_OPS_KERNEL(images, name "_16_last")}

@@ -204,8 +204,8 @@ __device__ void normalize(const GroupNormCall& call, const Tile<kBytes, kIsLast>
 }
 
 // The moments of each of the block's groups, which has whole ones: if several, by a warp each that
-// joins the channels of it, which have as many numbers each; `write` gets the group's number in the block, its mean and the squares. Every
-// thread of the block must come here.
+// joins the channels of it, which have as many numbers each; `write` gets the group's number in the
+// block, its mean and the squares. Every thread of the block must come here.
 template <bool kKeeps, int kBytes, bool kIsLast, class Write>
 __device__ void find_group_moments(const GroupNormCall& call, const Tile<kBytes, kIsLast>& tile,
                                    const Shared& shared, const Write& write) {
@@ -271,11 +271,10 @@ __device__ void moments(const GroupNormCall& call) {
   float* partial = call.partial + (long long)tile.row * parts;
   if (call.spread.has_groups) {
     partial += tile.first_channel / (call.channels / call.groups);
-    find_group_moments<false>(call, tile, shared,
-                                      [&](unsigned group, float mean, float squares) {
-                                        partial[group] = mean;
-                                        partial[numbers + group] = squares;
-                                      });
+    find_group_moments<false>(call, tile, shared, [&](unsigned group, float mean, float squares) {
+      partial[group] = mean;
+      partial[numbers + group] = squares;
+    });
     return;
   }
   find_moments<false>(call, tile, shared, [&](unsigned channel, const Moments& moments) {

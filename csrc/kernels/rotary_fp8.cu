@@ -3,8 +3,8 @@
 //
 // A row stays in the registers of the threads that share it. They have one head of one tensor, and
 // go from token to token: all that depends on the head is known before. The heads of a token are
-// those of threads that follow each other, so that its cosines and sines come from the nearest cache
-// for all but the first.
+// those of threads that follow each other, so that its cosines and sines come from the nearest
+// cache for all but the first.
 
 #include "fp8.cuh"
 #include "rotary.cuh"
@@ -38,8 +38,8 @@ struct Fp8Head {
   }
 };
 
-// The tokens of a thread: from its first one on, each `step`th of all batches'. Mirrored, those that
-// come last otherwise come first.
+// The tokens of a thread: from its first one on, each `step`th of all batches'. Mirrored, those
+// that come last otherwise come first.
 struct Fp8Tokens {
   unsigned batch, token, batch_step, token_step, rounds;
   bool is_mirrored;
@@ -296,8 +296,8 @@ __device__ void rotary_fp8(const RotaryFp8Call& call) {
     Fp8Tokens tokens(first, step, pixels, call.turn.tokens, is_second);
     if (first >= step) tokens.rounds = 0;
     const Fp8Head head(call, place - first * heads);
-    const unsigned most = turn_tokens<Part>(call, head, tokens, (pixels + step - 1) / step,
-                                            scales[head.scale]);
+    const unsigned most =
+        turn_tokens<Part>(call, head, tokens, (pixels + step - 1) / step, scales[head.scale]);
     if (!is_second && most > most_of[head.scale]) atomicMax(most_of + head.scale, most);
   }
   __syncthreads();

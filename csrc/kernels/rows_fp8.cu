@@ -97,8 +97,7 @@ struct Fp8Rows {
     if (other != nullptr) {
       each<kVectors>(vectors, [&](int v, unsigned at) { its[v] = load_whole(other + at); });
     }
-    each<kVectors>(vectors,
-                   [&](int v, unsigned at) { combine(at, own[v], its[v], values[v]); });
+    each<kVectors>(vectors, [&](int v, unsigned at) { combine(at, own[v], its[v], values[v]); });
   }
 
   __device__ void norm(unsigned at, Values& values) const {
