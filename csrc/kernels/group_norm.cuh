@@ -106,6 +106,49 @@ struct Shared {
   }
 };
 
+// Sends for a piece without waiting for it, where an instruction does: see wait_for_copies().
+template <class Vector>
+__device__ void send_for(Vector* kept, const Vector* from) {
+#if __CUDA_ARCH__ >= 800
+  if constexpr (sizeof(Vector) >= 4) {
+    const auto to = (unsigned)__cvta_generic_to_shared(kept);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from),
+                 "n"((int)sizeof(Vector)));
+    return;
+  }
+#endif
+  *kept = *from;
+}
+
+// What the thread has sent for is there, for itself.
+__device__ void wait_for_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+// Puts all of the thread's pieces of a tensor, or two, where it keeps them, with all loads under
+// way at once; their order is that in which Tile::each() comes to them.
+template <int kBytes, bool kIsLast>
+__device__ void keep(const GroupNormCall& call, const Tile<kBytes, kIsLast>& tile,
+                     const Shared& shared, const void* one, const void* other = nullptr) {
+  using Vector = typename Tile<kBytes, kIsLast>::Vector;
+  auto* kept = (Vector*)shared.kept + threadIdx.x;
+  for (unsigned turn = 0; turn < call.spread.turns; ++turn) {
+    const unsigned channel = tile.channel(turn);
+    if (!tile.has(channel)) continue;
+    const auto send = [&](int, long long at) {
+      send_for(kept, (const Vector*)one + at);
+      kept += blockDim.x;
+      if (other == nullptr) return;
+      send_for(kept, (const Vector*)other + at);
+      kept += blockDim.x;
+    };
+    tile.template each<4>(channel, send, [](int, long long) {});
+  }
+  wait_for_copies();
+}
+
 __device__ float read_parameter(const void* data, bool is_float, unsigned channel,
                                 float otherwise) {
   if (data == nullptr) return otherwise;

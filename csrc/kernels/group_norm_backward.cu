@@ -60,7 +60,7 @@ __device__ void find_sums(const GroupNormCall& call, const Tile<kBytes, kIsLast>
   constexpr int kWidth = Tile<kBytes, kIsLast>::kWidth;
   constexpr int kChannels = Tile<kBytes, kIsLast>::kChannels;
   const auto *input = (const Vector*)call.input, *grad_out = (const Vector*)call.grad_out;
-  auto* kept = (Vector*)shared.kept + threadIdx.x;
+  const auto* kept = (const Vector*)shared.kept + threadIdx.x;
   for (unsigned turn = 0; turn < call.spread.turns; ++turn) {
     const unsigned channel = tile.channel(turn);
     Sums sums[kChannels] = {};
@@ -68,15 +68,11 @@ __device__ void find_sums(const GroupNormCall& call, const Tile<kBytes, kIsLast>
       const Channels<kBytes, kIsLast> channels(call, tile, channel);
       Vector inputs[kAhead], grads[kAhead];
       const auto load = [&](int i, long long at) {
-        inputs[i] = input[at];
-        grads[i] = grad_out[at];
+        inputs[i] = kKeeps ? kept[0] : input[at];
+        grads[i] = kKeeps ? kept[blockDim.x] : grad_out[at];
+        if constexpr (kKeeps) kept += 2 * blockDim.x;
       };
       const auto use = [&](int i, long long at) {
-        if constexpr (kKeeps) {
-          kept[0] = inputs[i];
-          kept[blockDim.x] = grads[i];
-          kept += 2 * blockDim.x;
-        }
         float x[kWidth], grad[kWidth];
         inputs[i].read(x);
         grads[i].read(grad);
@@ -196,6 +192,7 @@ __device__ void whole_backward(const GroupNormCall& call) {
   const Shared shared(call.spread);
   const unsigned first_group = tile.first_channel / (call.channels / call.groups);
   auto* slopes = (float2*)shared.groups;
+  keep(call, tile, shared, call.input, call.grad_out);
   find_group_sums<true>(call, tile, shared, [&](unsigned group, float sum, float along) {
     slopes[group] = slopes_of(call, tile.sample * call.groups + first_group + group, sum, along);
   });

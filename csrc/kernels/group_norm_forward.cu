@@ -73,7 +73,7 @@ struct PieceMoments {
 constexpr int kAhead = 4;
 
 // Takes in the numbers of the thread's channels in a turn. Pieces are of the sum where there is a
-// residual: the norm is of what is written.
+// residual: the norm is of what is written. Else those that are to be kept, are.
 template <bool kKeeps, int kBytes, bool kIsLast, class Found>
 __device__ void take_turn(const GroupNormCall& call, const Tile<kBytes, kIsLast>& tile,
                           unsigned channel, typename Tile<kBytes, kIsLast>::Vector*& kept,
@@ -85,8 +85,12 @@ __device__ void take_turn(const GroupNormCall& call, const Tile<kBytes, kIsLast>
   if (!tile.has(channel)) return;
   Vector pieces[kAhead];
   const auto load = [&](int i, long long at) {
+    if (residual == nullptr) {
+      pieces[i] = kKeeps ? *kept : input[at];
+      if constexpr (kKeeps) kept += blockDim.x;
+      return;
+    }
     pieces[i] = input[at];
-    if (residual == nullptr) return;
     float values[kWidth];
     pieces[i].read(values);
     residual[at].add_to(values);
@@ -95,10 +99,12 @@ __device__ void take_turn(const GroupNormCall& call, const Tile<kBytes, kIsLast>
   // Nothing is stored before all is loaded: no load would be moved over that.
   const auto use = [&](int i, long long at) {
     float values[kWidth];
-    if (residual != nullptr) sum[at] = pieces[i];
-    if constexpr (kKeeps) {
-      *kept = pieces[i];
-      kept += blockDim.x;
+    if (residual != nullptr) {
+      sum[at] = pieces[i];
+      if constexpr (kKeeps) {
+        *kept = pieces[i];
+        kept += blockDim.x;
+      }
     }
     pieces[i].read(values);
     found.take(values);
@@ -256,6 +262,7 @@ __device__ void whole(const GroupNormCall& call) {
     call.mean[at] = mean;
     call.rstd[at] = rstd;
   };
+  if (call.residual == nullptr) keep(call, tile, shared, call.input);
   find_group_moments<true>(call, tile, shared, write);
   __syncthreads();
   normalize<true>(call, tile, shared, means, rstds, first_group);
