@@ -417,6 +417,26 @@ def test_images_between_convolutions_are_measured_channels_last(store):
     assert strides == dict.fromkeys(("ours", "stock"), (256, 1, 32, 4))
 
 
+def test_a_trial_has_what_is_folded_for_all_convolutions_at_once(store):
+    results = {}
+
+    def clock(functions):
+        for name, function in functions.items():
+            (results[name],) = function()
+        return {"ours": 2.0, "stock": 1.0}
+
+    def layer(x: Tensor, w: Tensor, *norm: Any) -> Tensor:
+        return F.batch_norm(F.conv2d(x, w), *norm).relu()
+
+    norm = [torch.rand(4) + 0.5 for _ in range(4)]
+    x, w = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    with torch.no_grad():
+        _rewritten(layer, Chooser(settings_of(None, None), CompileReport(), clock), x, w, *norm)
+    # A trial's variances are any numbers, and some are negative.
+    nan = {"equal_nan": True}
+    torch.testing.assert_close(results["ours"], results["stock"], rtol=1e-4, atol=1e-4, **nan)
+
+
 def _added_in_place(x: Tensor, norm: Tensor) -> Tensor:
     x += norm
     return x

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from cudnn_ops.compiler import trial
 from cudnn_ops.compiler.nodes import value_of
 from cudnn_ops.compiler.pattern import Found, Pattern
+from cudnn_ops.compiler.patterns.folding import folded
 from cudnn_ops.compiler.report import Candidate, CompileReport
 from cudnn_ops.compiler.trial import Trial, trial_of
 from tests.cases.compiler import Asked, Rewritten
@@ -35,7 +36,9 @@ class Recording(Asked):
         with torch._subclasses.fake_tensor.unset_fake_temporarily(), torch.no_grad():
             torch.manual_seed(0)
             inputs = [torch.rand(v.shape).to(v.dtype) for v in values if v is not None]
-            ours, stock = (fx.GraphModule({}, g)(*inputs) for g in (tried.ours, tried.stock))
+            more = fx.GraphModule({}, tried.beforehand)(*inputs) if tried.beforehand else ()
+            ours = fx.GraphModule({}, tried.ours)(*inputs, *more)
+            stock = fx.GraphModule({}, tried.stock)(*inputs)
         assert len(ours) == len(stock) > 0
         for one, other in zip(ours, stock, strict=True):
             torch.testing.assert_close(one, other)
@@ -217,3 +220,33 @@ def test_what_a_product_reads_is_an_input():
     residual = torch.randn(2, C, 4, 3, dtype=torch.float64)
     (one,) = _trials(lambda x, w, r: F.conv2d(x, w) + r * 2, _x(), _w(), residual)
     assert len(_leaders(one)) == 1
+
+
+def _normed(x: Tensor, w: Tensor, *norm: Any) -> Tensor:
+    return F.batch_norm(F.conv2d(x, w), *norm).relu()
+
+
+def _norm() -> list[Tensor]:
+    return [torch.rand(C, dtype=torch.float64) + 1 for _ in range(4)]
+
+
+def test_what_is_folded_for_all_convolutions_at_once_is_there_from_the_start():
+    with torch.no_grad():
+        (one,) = _trials(_normed, _x(), _w(), *_norm())
+    assert one.beforehand is not None
+    assert [node.target for node in one.beforehand.nodes].count(folded) == 1
+    assert folded not in [node.target for node in one.ours.nodes]
+    inputs = [len(graph.find_nodes(op="placeholder")) for graph in (one.stock, one.ours)]
+    assert inputs == [6, 8]
+
+
+def test_what_is_folded_by_itself_is_timed():
+    with torch.no_grad():
+        (one,) = _trials(lambda x, w, *norm: _normed(x, w * 2, *norm), _x(), _w(), *_norm())
+    assert one.beforehand is None
+    assert folded in [node.target for node in one.ours.nodes]
+
+
+def test_what_is_folded_with_gradients_is_timed():
+    (one,) = _trials(_normed, _x(), _w().requires_grad_(), *_norm())
+    assert one.beforehand is None

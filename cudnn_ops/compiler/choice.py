@@ -123,16 +123,19 @@ class Chooser:
 
     def _measure(self, pattern: Pattern, found: Found) -> Times:
         trial = trial_of(found)
-        graphs = {"ours": trial.ours, "stock": trial.stock}
         values = [value_of(node) for node in trial.inputs]
         devices = {value.device for value in values if value is not None and value.is_cuda}
         # Named, or torch would warn of a machine with several GPUs.
         rng = torch.random.fork_rng(devices=[device.index or 0 for device in devices])
         with rng, _outside_of_compilation(), _current(devices), using_plan_policy(_POLICY):
             inputs = [_random_like(node, pattern) for node in trial.inputs]
+            more = ()
+            if trial.beforehand is not None:
+                with torch.no_grad():
+                    more = fx.GraphModule({}, trial.beforehand)(*inputs)
             steps = {
-                name: _compiled_step(fx.GraphModule({}, graph), inputs)
-                for name, graph in graphs.items()
+                "ours": _compiled_step(fx.GraphModule({}, trial.ours), [*inputs, *more]),
+                "stock": _compiled_step(fx.GraphModule({}, trial.stock), inputs),
             }
             gpu, host = self._clock(steps), dict.fromkeys(steps, 0.0)
             if not self._measures_anywhere:

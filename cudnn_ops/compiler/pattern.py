@@ -30,6 +30,8 @@ class Found:
             goes away.
         filled: tensors among the nodes that these fill part by part, and nothing else writes to.
         alike: what the nodes read beside the inputs, with the inputs that are computed alike.
+        beforehand: a function that ``build`` applies to inputs alone, and that a graph calls once
+            for all of its matches. A trial has its results from the start.
     """
 
     nodes: Sequence[fx.Node]
@@ -43,6 +45,7 @@ class Found:
     unchanged: Sequence[fx.Node] = ()
     filled: Sequence[fx.Node] = ()
     alike: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
+    beforehand: Callable[..., Any] | None = None
 
     def built(self, *inputs: Any) -> tuple[Any, ...]:
         """The replacement's results for these inputs, which are tensors or stand for them."""

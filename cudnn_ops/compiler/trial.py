@@ -44,11 +44,14 @@ class Trial(NamedTuple):
         inputs: nodes of the model's graph, of which both graphs have one placeholder each.
         stock: what the model computes.
         ours: the replacement.
+        beforehand: what computes, from the inputs, those that ours has behind them; None: it has no
+            more.
     """
 
     inputs: list[fx.Node]
     stock: fx.Graph
     ours: fx.Graph
+    beforehand: fx.Graph | None = None
 
 
 def trial_of(found: Found) -> Trial:
@@ -72,11 +75,30 @@ def trial_of(found: Found) -> Trial:
         graph.output(tuple(values[node] for node in results))
         return graph
 
-    return Trial(
-        inputs,
-        finished(*_stock(found, inputs, leaders)),
-        finished(*_ours(found, inputs, leaders)),
-    )
+    stock = finished(*_stock(found, inputs, leaders))
+    ours = finished(*_ours(found, inputs, leaders))
+    return Trial(inputs, stock, ours, _without(ours, found.beforehand))
+
+
+def _without(ours: fx.Graph, function: Callable[..., object] | None) -> fx.Graph | None:
+    """Makes inputs of what the function gives in a graph; returns what computes them."""
+    calls = [] if function is None else ours.find_nodes(op="call_function", target=function)
+    if not calls:
+        return None
+    graph = fx.Graph()
+    values = {node: graph.placeholder(node.name) for node in ours.find_nodes(op="placeholder")}
+    first = next(node for node in ours.nodes if node.op != "placeholder")
+    results = []
+    for call in calls:
+        values[call] = graph.node_copy(call, values.__getitem__)
+        for part in list(call.users):
+            results.append(graph.node_copy(part, values.__getitem__))
+            with ours.inserting_before(first):
+                part.replace_all_uses_with(ours.placeholder(f"beforehand_{len(results)}"))
+            ours.erase_node(part)
+        ours.erase_node(call)
+    graph.output(tuple(results))
+    return graph
 
 
 def _leaders(found: Found) -> list[fx.Node]:

@@ -24,7 +24,7 @@ from cudnn_ops.compiler.pattern import (
 )
 from cudnn_ops.compiler.patterns.activations import ENDS, EPILOGUES
 from cudnn_ops.compiler.patterns.dense_groups import MOST_GROUPS, MOST_INPUTS, dense
-from cudnn_ops.compiler.patterns.folding import fold_together, folded
+from cudnn_ops.compiler.patterns.folding import fold_together, folded, is_early
 from cudnn_ops.compiler.patterns.space_to_depth import MOST_CHANNELS, STEP, squares
 from cudnn_ops.ops.activation import Activation
 
@@ -209,8 +209,22 @@ def _found(node: fx.Node, parts: _Parts, way: str = "") -> Found:
         overload = op.padding if isinstance(geometry[1], str) else op.default
         return overload(x, weight, bias, *lists, groups, parts.activation, named.get("residual"))
 
-    nodes = inputs.nodes
-    return Found(parts.nodes, [node], nodes, build, way, only_measured=way == _WITHOUT_GROUPS)
+    return Found(
+        parts.nodes,
+        [node],
+        inputs.nodes,
+        build,
+        way,
+        only_measured=way == _WITHOUT_GROUPS,
+        beforehand=folded if norm is not None and _is_folded_early(conv, norm) else None,
+    )
+
+
+def _is_folded_early(conv: Call, norm: Call) -> bool:
+    """Whether the graph folds it with others, and not for gradients of its parameters."""
+    fields = (conv["weight"], conv["bias"], *(norm[name] for name in _STATISTICS))
+    has_gradients = any(tensor(one).requires_grad for one in fields if is_tensor(one))
+    return is_early(fields) and not (has_gradients and torch.is_grad_enabled())
 
 
 def _as_list(numbers: Any) -> Any:

@@ -51,7 +51,7 @@ def folded_together(norms: Sequence[Sequence[Any]]) -> tuple[Tensor, ...]:
         weights.append(in_format(one.weight))
         scales.append(for_each_output(scale, one.weight))
         shifts.append(shift)
-    norm_biases: list[Any] = [one.norm_bias for one in given]  # none is None: `_is_early`
+    norm_biases: list[Any] = [one.norm_bias for one in given]  # none is None: `is_early`
     biases = torch._foreach_add(shifts, norm_biases)
     return (*torch._foreach_mul(weights, scales), *biases)
 
@@ -97,7 +97,9 @@ def _groups(
     group: list[fx.Node] = []
     size, kind = 0, None
     for node in graph.nodes:
-        if node.op != "call_function" or node.target is not folded or not _is_early(node, mutated):
+        if node.op != "call_function" or node.target is not folded:
+            continue
+        if not is_early(node.args, mutated):
             continue
         weight = value_of(node.args[0])
         assert weight is not None
@@ -111,11 +113,14 @@ def _groups(
         yield group
 
 
-def _is_early(node: fx.Node, mutated: Collection[fx.Node]) -> bool:
-    """Whether it reads parameters alone, plain ones of one dtype, which nothing changes."""
-    read = node.all_input_nodes
+def is_early(norm: Sequence[Any], mutated: Collection[fx.Node] = ()) -> bool:
+    """Whether a norm's fields are parameters alone, plain ones of one dtype, which nothing changes.
+
+    What is folded from such, is folded for all convolutions at once.
+    """
+    read = [field for field in norm if isinstance(field, fx.Node)]
     values = [value for one in read if (value := value_of(one)) is not None]
     are_plain = not any(is_traceable_wrapper_subclass(value) for value in values)  # or sharded
     are_given = all(one.op in ("placeholder", "get_attr") and one not in mutated for one in read)
-    has_bias = node.args[ConvNorm._fields.index("norm_bias")] is not None
+    has_bias = norm[ConvNorm._fields.index("norm_bias")] is not None
     return are_plain and are_given and has_bias and len({value.dtype for value in values}) == 1
