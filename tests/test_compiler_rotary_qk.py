@@ -15,6 +15,7 @@ from cudnn_ops.compiler import choice
 from cudnn_ops.compiler.choice import Chooser
 from cudnn_ops.compiler.options import settings_of
 from cudnn_ops.compiler.pattern import Found, Pattern, shape_of
+from cudnn_ops.compiler.patterns.rotary_prefix import angles_of_all_tokens
 from tests.cases.compiler import Rewritten, check_swap
 from tests.cases.rotary_spellings import (
     SPELLINGS,
@@ -23,6 +24,7 @@ from tests.cases.rotary_spellings import (
     H,
     S,
     cohere,
+    dinov3,
     ernie,
     flash_attention,
     gpt_neox,
@@ -154,17 +156,62 @@ def test_a_result_that_is_used_before_the_other_is_computed():
         _check(scaled, dtype=dtype)
 
 
-def test_parts_of_the_tokens():
-    """As in EVA: tokens in front do not turn."""
+def _behind(front: Tensor, turned: Tensor, dim: int = 2) -> Tensor:
+    return torch.cat([front, turned], dim=dim)
 
-    def eva(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        found = []
-        for x in (query, key):
-            turned = nanochat(x[:, :, 1:], cos[:, 1:], sin[:, 1:])
-            found.append(torch.cat([x[:, :, :1], turned], dim=2).type_as(x))
-        return tuple(found)
 
-    _check(eva)
+def _eva(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return _behind(x[:, :, :1], nanochat(x[:, :, 1:], cos[:, 1:], sin[:, 1:])).type_as(x)
+
+
+def _eva_of_tokens_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x = x.transpose(1, 2).contiguous()
+    cos, sin = cos[:, 3:].unsqueeze(2), sin[:, 3:].unsqueeze(2)
+    turned = x[:, 3:] * cos + rotate_half(x[:, 3:]) * sin
+    return _behind(x[:, :3], turned, dim=1).transpose(1, 2)
+
+
+def _by_narrow(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    turned = nanochat(x.narrow(-2, 2, S - 2), cos[:, 2:], sin[:, 2:])
+    return _behind(x[..., :2, :], turned, dim=-2)
+
+
+@pytest.mark.parametrize("turn", [_eva, _eva_of_tokens_first, _by_narrow, dinov3])
+def test_tokens_in_front_that_do_not_turn(turn):
+    """They are not put together again: the operator has cosines of 1 and sines of 0 for them."""
+    found = _check(_of_each(turn))
+    assert [str(node.target) for node in found.ours] == [QK]
+    targets = [node.target for graph in found.graphs for node in graph.graph.nodes]
+    assert torch.cat not in targets
+    assert angles_of_all_tokens in targets
+
+
+def _others(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return _behind((x * 2)[:, :, :1], nanochat(x[:, :, 1:], cos[:, 1:], sin[:, 1:]))
+
+
+def _fewer(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return _behind(x[:, :, :1], nanochat(x[:, :, 2:], cos[:, 2:], sin[:, 2:]))
+
+
+def _second(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return _behind(x[:, :, 1:2], nanochat(x[:, :, 1:], cos[:, 1:], sin[:, 1:]))
+
+
+def _at_the_end(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return _behind(nanochat(x[:, :, :-1], cos[:, 1:], sin[:, 1:]), x[:, :, -1:])
+
+
+def _short(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return _behind(x[:, :, :1], nanochat(x[:, :, 1:-1], cos[:, 2:], sin[:, 2:]))
+
+
+@pytest.mark.parametrize("turn", [_others, _fewer, _second, _at_the_end, _short])
+def test_other_tokens_in_front_stay_where_they_are(turn):
+    found = _check(_of_each(turn))
+    targets = [node.target for graph in found.graphs for node in graph.graph.nodes]
+    assert targets.count(torch.cat) == 2
+    assert angles_of_all_tokens not in targets
 
 
 def test_a_result_that_is_multiplied_before_the_other_is_computed():

@@ -30,8 +30,8 @@ class Found:
             goes away.
         filled: tensors among the nodes that these fill part by part, and nothing else writes to.
         alike: what the nodes read beside the inputs, with the inputs that are computed alike.
-        beforehand: a function that ``build`` applies to inputs alone, and that a graph calls once
-            for all of its matches. A trial has its results from the start.
+        beforehand: a function that ``build`` applies to what models compute once for all layers, or
+            a graph for all matches. A trial has its results from the start.
     """
 
     nodes: Sequence[fx.Node]

@@ -89,10 +89,15 @@ def _without(ours: fx.Graph, function: Callable[..., object] | None) -> fx.Graph
     values = {node: graph.placeholder(node.name) for node in ours.find_nodes(op="placeholder")}
     first = next(node for node in ours.nodes if node.op != "placeholder")
     results = []
+
+    def copied(node: fx.Node) -> fx.Node:
+        if node not in values:
+            values[node] = graph.node_copy(node, copied)
+        return values[node]
+
     for call in calls:
-        values[call] = graph.node_copy(call, values.__getitem__)
         for part in list(call.users):
-            results.append(graph.node_copy(part, values.__getitem__))
+            results.append(copied(part))
             with ours.inserting_before(first):
                 part.replace_all_uses_with(ours.placeholder(f"beforehand_{len(results)}"))
             ours.erase_node(part)

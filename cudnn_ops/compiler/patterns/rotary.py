@@ -10,8 +10,9 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from cudnn_ops.compiler.nodes import call_of
-from cudnn_ops.compiler.pattern import Found, Pattern, Refusal, shape_of, tensor
-from cudnn_ops.compiler.patterns.rotary_spellings import ENDS, Rotation, rotations
+from cudnn_ops.compiler.pattern import Found, Pattern, Refusal, applied, shape_of, tensor
+from cudnn_ops.compiler.patterns.rotary_prefix import angles_of_all_tokens, rotations_of_all_tokens
+from cudnn_ops.compiler.patterns.rotary_spellings import ENDS, Rotation
 
 
 class Rotary(Pattern):
@@ -21,12 +22,19 @@ class Rotary(Pattern):
     ends_in = ENDS
 
     def find(self, node: fx.Node) -> Iterator[Found]:
-        for rotation in rotations(node):
+        for rotation in rotations_of_all_tokens(node):
             if _has_gradient_of_angles(rotation):
                 raise Refusal("cos or sin requires a gradient")
             inputs = [rotation.x, *rotation.angles]
             build = _build_one(rotation)
-            yield Found(rotation.nodes, [node], inputs, build, filled=rotation.filled)
+            yield Found(
+                rotation.nodes,
+                [node],
+                inputs,
+                build,
+                filled=rotation.filled,
+                beforehand=angles_of_all_tokens,
+            )
 
 
 class RotaryQk(Pattern):
@@ -36,7 +44,7 @@ class RotaryQk(Pattern):
     ends_in = ENDS
 
     def find(self, node: fx.Node) -> Iterator[Found]:
-        later = [one for one in rotations(node) if not _has_gradient_of_angles(one)]
+        later = [one for one in rotations_of_all_tokens(node) if not _has_gradient_of_angles(one)]
         if not later:
             return
         for end, earlier in _independent_of(node, later):
@@ -54,6 +62,7 @@ class RotaryQk(Pattern):
                             unchanged=copies,
                             filled=(*first.filled, *second.filled),
                             alike=dict(zip(second.angles, first.angles, strict=True)),
+                            beforehand=angles_of_all_tokens,
                         )
 
 
@@ -75,7 +84,7 @@ def _independent_of(node: fx.Node, own: list[Rotation]) -> Iterator[tuple[fx.Nod
             needed.update(before.all_input_nodes)
         call = call_of(before) if before not in inside else None
         if call is not None and call.name in ENDS:
-            found = list(rotations(before))
+            found = list(rotations_of_all_tokens(before))
             if found and is_needed:
                 return
             if found:
@@ -85,7 +94,7 @@ def _independent_of(node: fx.Node, own: list[Rotation]) -> Iterator[tuple[fx.Nod
 
 def _common_angles(first: Rotation, second: Rotation) -> tuple[fx.Node, ...] | None:
     """None where the two are no call of one operator; else what must stay as it is for that."""
-    if first.x is second.x or first.spelling != second.spelling:
+    if first.x is second.x or (first.spelling, first.before) != (second.spelling, second.before):
         return None
     sizes, others = shape_of(first.x), shape_of(second.x)
     if len(sizes) != len(others) or tensor(first.x).dtype != tensor(second.x).dtype:
@@ -173,7 +182,11 @@ def _rows_of(rotation: Rotation) -> Callable[..., tuple[Any, Any]]:
                 one if dense else one.contiguous()
                 for one, dense in zip(found, are_dense, strict=True)
             )
-        return cos, -sin if is_back else sin
+        sin = -sin if is_back else sin
+        if rotation.before > 0:
+            both = applied(angles_of_all_tokens, cos, sin, rotation.before)
+            cos, sin = both[0], both[1]
+        return cos, sin
 
     return rows
 

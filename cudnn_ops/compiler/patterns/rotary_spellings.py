@@ -42,7 +42,7 @@ class _Stretch(Expression):
         self.whole, self.where = whole, where
 
     def match(self, value: Any, bound: Bound) -> Iterator[Bound]:
-        found = _stretch(value) if isinstance(value, fx.Node) else None
+        found = stretch(value) if isinstance(value, fx.Node) else None
         if found is None:
             return
         source, start, nodes = found
@@ -52,31 +52,41 @@ class _Stretch(Expression):
             yield from self.whole.match(source, bound)
 
 
-def _stretch(node: fx.Node) -> tuple[fx.Node, Any, tuple[fx.Node, ...]] | None:
-    """What it is a part of, where that begins, and the nodes that take it."""
+def stretch(node: fx.Node, dim: int = -1) -> tuple[fx.Node, Any, tuple[fx.Node, ...]] | None:
+    """What it is a part of, where in a dimension that begins, and the nodes that take it.
+
+    Args:
+        node: a slice, or one of what ``narrow``, ``split`` or ``chunk`` gives.
+        dim: counted from the last one.
+    """
     call = call_of(node)
     if call is None or value_of(node) is None or call.name not in ("getitem", "narrow"):
         return None
     source = call["input"]
     if call.name == "narrow":
-        start = _number(call["start"]) if is_last_dim(call["dim"], node) else None
-        return None if start is None else (source, _from_the_left(start, source), (node,))
+        start = _number(call["start"]) if _is_dim(call["dim"], dim, source) else None
+        return None if start is None else (source, _from_the_left(start, source, dim), (node,))
     if type(call["index"]) is int:
         parts = call_of(source)
         if parts is None or parts.name not in ("chunk", "split"):
             return None
-        if not is_last_dim(parts["dim"], source):
+        if not _is_dim(parts["dim"], dim, parts["input"]):
             return None
         before = source.meta["example_value"][: call["index"]]
-        return parts["input"], sum(part.shape[-1] for part in before), (node, source)
-    last = _last_index(call["index"], node)
-    if not isinstance(last, slice) or last.step not in (None, 1):
+        return parts["input"], sum(part.shape[dim] for part in before), (node, source)
+    index = _index_at(call["index"], node, dim)
+    if not isinstance(index, slice) or index.step not in (None, 1):
         return None
-    return source, _from_the_left(_number(last.start) or 0, source), (node,)
+    return source, _from_the_left(_number(index.start) or 0, source, dim), (node,)
 
 
-def _from_the_left(place: Any, source: fx.Node) -> Any:
-    return place if place >= 0 else place + shape_of(source)[-1]
+def _is_dim(given: Any, dim: int, source: fx.Node) -> bool:
+    """Whether a dimension, counted from either end, is one that is counted from the last."""
+    return given in (dim, dim + len(shape_of(source)))
+
+
+def _from_the_left(place: Any, source: fx.Node, dim: int) -> Any:
+    return place if place >= 0 else place + shape_of(source)[dim]
 
 
 def _half(which: int) -> Cast:
@@ -131,14 +141,26 @@ _PAIRS = OneOf(Op("reshape", _X, _are_pairs), Op("unflatten", _X, anything, _are
 
 
 def _last_index(index: Any, node: fx.Node) -> Any:
-    """What an index says of the last dimension, if it takes all of the others."""
+    return _index_at(index, node, -1)
+
+
+def _index_at(index: Any, node: fx.Node, dim: int) -> Any:
+    """What an index says of a dimension, if it takes all of the others."""
     source = value_of(node.args[0])
     if not isinstance(index, tuple) or source is None:
         return None
-    *before, last = index
-    is_last_dim = ... in before or len(before) == source.dim() - 1
-    whole = all(part in (..., slice(None, None, None)) for part in before)
-    return last if whole and is_last_dim else None
+    parts = list(index)
+    missing = [slice(None)] * (source.dim() - len([part for part in parts if part is not ...]))
+    at = next((i for i, part in enumerate(parts) if part is ...), None)
+    if at is None:
+        parts += missing
+    else:
+        parts[at : at + 1] = missing
+    if len(parts) != source.dim():
+        return None
+    others = [part for place, part in enumerate(parts) if place != len(parts) + dim]
+    is_whole = all(isinstance(part, slice) and part == slice(None) for part in others)
+    return parts[dim] if is_whole else None
 
 
 def _half_size(node: fx.Node) -> Any:
@@ -272,6 +294,7 @@ class Rotation(NamedTuple):
         size: how many numbers at the start of each head turn.
         nodes: what computes it.
         filled: the tensor among them that is filled with the numbers of pairs, where there is one.
+        before: tokens of x that do not turn, in front of those that have angles.
     """
 
     spelling: Spelling
@@ -281,6 +304,7 @@ class Rotation(NamedTuple):
     size: Any
     nodes: tuple[fx.Node, ...]
     filled: tuple[fx.Node, ...] = ()
+    before: int = 0
 
 
 def rotations(node: fx.Node) -> Iterator[Rotation]:
