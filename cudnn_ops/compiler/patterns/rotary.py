@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -64,6 +64,23 @@ class RotaryQk(Pattern):
                             alike=dict(zip(second.angles, first.angles, strict=True)),
                             beforehand=angles_of_all_tokens,
                         )
+
+
+    def finish(
+        self, graph: fx.Graph, mode: Mapping[fx.Node, object], mutated: Collection[fx.Node]
+    ) -> None:
+        """All layers read the angles of all tokens that the first one made."""
+        kept: list[fx.Node] = []
+        for node in graph.find_nodes(op="call_function", target=angles_of_all_tokens):
+            for one in kept:
+                compared: dict[tuple[fx.Node, fx.Node], bool] = {}
+                if mode[one] == mode[node] and _is_equal(one.args, node.args, compared):
+                    if not any(read in mutated for pair in compared for read in pair):
+                        node.replace_all_uses_with(one)
+                        graph.erase_node(node)
+                        break
+            else:
+                kept.append(node)
 
 
 def _has_gradient_of_angles(rotation: Rotation) -> bool:
