@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -174,6 +175,16 @@ def _eva_of_tokens_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _by_narrow(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     turned = nanochat(x.narrow(-2, 2, S - 2), cos[:, 2:], sin[:, 2:])
     return _behind(x[..., :2, :], turned, dim=-2)
+
+
+def test_eva():
+    """Whose results have the dtype of a third tensor."""
+    model = timm.create_model("eva02_tiny_patch14_224", depth=2, img_size=56).eval()
+    with torch.no_grad():
+        image, pattern = torch.randn(1, 3, 56, 56), "rotary_qk"
+        found = check_swap(model, image, expect=[pattern] * 2, swap=[pattern])
+    targets = [node.target for graph in found.graphs for node in graph.graph.nodes]
+    assert targets.count(angles_of_all_tokens) == 1
 
 
 @pytest.mark.parametrize("turn", [_eva, _eva_of_tokens_first, _by_narrow, dinov3])

@@ -31,10 +31,7 @@ def angles_of_all_tokens(cos: Tensor, sin: Tensor, before: int) -> tuple[Tensor,
 
 
 def _behind_others(node: fx.Node) -> Iterator[Rotation]:
-    together, call = node, call_of(node)
-    if call is not None and call.name == "cast":
-        together = call["input"]
-        call = call_of(together)
+    call = call_of(node)
     if call is None or call.name != "cat" or len(call["tensors"]) != 2:
         return
     front, turned = call["tensors"]
@@ -51,7 +48,7 @@ def _behind_others(node: fx.Node) -> Iterator[Rotation]:
         is_all = source is same and len(dtypes) == 1 and type(before) is int
         ends = (start, 0), (begin, before), (begin + sizes[tokens], shape_of(source)[tokens])
         if is_all and all(statically_known_true(one == other) for one, other in ends):
-            nodes = dict.fromkeys((*taken, *rest, *rotation.nodes, together, node))
+            nodes = dict.fromkeys((*taken, *rest, *rotation.nodes, node))
             yield rotation._replace(x=source, nodes=tuple(nodes), before=before)
 
 
