@@ -190,7 +190,6 @@ OPERATIONS: dict[str, Operation] = {
         "input dim0 dim1", torch.transpose, torch.swapaxes, ".transpose", ".swapaxes"
     ),
     "unsqueeze": _operation("input dim", torch.unsqueeze, ".unsqueeze"),
-    "squeeze": _operation("input dim", torch.squeeze, ".squeeze"),
     "getitem": _operation("input index", operator.getitem, ".__getitem__"),
     "cat": _operation("tensors dim", torch.cat, torch.concat, dim=0),
     "stack": _operation("tensors dim", torch.stack, dim=0),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -64,27 +64,6 @@ class RotaryQk(Pattern):
                             alike=dict(zip(second.angles, first.angles, strict=True)),
                             beforehand=angles_of_all_tokens,
                         )
-
-    def finish(
-        self, graph: fx.Graph, mode: Mapping[fx.Node, object], mutated: Collection[fx.Node]
-    ) -> None:
-        """All layers read the angles of all tokens that the first one made."""
-        kept: list[fx.Node] = []
-        for node in graph.find_nodes(op="call_function", target=angles_of_all_tokens):
-            same = next((one for one in kept if _is_shared(one, node, mode, mutated)), None)
-            if same is None:
-                kept.append(node)
-            else:
-                node.replace_all_uses_with(same)
-                graph.erase_node(node)
-
-
-def _is_shared(
-    first: fx.Node, second: fx.Node, mode: Mapping[fx.Node, object], mutated: Collection[fx.Node]
-) -> bool:
-    compared: dict[tuple[fx.Node, fx.Node], bool] = {}
-    is_equal = mode[first] == mode[second] and _is_equal(first.args, second.args, compared)
-    return is_equal and not any(read in mutated for pair in compared for read in pair)
 
 
 def _has_gradient_of_angles(rotation: Rotation) -> bool:
