@@ -430,8 +430,10 @@ def test_a_trial_has_what_is_folded_for_all_convolutions_at_once(store):
 
     norm = [torch.rand(4) + 0.5 for _ in range(4)]
     x, w = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
-    with torch.no_grad():
-        _rewritten(layer, Chooser(settings_of(None, None), CompileReport(), clock), x, w, *norm)
+    chooser = Chooser(settings_of(None, None), CompileReport(), clock)
+    with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+        _rewritten(layer, chooser, x, w, *norm)
+    assert not any("the pattern" in str(one.message) for one in caught)
     # A trial's variances are any numbers, and some are negative.
     nan = {"equal_nan": True}
     torch.testing.assert_close(results["ours"], results["stock"], rtol=1e-4, atol=1e-4, **nan)
