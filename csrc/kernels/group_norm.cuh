@@ -5,6 +5,7 @@
 #pragma once
 
 #include "activation.cuh"
+#include "async_copy.cuh"
 #include "group_norm_call.h"
 #include "number.cuh"
 #include "threads.cuh"
@@ -109,22 +110,11 @@ struct Shared {
 // Sends for a piece without waiting for it, where an instruction does: see wait_for_copies().
 template <class Vector>
 __device__ void send_for(Vector* kept, const Vector* from) {
-#if __CUDA_ARCH__ >= 800
   if constexpr (sizeof(Vector) >= 4) {
-    const auto to = (unsigned)__cvta_generic_to_shared(kept);
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from),
-                 "n"((int)sizeof(Vector)));
-    return;
+    copy_async<sizeof(Vector)>(kept, from);
+  } else {
+    *kept = *from;
   }
-#endif
-  *kept = *from;
-}
-
-// What the thread has sent for is there, for itself.
-__device__ void wait_for_copies() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
 }
 
 // Puts all of the thread's pieces of a tensor, or two, where it keeps them, with all loads under
@@ -161,6 +151,19 @@ __device__ float weight_of(const GroupNormCall& call, unsigned channel) {
 
 __device__ float bias_of(const GroupNormCall& call, unsigned channel) {
   return read_parameter(call.bias, call.is_bias_float, channel, 0);
+}
+
+// Joins what so many lanes of a warp found, a power of two; each of them has the result.
+template <class Part>
+__device__ void join_lanes(Part& part, unsigned lanes) {
+  for (unsigned distance = lanes / 2; distance > 0; distance /= 2) {
+    Part other;
+#pragma unroll
+    for (unsigned j = 0; j < sizeof(Part) / sizeof(float); ++j) {
+      other.floats[j] = __shfl_xor_sync(~0u, part.floats[j], distance);
+    }
+    part.take(other);
+  }
 }
 
 // Joins what the lanes of each slot found, in a fixed order; lane 0 has the result. Every thread of
@@ -201,14 +204,7 @@ __device__ void join(const GroupNormCall& call, unsigned lane, Part (&parts)[kCh
     }
     return;
   }
-  for (unsigned distance = min(spread.lanes, 32u) / 2; distance > 0; distance /= 2) {
-    Part other;
-#pragma unroll
-    for (unsigned j = 0; j < kFloats; ++j) {
-      other.floats[j] = __shfl_xor_sync(~0u, parts[0].floats[j], distance);
-    }
-    parts[0].take(other);
-  }
+  join_lanes(parts[0], min(spread.lanes, 32u));
   if (spread.lanes <= 32) return;
   const unsigned warp = threadIdx.x / 32;
   if (threadIdx.x % 32 == 0) {
@@ -239,7 +235,7 @@ constexpr int n = sizeof(Bits);
     let_next_start();                                                 \
     __VA_ARGS__(call);                                                \
   }
-// For channels that are first and last in memory.
+// One for channels that are first in memory, and one for channels that are last.
 #define GROUP_NORM(name, bytes, threads, blocks)                                 \
   GROUP_NORM_KERNEL(name##_##bytes##_first, threads, blocks, name<bytes, false>) \
   GROUP_NORM_KERNEL(name##_##bytes##_last, threads, blocks, name<bytes, true>)

@@ -43,16 +43,17 @@ struct PieceMoments {
         squares[k] = fmaf(distance, values[k] - mean[k], squares[k]);
       }
     } else {
-      // Halves are added up, so that equal numbers are their own mean here too.
-      float sums[kWidth];
+      // Halves are added up, each number by its share of the mean, so that equal numbers are their
+      // own mean here too and large ones have a finite sum.
+      float parts[kWidth];
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) sums[k] = values[k];
+      for (int k = 0; k < kWidth; ++k) parts[k] = values[k] * (1.0f / kWidth);
 #pragma unroll
       for (int half = kWidth / 2; half > 0; half /= 2) {
 #pragma unroll
-        for (int k = 0; k < half; ++k) sums[k] += sums[k + half];
+        for (int k = 0; k < half; ++k) parts[k] += parts[k + half];
       }
-      const float center = sums[0] * (1.0f / kWidth);
+      const float center = parts[0];
       float apart = 0;
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
@@ -146,15 +147,7 @@ __device__ Moments find_all_moments(const GroupNormCall& call, const Tile<kBytes
     take_turn<kKeeps>(call, tile, tile.channel(turn), kept, found);
   }
   Moments all = found.moments(0);
-#pragma unroll
-  for (unsigned distance = 16; distance > 0; distance /= 2) {
-    Moments other;
-#pragma unroll
-    for (float& part : other.floats) {
-      part = __shfl_xor_sync(~0u, all.floats[&part - other.floats], distance);
-    }
-    all.take(other);
-  }
+  join_lanes(all, 32);
   auto* of_warps = (Moments*)shared.scratch;
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = all;
   __syncthreads();

@@ -181,7 +181,7 @@ __device__ void backward(const NormCall& call) {
     }
   }
   if (!kSums || call.partial == nullptr) return;
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  wait_for_copies();
   if constexpr (kSums) write_sums<kVectors, kWidth>(call, true, grad_weight, (float*)memory);
   if constexpr (kSums && kIsLayer) {
     write_sums<kVectors, kWidth>(call, false, grad_bias, (float*)memory);

@@ -1,19 +1,8 @@
 // Rows on their way through shared memory while those before them are worked on.
 #pragma once
 
+#include "async_copy.cuh"
 #include "norm_rows.cuh"
-
-// Of fewer bytes than kSize the rest is zero.
-template <int kSize>
-__device__ void copy_async(void* shared, const void* global, unsigned bytes) {
-  const auto to = (unsigned)__cvta_generic_to_shared(shared);
-  if constexpr (kSize == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global),
-                 "r"(bytes));
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global), "n"(kSize));
-  }
-}
 
 // Rows to come of each of kTensors, on their way through shared memory. A thread copies the pieces
 // that it needs, so that nobody waits for another. cp.async takes 4 bytes or more: where pieces are

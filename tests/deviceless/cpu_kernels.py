@@ -14,6 +14,7 @@ import json
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,16 @@ class Kernels:
                 library.run_grid(getattr(library, name), numbers, ctypes.c_void_p(argument))
                 return 0
         raise LookupError(f"{name} was not compiled for the CPU")
+
+    def checked(self, checks: Iterable[tuple[object, Callable[[], object]]]) -> str:
+        """The report of checks, each with what it is called."""
+        wrong = []
+        for name, check in checks:
+            try:
+                check()
+            except AssertionError as error:
+                wrong.append(f"{name}: {error}")
+        return self.report(wrong)
 
     def report(self, wrong: list[str]) -> str:
         """As JSON: what was launched, how many tensors were written around, what was wrong."""

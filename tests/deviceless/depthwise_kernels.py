@@ -6,6 +6,8 @@ LD_PRELOAD=fake_runtime.so python -m tests.deviceless.depthwise_kernels fake_run
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -36,13 +38,12 @@ def main() -> None:
     kernels = Kernels(Path(sys.argv[1]), *sources)
     torch.ops.cudnn_ops._conv_use_depthwise(0, 2)
     copies = copy_on_the_cpu()
-    wrong = []
-    for (kernels.first, dtype), case in product(enumerate(TYPES), CASES):
-        try:
-            check_forward(case, dtype)
-        except AssertionError as error:
-            wrong.append(f"{case}, {dtype}: {error}")
-    print(kernels.report(wrong))
+
+    def checks() -> Iterator[tuple[object, Callable[[], object]]]:
+        for (kernels.first, dtype), case in product(enumerate(TYPES), CASES):
+            yield (case, dtype), partial(check_forward, case, dtype)
+
+    print(kernels.checked(checks()))
     del copies
 
 

@@ -6,6 +6,7 @@ LD_PRELOAD=fake_runtime.so python -m tests.deviceless.fp8_kernels fake_runtime.s
 from __future__ import annotations
 
 import sys
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -62,13 +63,8 @@ def run_rows(kernels: Kernels) -> None:
 def main() -> None:
     of_types = (("rows_fp8", f"-DKERNEL_TYPE={name}") for name in ("Half", "BFloat16", "Float"))
     kernels = Kernels(Path(sys.argv[1]), ("rotary_fp8",), *of_types, ("fp8",))
-    wrong = []
-    for run in (run_tensors, run_rotary, run_rows):
-        try:
-            run(kernels)
-        except AssertionError as error:
-            wrong.append(f"{run.__name__}: {error}")
-    print(kernels.report(wrong))
+    runs = (run_tensors, run_rotary, run_rows)
+    print(kernels.checked((run.__name__, partial(run, kernels)) for run in runs))
 
 
 if __name__ == "__main__":

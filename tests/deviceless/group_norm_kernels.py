@@ -6,6 +6,8 @@ LD_PRELOAD=fake_runtime.so python -m tests.deviceless.group_norm_kernels fake_ru
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -65,19 +67,32 @@ def check(case: GroupNormCase, dtype: torch.dtype) -> None:
     cases.compare(case, t, results, wanted)
 
 
+def check_equal(
+    value: float, shape: tuple[int, ...], groups: int, is_last: bool, dtype: torch.dtype
+) -> None:
+    """Equal numbers are their own mean, large ones too."""
+    x = torch.full(shape, value, dtype=dtype)
+    x = cases.channels_last(x) if is_last else x
+    out, *_ = _ops._group_norm(to_gpu(x), None, groups, None, None, 1e-5, 0, False)
+    assert not from_gpu(out).any()
+
+
 def main() -> None:
     both, types = ("group_norm_forward", "group_norm_backward"), ("Half", "BFloat16", "Float")
     sources = [(name, f"-DKERNEL_TYPE={one}") for one in types for name in both]
     kernels = Kernels(Path(sys.argv[1]), *sources)
-    wrong = []
-    for number, dtype in enumerate(TYPES):
-        for case in CASES:
+
+    def checks() -> Iterator[tuple[object, Callable[[], object]]]:
+        for number, dtype in enumerate(TYPES):
             kernels.first = number * len(both)
-            try:
-                check(case, dtype)
-            except AssertionError as error:
-                wrong.append(f"{case} {dtype}: {error}")
-    print(kernels.report(wrong))
+            for case in CASES:
+                yield f"{case} {dtype}", partial(check, case, dtype)
+            for value in (10000.123, 3e38, -3e38)[: 1 if dtype == torch.float16 else 3]:
+                for (shape, groups), is_last in product(SHAPES, (False, True)):
+                    name = f"{value} in {shape} {dtype} {is_last}"
+                    yield name, partial(check_equal, value, shape, groups, is_last, dtype)
+
+    print(kernels.checked(checks()))
 
 
 if __name__ == "__main__":

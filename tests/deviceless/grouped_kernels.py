@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -120,14 +122,8 @@ def main() -> None:
     kernels = Kernels(Path(sys.argv[1]), ("grouped_conv",))
     _ops._conv_use_grouped(2)
     copies = copy_on_the_cpu()
-    wrong = []
-    for case in CASES:
-        for dtype in (torch.half, torch.bfloat16):
-            try:
-                run(case, dtype)
-            except AssertionError as error:
-                wrong.append(f"{case}, {dtype}: {error}")
-    print(kernels.report(wrong))
+    called = product(CASES, (torch.half, torch.bfloat16))
+    print(kernels.checked((one, partial(run, *one)) for one in called))
     del copies
 
 

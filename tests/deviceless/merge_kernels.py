@@ -16,17 +16,11 @@ from tests.deviceless.cpu_kernels import Kernels, from_gpu, to_gpu
 
 def main() -> None:
     kernels = Kernels(Path(sys.argv[1]), ("attention_merge",))
-    wrong = []
     checks: list[tuple[str, Callable[..., None]]] = [
         *((str(case), partial(merge.check, case)) for case in merge.CASES),
         ("no numbers", merge.check_what_is_no_number),
     ]
-    for name, check in checks:
-        try:
-            check(to_gpu, from_gpu)
-        except AssertionError as error:
-            wrong.append(f"{name}: {error}")
-    print(kernels.report(wrong))
+    print(kernels.checked((name, partial(check, to_gpu, from_gpu)) for name, check in checks))
 
 
 if __name__ == "__main__":
