@@ -56,6 +56,7 @@ def batch_norm(device: str) -> Arguments:
         "grad_out": x,
         "input": x,
         "weight": channels,
+        "bias": channels,
         "out": x,
         "mean": channels,
         "rstd": channels,
@@ -237,9 +238,9 @@ MISTAKES = [
         for change in (short, half, repeated)
     ],
     ("batch_norm", "activation", lambda _: 2, ValueError, "activation must be 0 or 1, got 2"),
-    ("batch_norm", "out", lambda _: None, ValueError, "out must be given with ReLU, and only"),
-    ("batch_norm", "activation", lambda _: 0, ValueError, "out must be given with ReLU, and only"),
+    ("batch_norm", "activation", lambda _: 0, ValueError, "out must be given with ReLU alone"),
     ("batch_norm", "weight", short, ValueError, r"weight must be \[12\]"),
+    ("batch_norm", "bias", short, ValueError, r"bias must be \[12\]"),
     *[
         ("gate_add_adaptive_layer_norm", name, change, error, f"norm backward: {name} must be")
         for name in ("grad_out", "grad_sum")

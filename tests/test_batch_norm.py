@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -39,7 +40,7 @@ def test_any_combination_by_plans(block, device, poisoned):
 
 
 #: Blocks of ResNets and RegNets, wide and narrow, odd sizes, rows, lines, volumes, much and little
-#: for each channel; channels that masks of bits take and that they do not.
+#: for each channel; channels that plans take and that they do not.
 SHAPES = [
     (32, 64, 56, 56),
     (8, 256, 56, 56),
@@ -79,11 +80,15 @@ def test_sizes(shape, layout, policy, device, poisoned):
 
 @GPU
 @pytest.mark.parametrize("shape", [(4, 64, 9, 9), (4, 24, 9, 9)], ids=str)
-def test_plans_at_addresses_that_engines_do_not_read(shape, device, poisoned):
+def test_addresses_that_are_not_read_at_once(shape, device, poisoned):
     """Parameters, statistics and images that begin between multiples of 16 bytes."""
+    plain = replace(RELU_OF_SUM, shape=shape, residual=False, activation="none")
+    cases_of = (plain, replace(plain, activation="relu"), replace(RELU_OF_SUM, shape=shape))
     with cudnn_ops.using_plan_policy("exact"):
-        for flat in ("weight", "bias", "running", "layout", "other"):
-            case = replace(RELU_OF_SUM, shape=shape, **{flat: "flat"})
+        for of, flat in itertools.product(
+            cases_of, ("weight", "bias", "running", "layout", "other")
+        ):
+            case = replace(of, **{flat: "flat"})
             if flat == "layout":
                 case = replace(case, layout="last")
                 t = cases.make(case, torch.bfloat16, device, seed=1)
@@ -98,7 +103,7 @@ def test_plans_at_addresses_that_engines_do_not_read(shape, device, poisoned):
 
 @GPU
 def test_what_is_called_often_runs_by_plans(device):
-    case = RELU_OF_SUM
+    case = BatchNormCase((3, 64, 5, 7), layout="last")
     t = cases.make(case, torch.bfloat16, device, seed=1)
     before = cudnn_ops.cache_info().builds
     with cudnn_ops.using_plan_policy("exact"):
@@ -110,24 +115,9 @@ def test_what_is_called_often_runs_by_plans(device):
         cudnn_ops.batch_norm(x.float(), None, None, training=True)
         cudnn_ops.batch_norm(x[:, :7], None, None, training=True)
         cudnn_ops.batch_norm(x.contiguous(), None, None, training=True)
+        cudnn_ops.batch_norm(x, None, None, training=True, activation="relu")
+        cudnn_ops.batch_norm(x, None, None, training=True, residual=x)
     assert not requests
-
-
-@GPU
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_masks_of_bits(dtype, device):
-    """Eight to a byte in the order of memory, the first in the lowest bit."""
-    for shape in ((1, 8), (3, 64, 5, 7), (2, 128, 33, 31)):
-        x = channels_last(torch.randn(shape, device=device, dtype=dtype))
-        x[0, :4] = (
-            torch.tensor([0.0, -0.0, float("nan"), float("inf")])
-            .to(x)
-            .view(-1, *(1,) * (x.dim() - 2))
-        )
-        flat = x.movedim(1, -1).flatten() > 0
-        weights = torch.tensor([1 << i for i in range(8)], device=device)
-        expected = (flat.view(-1, 8) * weights).sum(1).to(torch.uint8)
-        assert torch.equal(_ops._batch_norm_signs(x), expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -173,10 +163,48 @@ def test_opcheck(training, layout, device):
     x, weight = (tensor.detach() for tensor in (t.input, t.weight))
     mean, rstd = torch.zeros(8, device=device), torch.ones(8, device=device)
     for mask in ((True,) * 4, (True, False, False, False), (False, True, False, True)):
-        saved = (t.grad_out, x, weight, out, mean, rstd, training, 1, mask, True)
+        saved = (t.grad_out, x, weight, None, out, mean, rstd, training, 1, mask, True)
         torch.library.opcheck(_ops._batch_norm_backward.default, saved)
-        saved = (t.grad_out, x, None, None, mean, rstd, training, 0, mask, False)
+        saved = (t.grad_out, x, None, None, None, mean, rstd, training, 0, mask, False)
         torch.library.opcheck(_ops._batch_norm_backward.default, saved)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["first", "last"])
+def test_a_relu_is_told_by_its_input(layout, device):
+    """The backward needs no output then, in whatever order images come back to it."""
+    for channels in (12, 64):
+        case = BatchNormCase((3, channels, 5, 7), activation="relu", layout=layout)
+        t = cases.make(case, torch.float32, device, seed=1)
+        x, weight, bias = (tensor.detach() for tensor in (t.input, t.weight, t.bias))
+        out, *kept = _ops._batch_norm_training(x, None, None, weight, bias, None, 0.1, 1e-5, 1)
+        for mask in ((True, True, True, False), (True, False, True, True)):
+            of_out, of_input = (
+                _ops._batch_norm_backward(
+                    *(t.grad_out, x, weight, bias, given, *kept, True, 1, mask, False)
+                )
+                for given in (out, None)
+            )
+            torch.testing.assert_close(of_input, of_out, rtol=1e-5, atol=1e-5)
+        with pytest.raises(ValueError, match="out must be given with a ReLU of what running"):
+            _ops._batch_norm_backward(
+                *(t.grad_out, x, weight, bias, None, *kept, False, 1, (True,) * 4, False)
+            )
+
+
+@GPU
+def test_a_relu_told_by_its_input_keeps_no_output(device):
+    """So that the next operator may change it in place; but weight and bias are kept."""
+    case = BatchNormCase((3, 64, 5, 7), activation="relu", layout="last")
+    t = cases.make(case, torch.float32, device, seed=1)
+    out = cases.run(case, t)
+    expected = torch.autograd.grad(out, t.differentiable, 3 * t.grad_out, retain_graph=True)
+    found = torch.autograd.grad(out.mul_(3), t.differentiable, t.grad_out, retain_graph=True)
+    torch.testing.assert_close(found, expected)
+    with torch.no_grad():
+        t.bias.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -346,8 +374,8 @@ def test_gradients_of_any_strides(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", ["first", "last"])
-@pytest.mark.parametrize("training", [False, True])
-def test_compiled_without_a_break_for_any_size(training, layout, device):
+@pytest.mark.parametrize(("training", "adds"), [(False, True), (True, True), (True, False)])
+def test_compiled_without_a_break_for_any_size(training, adds, layout, device):
     torch._dynamo.reset()
 
     def step(x, mean, var, weight, bias, residual):
@@ -357,7 +385,7 @@ def test_compiled_without_a_break_for_any_size(training, layout, device):
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True)
     for batch, height, width in ((2, 5, 7), (3, 9, 8)):
-        case = replace(RELU_OF_SUM, shape=(batch, 12, height, width), layout=layout)
+        case = replace(RELU_OF_SUM, shape=(batch, 12, height, width), layout=layout, residual=adds)
         t = cases.make(case, torch.float32, device, seed=1)
         runs = []
         for function in (compiled, step):

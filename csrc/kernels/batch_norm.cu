@@ -1,74 +1,59 @@
 // A norm by known statistics, act((x - mean) / deviation * weight + bias + residual), in one pass
-// over memory, the signs of its results, a bit each, what its derivative adds up, and numbers of
-// channels in another type. Compiled when the package is built (cmake/compile_kernels.py);
+// over memory, what its derivative adds up where channels are planes, and numbers of channels in
+// another type. Compiled when the package is built (cmake/compile_kernels.py);
 // batch_norm_cuda.cpp launches them.
 
-#include "batch_norm_call.h"
+#include "batch_norm.cuh"
 #include "column_sums.cuh"
-#include "number.cuh"
 #include "threads.cuh"
 
-// A thread asks memory for several pieces before it writes the first result.
-constexpr int kAhead = 2;
-
-template <class Type>
-__device__ float read_vector(const BatchNormVector& vector, unsigned channel, float otherwise) {
-  if (vector.data == nullptr) return otherwise;
-  return vector.is_float ? ((const float*)vector.data)[channel]
-                         : Type::read(((const typename Type::Bits*)vector.data)[channel]);
-}
-
-// What is done to the numbers of a channel. The mean is subtracted first: where it is far from 0,
-// one factor and one summand would lose most digits.
-struct Channel {
-  float mean, factor, bias;
-
-  template <class Type>
-  static __device__ Channel of(const BatchNormApplyCall& call, unsigned channel) {
-    const float spread = read_vector<Type>(call.spread, channel, 1);
-    const float rstd = call.is_variance ? 1 / sqrtf(spread + call.eps) : spread;
-    return {read_vector<Type>(call.mean, channel, 0),
-            rstd * read_vector<Type>(call.weight, channel, 1),
-            read_vector<Type>(call.bias, channel, 0)};
-  }
-  __device__ float norm(float value) const {
-    return fmaf(value - mean, factor, bias);
-  }
-};
-
-// A number that is none stays that.
-__device__ float relu(float value) {
-  return value < 0 ? 0 : value;
-}
-
-// Pieces `first`, `first + step`, ... below `end` of memory. `channel_of` gives what is done to
-// each number of a piece: that of one channel, or of as many as a piece has numbers.
-template <class Type, int kWidth, class ChannelOf>
-__device__ void apply(const BatchNormApplyCall& call, long long first, long long step,
-                      long long end, const ChannelOf& channel_of) {
+// The pieces at `at`, `at + step`, ..., kCount of them, which all exist.
+template <class Type, int kWidth, int kCount, bool kHasResidual, class ChannelOf>
+__device__ void apply_some(const BatchNormApplyCall& call, long long at, long long step,
+                           const ChannelOf& channel_of) {
   using Vector = Piece<Type, kWidth>;
-  for (long long at = first; at < end; at += kAhead * step) {
-    Vector input[kAhead], residual[kAhead];
+  Vector input[kCount], residual[kCount];
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      if (at + i * step >= end) break;
-      input[i] = ((const Vector*)call.input)[at + i * step];
-      if (call.residual != nullptr) residual[i] = ((const Vector*)call.residual)[at + i * step];
+  for (int i = 0; i < kCount; ++i) {
+    input[i] = ((const Vector*)call.input)[at + i * step];
+    if (kHasResidual) residual[i] = ((const Vector*)call.residual)[at + i * step];
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    float values[kWidth];
+    input[i].read(values);
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) values[k] = channel_of(k).norm(values[k]);
+    if (kHasResidual) residual[i].add_to(values);
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      if (call.has_relu) values[k] = relu(values[k]);
     }
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      if (at + i * step >= end) break;
-      float values[kWidth];
-      input[i].read(values);
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k) values[k] = channel_of(k).norm(values[k]);
-      if (call.residual != nullptr) residual[i].add_to(values);
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k) {
-        if (call.has_relu) values[k] = relu(values[k]);
-      }
-      ((Vector*)call.out)[at + i * step] = Vector::of(values);
-    }
+    ((Vector*)call.out)[at + i * step] = Vector::of(values);
+  }
+}
+
+template <class Type, int kWidth, bool kHasResidual, class ChannelOf>
+__device__ void apply(const BatchNormApplyCall& call, long long at, long long step, long long end,
+                      const ChannelOf& channel_of) {
+  constexpr int kAhead = kHasResidual ? 2 : 4;  // that a thread asks memory for at once
+  for (; at + (kAhead - 1) * step < end; at += kAhead * step) {
+    apply_some<Type, kWidth, kAhead, kHasResidual>(call, at, step, channel_of);
+  }
+  for (; at < end; at += step) {
+    apply_some<Type, kWidth, 1, kHasResidual>(call, at, step, channel_of);
+  }
+}
+
+// Pieces `at`, `at + step`, ... below `end` of memory. `channel_of` gives what is done to each
+// number of a piece: that of one channel, or of as many as a piece has numbers.
+template <class Type, int kWidth, class ChannelOf>
+__device__ void apply(const BatchNormApplyCall& call, long long at, long long step, long long end,
+                      const ChannelOf& channel_of) {
+  if (call.residual != nullptr) {
+    apply<Type, kWidth, true>(call, at, step, end, channel_of);
+  } else {
+    apply<Type, kWidth, false>(call, at, step, end, channel_of);
   }
 }
 
@@ -80,8 +65,8 @@ __device__ void apply_to_pixels(const BatchNormApplyCall& call) {
   const unsigned piece = blockIdx.x * call.pieces + threadIdx.x % call.pieces;
   if (piece >= pixel_pieces) return;
   Channel channels[kWidth];
-#pragma unroll
-  for (int k = 0; k < kWidth; ++k) channels[k] = Channel::of<Type>(call, piece * kWidth + k);
+  Channel::read<Type>(channels, call.mean, call.spread, call.weight, call.bias, piece * kWidth,
+                      call.is_variance, call.eps);
   const long long pixel = (long long)blockIdx.y * pixels + threadIdx.x / call.pieces;
   const long long step = (long long)gridDim.y * pixels;
   apply<Type, kWidth>(call, pixel * pixel_pieces + piece, step * pixel_pieces,
@@ -93,11 +78,13 @@ template <class Type, int kWidth>
 __device__ void apply_to_planes(const BatchNormApplyCall& call) {
   const long long plane_pieces = call.positions / kWidth;
   for (long long plane = blockIdx.x; plane < call.rows; plane += gridDim.x) {
-    const Channel channel = Channel::of<Type>(call, (unsigned)(plane % call.channels));
+    Channel channel[1];
+    Channel::read<Type>(channel, call.mean, call.spread, call.weight, call.bias,
+                        (unsigned)(plane % call.channels), call.is_variance, call.eps);
     const long long start = plane * plane_pieces;
     apply<Type, kWidth>(call, start + (long long)blockIdx.y * blockDim.x + threadIdx.x,
                         (long long)gridDim.y * blockDim.x, start + plane_pieces,
-                        [&](int) { return channel; });
+                        [&](int) { return channel[0]; });
   }
 }
 
@@ -165,30 +152,17 @@ __device__ void copy_vectors(const BatchNormCopyCall& call) {
   }
 }
 
-// Whether numbers are above 0, eight of them to a byte, the first one in its lowest bit.
-template <class Type>
-__device__ void find_signs(const BatchNormSignsCall& call) {
-  using Vector = Piece<Type, 8>;
-  const long long step = (long long)gridDim.x * blockDim.x;
-  long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-#pragma unroll 4
-  for (; at < call.pieces; at += step) {
-    float values[8];
-    ((const Vector*)call.images)[at].read(values);
-    unsigned bits = 0;
-#pragma unroll
-    for (int k = 0; k < 8; ++k) bits |= (values[k] > 0 ? 1U : 0U) << k;
-    call.signs[at] = (unsigned char)bits;
-  }
-}
-
 #define APPLY(Type, suffix, width)                                                            \
   extern "C" __global__ void __launch_bounds__(512, 2)                                        \
       batch_norm_pixels_##suffix##_##width(const __grid_constant__ BatchNormApplyCall call) { \
+    wait_for_inputs();                                                                        \
+    let_next_start();                                                                         \
     apply_to_pixels<Type, width>(call);                                                       \
   }                                                                                           \
   extern "C" __global__ void __launch_bounds__(512, 2)                                        \
       batch_norm_planes_##suffix##_##width(const __grid_constant__ BatchNormApplyCall call) { \
+    wait_for_inputs();                                                                        \
+    let_next_start();                                                                         \
     apply_to_planes<Type, width>(call);                                                       \
   }
 #define SUMS(Type, suffix, width)                                                          \
@@ -196,14 +170,10 @@ __device__ void find_signs(const BatchNormSignsCall& call) {
       batch_norm_sums_##suffix##_##width(const __grid_constant__ BatchNormSumsCall call) { \
     add_up_planes<Type, width>(call);                                                      \
   }
-#define OF_16_BITS(Type, suffix)                                                   \
-  extern "C" __global__ void __launch_bounds__(256)                                \
-      batch_norm_copy_##suffix(const __grid_constant__ BatchNormCopyCall call) {   \
-    copy_vectors<Type>(call);                                                      \
-  }                                                                                \
-  extern "C" __global__ void __launch_bounds__(256)                                \
-      batch_norm_signs_##suffix(const __grid_constant__ BatchNormSignsCall call) { \
-    find_signs<Type>(call);                                                        \
+#define OF_16_BITS(Type, suffix)                                                 \
+  extern "C" __global__ void __launch_bounds__(256)                              \
+      batch_norm_copy_##suffix(const __grid_constant__ BatchNormCopyCall call) { \
+    copy_vectors<Type>(call);                                                    \
   }
 
 APPLY(Half, half, 8)

@@ -43,9 +43,4 @@ struct BatchNormCopy {
 // Makes up to four copies, of as many channels each, in one launch.
 void batch_norm_copy(c10::ArrayRef<BatchNormCopy> copies);
 
-// Writes which numbers of float16 or bfloat16 images are above 0 to `signs`, uint8, eight of them
-// to a byte in the order of memory, the first one in the lowest bit. Their number is a multiple of
-// eight, and they begin at a multiple of 16 bytes.
-void batch_norm_signs(const at::Tensor& images, const at::Tensor& signs);
-
 }  // namespace cudnn_ops

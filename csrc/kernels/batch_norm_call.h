@@ -42,9 +42,3 @@ struct BatchNormCopyCall {
   BatchNormCopyOf copies[4];
   unsigned channels;
 };
-
-struct BatchNormSignsCall {
-  const void* images;
-  unsigned char* signs;
-  long long pieces;  // of eight numbers
-};

@@ -15,7 +15,7 @@ namespace cudnn_ops {
 namespace {
 
 constexpr int64_t kVectorBytes = 16, kMostStretches = 65535;
-constexpr int kPlaneThreads = 256, kSumsThreads = 512, kSignsThreads = 256, kCopyThreads = 256;
+constexpr int kPlaneThreads = 256, kSumsThreads = 512, kCopyThreads = 256;
 // Pieces of a thread, of a plane.
 constexpr int64_t kPlaneTurns = 4;
 
@@ -24,18 +24,18 @@ struct ApplyKernels {
 };
 
 const ApplyKernels& kernels_of(at::ScalarType dtype) {
-  static const ApplyKernels all[3] = {{{kBatchNormImages, "batch_norm_pixels_half_8"},
-                                       {kBatchNormImages, "batch_norm_pixels_half_1"},
-                                       {kBatchNormImages, "batch_norm_planes_half_8"},
-                                       {kBatchNormImages, "batch_norm_planes_half_1"}},
-                                      {{kBatchNormImages, "batch_norm_pixels_bfloat16_8"},
-                                       {kBatchNormImages, "batch_norm_pixels_bfloat16_1"},
-                                       {kBatchNormImages, "batch_norm_planes_bfloat16_8"},
-                                       {kBatchNormImages, "batch_norm_planes_bfloat16_1"}},
-                                      {{kBatchNormImages, "batch_norm_pixels_float_4"},
-                                       {kBatchNormImages, "batch_norm_pixels_float_1"},
-                                       {kBatchNormImages, "batch_norm_planes_float_4"},
-                                       {kBatchNormImages, "batch_norm_planes_float_1"}}};
+  static const ApplyKernels all[3] = {{{kBatchNormImages, "batch_norm_pixels_half_8", true},
+                                       {kBatchNormImages, "batch_norm_pixels_half_1", true},
+                                       {kBatchNormImages, "batch_norm_planes_half_8", true},
+                                       {kBatchNormImages, "batch_norm_planes_half_1", true}},
+                                      {{kBatchNormImages, "batch_norm_pixels_bfloat16_8", true},
+                                       {kBatchNormImages, "batch_norm_pixels_bfloat16_1", true},
+                                       {kBatchNormImages, "batch_norm_planes_bfloat16_8", true},
+                                       {kBatchNormImages, "batch_norm_planes_bfloat16_1", true}},
+                                      {{kBatchNormImages, "batch_norm_pixels_float_4", true},
+                                       {kBatchNormImages, "batch_norm_pixels_float_1", true},
+                                       {kBatchNormImages, "batch_norm_planes_float_4", true},
+                                       {kBatchNormImages, "batch_norm_planes_float_1", true}}};
   return all[type_index(dtype)];
 }
 
@@ -160,21 +160,6 @@ void batch_norm_copy(c10::ArrayRef<BatchNormCopy> copies) {
   (is_half ? half : bfloat16)
       .launch(divide_up(call.channels, kCopyThreads), static_cast<int>(copies.size()), kCopyThreads,
               &argument);
-}
-
-void batch_norm_signs(const at::Tensor& images, const at::Tensor& signs) {
-  static const DeviceKernel half(kBatchNormImages, "batch_norm_signs_half");
-  static const DeviceKernel bfloat16(kBatchNormImages, "batch_norm_signs_bfloat16");
-  constexpr int64_t kNumbers = 8;
-  BatchNormSignsCall call{};
-  call.images = images.const_data_ptr();
-  call.signs = static_cast<unsigned char*>(signs.mutable_data_ptr());
-  call.pieces = images.numel() / kNumbers;
-  const auto& kernel = images.scalar_type() == at::kHalf ? half : bfloat16;
-  const int64_t resident = kernel.resident_blocks(kSignsThreads, 0);
-  void* argument = &call;
-  kernel.launch(std::min(resident, divide_up(call.pieces, kSignsThreads)), 1, kSignsThreads,
-                &argument);
 }
 
 }  // namespace cudnn_ops

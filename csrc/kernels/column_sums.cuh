@@ -9,10 +9,19 @@ __device__ void add_up_rows_at(const RowAt& row_at, unsigned rows, unsigned colu
   __shared__ float by_warp[32][33];
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const unsigned column = strip * 32 + lane;
+  constexpr unsigned kAhead = 8;  // that memory is asked for at once
   float sum = 0;
-  if (column < columns) {
-#pragma unroll 8
-    for (unsigned row = warp; row < rows; row += warps) sum += row_at(row)[column];
+  for (unsigned first = warp; column < columns && first < rows; first += kAhead * warps) {
+    float numbers[kAhead];
+#pragma unroll
+    for (unsigned i = 0; i < kAhead; ++i) {
+      const unsigned row = first + i * warps;
+      numbers[i] = row_at(row < rows ? row : first)[column];
+    }
+#pragma unroll
+    for (unsigned i = 0; i < kAhead; ++i) {
+      if (first + i * warps < rows) sum += numbers[i];
+    }
   }
   by_warp[warp][lane] = sum;
   __syncthreads();

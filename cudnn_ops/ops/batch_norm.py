@@ -148,16 +148,22 @@ def over_batch(input: Tensor) -> list[int]:
     return [0, *range(2, input.dim())]
 
 
+def _scaled(call: SimpleNamespace, normed: Tensor) -> Tensor:
+    """Times weight and plus bias, in its dtype."""
+    if call.weight is not None:
+        normed = normed * per_channel(call.weight.to(normed.dtype), normed)
+    if call.bias is not None:
+        normed = normed + per_channel(call.bias.to(normed.dtype), normed)
+    return normed
+
+
 def norm_in_torch(call: SimpleNamespace, mean: Tensor, var: Tensor) -> Tensor:
     """The output by torch's operators, by these statistics and in their dtype."""
     input, dtype = call.input, mean.dtype
     out = (input.to(dtype) - per_channel(mean, input)) * per_channel(
         (var + call.eps).rsqrt(), input
     )
-    if call.weight is not None:
-        out = out * per_channel(call.weight.to(dtype), input)
-    if call.bias is not None:
-        out = out + per_channel(call.bias.to(dtype), input)
+    out = _scaled(call, out)
     if call.residual is not None:
         out = out + call.residual.to(dtype)
     out = activate(out, ACTIVATIONS[call.activation])
@@ -217,9 +223,12 @@ def _backward_cpu(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             result.zero_()
         return results
     dtype = stats_dtype(input.dtype)
-    grad = before_activation(call.grad_out, call.out, ACTIVATIONS[call.activation]).to(dtype)
     rstd = per_channel(call.rstd, input)
     normed = (input.to(dtype) - per_channel(call.mean, input)) * rstd
+    activation, out = ACTIVATIONS[call.activation], call.out
+    if out is None and activation != "none":
+        out = _scaled(call, normed)
+    grad = before_activation(call.grad_out, out, activation).to(dtype)
     of_input = grad
     if call.training:
         along = (grad * normed).mean(dims, keepdim=True)

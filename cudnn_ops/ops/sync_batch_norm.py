@@ -136,7 +136,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         wants_input, wants_weight, wants_bias, wants_residual = ctx.needs_input_grad[:4]
         grad = before_activation(grad_out, out, ctx.activation)
         sums = _ops._batch_norm_backward.default(
-            *(grad, input, weight, None, mean, rstd, False, 0),
+            *(grad, input, weight, None, None, mean, rstd, False, 0),
             (False, True, True, False),
             False,
         )

@@ -177,7 +177,7 @@ def _batch_norm(
     vectors |= {"weight": weight, "bias": bias}
     # The gradient is that of training: by running statistics no plan computes it.
     is_training = kind.training or kind.backward
-    words, reason = _ops._batch_norm_plan_key(
+    words, engine, reason = _ops._batch_norm_plan_key(
         x,
         *(
             optional_tensor(spec, name, x.shape[1:2], torch.float32)
@@ -192,7 +192,7 @@ def _batch_norm(
     )
     if not reason:
         return one_plan(words)
-    return [iter([Attempt(without_plan=reason, engine="torch" if is_training else "cudnn_ops")])]
+    return [iter([Attempt(without_plan=reason, engine=engine)])]
 
 
 def _families() -> Iterator[Operator]:

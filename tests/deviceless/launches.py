@@ -236,7 +236,7 @@ def run_group_norms(recorder: Recorder, device: torch.device) -> None:
 
 
 def run_batch_norms(recorder: Recorder, device: torch.device) -> None:
-    """By running statistics, whose gradients have sums; those of a batch are found by plans."""
+    """By running statistics, whose gradients have sums, and by those of the batch."""
     sizes = (1, 2, 7, 49, 64, 256, 1000, 4096, 4097, 65_540, 1 << 20, (1 << 24) + 1)
     channels = (1, 3, 7, 8, 64, 96, 1000, 4096, 8192, 65_544)
     orders = itertools.product((1, 3, 256, 65_536), channels, sizes, (False, True), (0, 1))
@@ -250,11 +250,21 @@ def run_batch_norms(recorder: Recorder, device: torch.device) -> None:
         with recorder.calling("batch norm", dtype, batch, count, size, is_last, start):
             statistics = (wide, wide, vector, wide)
             _ops._batch_norm_inference.default(x, *statistics, x, 0.1, 1e-5, 1)
-            if dtype != torch.float32 and start == 0 and x.numel() % 8 == 0:
-                _ops._batch_norm_signs(x)
+            if is_last and batch * size > 1 and count * x.element_size() % 16 == 0:
+                for residual in (None, x):
+                    _ops._batch_norm_training.default(
+                        x, wide, wide, vector, wide, residual, 0.1, 1e-5, 1
+                    )
+                for out in (None, x):
+                    of_relu = (x, vector, wide, out, wide, wide, True, 1)
+                    for mask in ((True,) * 3 + (out is not None,), (True, True, True, False)):
+                        _ops._batch_norm_backward.default(x, *of_relu, mask, True)
+                _ops._batch_norm_training.default(x, None, None, None, None, x, 0.1, 1e-5, 0)
+                of_sum = (x, None, None, None, wide, wide, True, 0)
+                _ops._batch_norm_backward.default(x, *of_sum, (True,) * 4, True)
             if not is_last:
                 mask = (False, False, True, False)
-                saved = (x, None, None, wide, wide, False, 0)
+                saved = (x, None, None, None, wide, wide, False, 0)
                 _ops._batch_norm_backward.default(x, *saved, mask, True)
 
 

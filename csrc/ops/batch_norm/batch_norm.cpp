@@ -143,6 +143,7 @@ void check_batch_norm_backward(const BatchNormBackward& args) {
   BatchNormCall call;
   call.norm.input = saved.input;
   call.norm.weight = saved.weight;
+  call.norm.bias = saved.bias;
   call.norm.activation = saved.activation;
   call.training = saved.training;
   if (!saved.training) call.norm.running_mean = call.norm.running_var = saved.mean;
@@ -150,8 +151,10 @@ void check_batch_norm_backward(const BatchNormBackward& args) {
   check_like(args.grad_out, saved.input, kBatchNorm, "grad_out");
   check_kept(saved, saved.mean, "mean");
   check_kept(saved, saved.rstd, "rstd");
-  TORCH_CHECK_VALUE(saved.out.has_value() == saved.has_relu(), kBatchNorm,
-                    " backward: out must be given with ReLU, and only then");
+  TORCH_CHECK_VALUE(!saved.out || saved.has_relu(), kBatchNorm,
+                    " backward: out must be given with ReLU alone");
+  TORCH_CHECK_VALUE(saved.out || !saved.has_relu() || saved.training, kBatchNorm,
+                    " backward: out must be given with a ReLU of what running statistics norm");
   if (saved.out) check_like(*saved.out, saved.input, kBatchNorm, "out");
 }
 
@@ -179,8 +182,8 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
       "Tensor? weight, Tensor? bias, Tensor? residual, float momentum, float eps, int activation";
   const std::string read = "(Tensor input, Tensor? running_mean, Tensor? running_var, " + others;
   const std::string backward =
-      "(Tensor grad_out, Tensor input, Tensor? weight, Tensor? out, Tensor mean, Tensor rstd, "
-      "bool training, int activation, bool[4] output_mask, bool params_in_input_dtype";
+      "(Tensor grad_out, Tensor input, Tensor? weight, Tensor? bias, Tensor? out, Tensor mean, "
+      "Tensor rstd, bool training, int activation, bool[4] output_mask, bool params_in_input_dtype";
   m.def(("_batch_norm_training(Tensor input, Tensor(a!)? running_mean, Tensor(b!)? running_var, " +
          others + ") -> (Tensor out, Tensor mean, Tensor rstd)")
             .c_str(),

@@ -36,11 +36,12 @@ struct BatchNormCall {
 struct BatchNormSaved {
   at::Tensor input;
   OptionalTensor weight;
-  OptionalTensor out;  // where there was a ReLU, of which it tells the slope
+  OptionalTensor bias;  // where it tells, with all else, the slope of a ReLU: is_relu_of_input()
+  OptionalTensor out;   // of any other ReLU
   at::Tensor mean, rstd;
   bool training = false;  // whether these depend on the input
   int64_t activation = 0;
-  CUDNN_OPS_FIELDS(input, weight, out, mean, rstd, training, activation)
+  CUDNN_OPS_FIELDS(input, weight, bias, out, mean, rstd, training, activation)
   bool has_relu() const {
     return activation == static_cast<int64_t>(Activation::kRelu);
   }
@@ -70,6 +71,9 @@ at::Tensor batch_norm(const at::Tensor& input, const OptionalTensor& running_mea
                       const OptionalTensor& residual, std::string_view activation);
 
 inline constexpr const char* kBatchNorm = "cudnn_ops.batch_norm";
+
+// Whether the backward computes again what a ReLU let pass, in place of reading what it gave.
+bool is_relu_of_input(const BatchNorm& args, bool training);
 
 // That of statistics.
 inline at::ScalarType stats_dtype(const at::Tensor& input) {

@@ -57,14 +57,18 @@ bool has_gradient(const BatchNorm& args) {
 
 void set_batch_norm_derivative(const BatchNorm& args, const at::Tensor& out, const at::Tensor& mean,
                                const at::Tensor& rstd_or_var, bool training) {
-  OptionalTensor of_relu;
-  if (args.has_relu()) of_relu = out;
+  OptionalTensor bias, of_relu;
+  if (is_relu_of_input(args, training)) {
+    bias = args.bias;
+  } else if (args.has_relu()) {
+    of_relu = out;
+  }
   const auto dtype = args.input.scalar_type();
   const auto is_of_it = [dtype](const OptionalTensor& vector) {
     return !vector || vector->scalar_type() == dtype;
   };
-  const Borrowed<BatchNormHistory> history(args.input, args.weight, of_relu, mean, rstd_or_var,
-                                           training, args.activation, args.eps,
+  const Borrowed<BatchNormHistory> history(args.input, args.weight, bias, of_relu, mean,
+                                           rstd_or_var, training, args.activation, args.eps,
                                            is_of_it(args.weight) && is_of_it(args.bias));
   set_derivative<BatchNormBackwardNode>(
       torch::autograd::collect_next_edges(args.input, args.weight, args.bias, args.residual), {out},

@@ -1,5 +1,6 @@
-// Batch norm on CUDA: by a plan of cuDNN where there may be one (batch_norm_problem.cpp), else by
-// torch's kernels for the sums over pixels and one of ours for everything else of the forward.
+// Batch norm on CUDA: in training, images with their channels last by kernels of ours or, where
+// that is faster, a plan of cuDNN (batch_norm_problem.cpp); others by torch's kernels for most of
+// the sums and one of ours for everything else of the forward.
 
 #include "ops/batch_norm/batch_norm_plans.h"
 #include "ops/image_order_cuda.h"
@@ -8,6 +9,7 @@
 
 #include "graph/cuda_call.h"
 #include "kernels/batch_norm.h"
+#include "kernels/batch_norm_pixels.h"
 #include "kernels/conv_epilogue.h"
 
 #include <ATen/ops/add.h>
@@ -29,8 +31,8 @@ void check_cuda_dtype(const at::Tensor& input) {
                    input.scalar_type());
 }
 
-at::Tensor empty_vector(const at::Tensor& input) {
-  return at::detail::empty_cuda({input.size(1)}, at::kFloat, input.device(), std::nullopt);
+at::Tensor empty_vector(const at::Tensor& input, at::ScalarType dtype = at::kFloat) {
+  return at::detail::empty_cuda({input.size(1)}, dtype, input.device(), std::nullopt);
 }
 
 at::Tensor zero_vector(const at::Tensor& input) {
@@ -49,10 +51,16 @@ BatchNorm laid_out(const BatchNorm& given, bool is_last) {
   return args;
 }
 
+// At an address that kernels load whole pieces from.
+at::Tensor aligned(const at::Tensor& image, bool is_last) {
+  const bool is_there = reinterpret_cast<uintptr_t>(image.const_data_ptr()) % kPixelBytes == 0;
+  return is_there ? image : copy_in_order(image, is_last);
+}
+
 // By known statistics.
-void apply(const BatchNorm& args, const at::Tensor& mean, const at::Tensor& var, bool is_last,
-           const at::Tensor& out) {
-  BatchNormOfImages call{args.input, mean.contiguous(), var.contiguous(), /*is_variance=*/true};
+void apply(const BatchNorm& args, const at::Tensor& mean, const at::Tensor& spread,
+           bool is_variance, bool is_last, const at::Tensor& out) {
+  BatchNormOfImages call{args.input, mean.contiguous(), spread.contiguous(), is_variance};
   call.eps = args.eps;
   call.weight = contiguous(args.weight);
   call.bias = contiguous(args.bias);
@@ -60,6 +68,20 @@ void apply(const BatchNorm& args, const at::Tensor& mean, const at::Tensor& var,
   call.has_relu = args.has_relu();
   call.is_channels_last = is_last;
   batch_norm_apply(call, out);
+}
+
+// Mean and 1 / deviation of each channel; changes the running statistics.
+std::tuple<at::Tensor, at::Tensor> statistics_of(const BatchNorm& args, bool is_last) {
+  const at::Tensor image = aligned(args.input, is_last);
+  const at::Tensor mean = empty_vector(image), rstd = empty_vector(image);
+  const auto running_mean = contiguous(args.running_mean);
+  const auto running_var = contiguous(args.running_var);
+  batch_norm_find_stats({image, running_mean, running_var, args.momentum, args.eps}, mean, rstd);
+  if (args.running_mean) {
+    if (!running_mean->is_same(*args.running_mean)) args.running_mean->copy_(*running_mean);
+    if (!running_var->is_same(*args.running_var)) args.running_var->copy_(*running_var);
+  }
+  return {mean, rstd};
 }
 
 BatchNormResults batch_norm_training_cuda(const BatchNorm& given) {
@@ -74,13 +96,19 @@ BatchNormResults batch_norm_training_cuda(const BatchNorm& given) {
       empty_in_order(input.sizes(), input.scalar_type(), input.device(), is_last);
   if (input.numel() == 0) return {out, zero_vector(input), zero_vector(input)};
   const BatchNorm args = laid_out(given, is_last);
-  if (reason_without_plan(given, /*training=*/true).empty()) {
+  const bool has_more = args.has_relu() || args.residual;
+  if (reason_without_plan(args.input, /*training=*/true, has_more).empty()) {
     const at::Tensor mean = empty_vector(input), rstd = empty_vector(input);
     if (run_batch_norm_plan(args, out, mean, rstd)) return {out, mean, rstd};
   }
+  if (has_pixel_kernels(input)) {
+    const auto [mean, rstd] = statistics_of(args, is_last);
+    apply(args, mean, rstd, /*is_variance=*/false, is_last, out);
+    return {out, mean, rstd};
+  }
   const auto [mean, var] =
       at::batch_norm_update_stats(args.input, args.running_mean, args.running_var, args.momentum);
-  apply(args, mean, var, is_last, out);
+  apply(args, mean, var, /*is_variance=*/true, is_last, out);
   return {out, mean, at::add(var, args.eps).rsqrt_()};
 }
 
@@ -93,7 +121,8 @@ at::Tensor batch_norm_inference_cuda(const BatchNorm& given) {
   const at::Tensor out =
       empty_in_order(input.sizes(), input.scalar_type(), input.device(), is_last);
   if (input.numel() > 0) {
-    apply(laid_out(given, is_last), *given.running_mean, *given.running_var, is_last, out);
+    apply(laid_out(given, is_last), *given.running_mean, *given.running_var,
+          /*is_variance=*/true, is_last, out);
   }
   return out;
 }
@@ -155,25 +184,54 @@ void backward_by_kernels(const BatchNormSaved& saved, const at::Tensor& grad, bo
   batch_norm_apply(call, wanted.input);
 }
 
-// By a plan, which computes all of the norm's gradients.
+// By a plan, which computes all of the norm's gradients, those of channels in float32.
 bool backward_by_plan(const BatchNormSaved& saved, const at::Tensor& grad,
-                      const OptionalTensor& out, const Gradients& wanted) {
-  BatchNormWritten written{wanted.input, wanted.weight, wanted.bias,
-                           out ? wanted.residual : at::Tensor()};
-  if (!written.grad_input.defined()) written.grad_input = at::empty_like(saved.input);
-  if (!written.grad_weight.defined()) written.grad_weight = empty_vector(saved.input);
-  if (!written.grad_bias.defined()) written.grad_bias = empty_vector(saved.input);
-  return run_batch_norm_backward_plan(saved, grad, out, written);
+                      const Gradients& wanted) {
+  const auto& [image, weight, bias, residual] = wanted;
+  const auto in_float = [&saved](const at::Tensor& vector) {
+    const bool is_there = vector.defined() && vector.scalar_type() == at::kFloat;
+    return is_there ? vector : empty_vector(saved.input);
+  };
+  const BatchNormWritten written{image.defined() ? image : at::empty_like(saved.input),
+                                 in_float(weight), in_float(bias)};
+  if (!run_batch_norm_backward_plan(saved, grad, written)) return false;
+  c10::SmallVector<BatchNormCopy, 2> copies;
+  if (weight.defined() && !weight.is_same(written.grad_weight)) {
+    copies.push_back({written.grad_weight, weight});
+  }
+  if (bias.defined() && !bias.is_same(written.grad_bias)) {
+    copies.push_back({written.grad_bias, bias});
+  }
+  if (!copies.empty()) batch_norm_copy(copies);
+  return true;
+}
+
+// Of the norm in training, by kernels of ours.
+void backward_of_pixels(const BatchNormSaved& saved, const at::Tensor& grad_out, bool is_last,
+                        const Gradients& wanted) {
+  const at::Tensor grad = aligned(grad_out, is_last), input = aligned(saved.input, is_last);
+  BatchNormSlope args{grad, input, saved.mean, saved.rstd};
+  args.weight = contiguous(saved.weight);
+  args.bias = contiguous(saved.bias);
+  args.has_relu = saved.has_relu();
+  if (saved.out) args.out = aligned(*saved.out, is_last);
+  args.grad_input = wanted.input;
+  args.grad_weight = wanted.weight;
+  args.grad_bias = wanted.bias;
+  if (saved.out) args.masked = wanted.residual;
+  batch_norm_find_gradients(args);
+  if (!saved.out && wanted.residual.defined()) wanted.residual.copy_(grad_out);
 }
 
 void batch_norm_gradients_cuda(const BatchNormSaved& saved, const at::Tensor& grad_out,
-                               bool is_last, Gradients& wanted) {
+                               bool is_last, bool has_pixels, Gradients& wanted) {
   const bool is_of_norm =
       wanted.input.defined() || wanted.weight.defined() || wanted.bias.defined();
-  const bool has_plan = is_of_norm && reason_without_plan(saved.input, saved.training).empty();
-  if (has_plan && saved.has_relu() && takes_mask(saved.input) &&
-      backward_by_plan(saved, grad_out, saved.out, wanted)) {
-    return;
+  if (is_of_norm && has_pixels) {
+    const bool has_more = saved.has_relu() || wanted.residual.defined();
+    const auto reason = reason_without_plan(saved.input, /*training=*/true, has_more);
+    if (reason.empty() && backward_by_plan(saved, grad_out, wanted)) return;
+    return backward_of_pixels(saved, grad_out, is_last, wanted);
   }
   at::Tensor grad = grad_out;
   if (saved.has_relu()) {
@@ -181,8 +239,7 @@ void batch_norm_gradients_cuda(const BatchNormSaved& saved, const at::Tensor& gr
   } else if (wanted.residual.defined()) {
     wanted.residual.copy_(grad_out);
   }
-  if (!is_of_norm || (has_plan && backward_by_plan(saved, grad, /*out=*/{}, wanted))) return;
-  backward_by_kernels(saved, grad, is_last, wanted);
+  if (is_of_norm) backward_by_kernels(saved, grad, is_last, wanted);
 }
 
 // The gradients of weight and bias in the dtype that these have, by one launch.
@@ -190,13 +247,25 @@ void cast_vectors(Gradients& wanted, at::ScalarType dtype) {
   if (dtype == at::kFloat) return;
   c10::SmallVector<BatchNormCopy, 2> copies;
   for (auto* vector : {&wanted.weight, &wanted.bias}) {
-    if (!vector->defined()) continue;
+    if (!vector->defined() || vector->scalar_type() == dtype) continue;
     const at::Tensor cast =
         at::detail::empty_cuda(vector->sizes(), dtype, vector->device(), std::nullopt);
     copies.push_back({*vector, cast});
     *vector = cast;
   }
   if (!copies.empty()) batch_norm_copy(copies);
+}
+
+// What the forward gave, in the input's order, where that is not the one that it had then.
+at::Tensor out_of(const BatchNormSaved& saved, bool is_last) {
+  BatchNorm args;
+  args.input = saved.input;
+  args.weight = saved.weight;
+  args.bias = saved.bias;
+  args.activation = saved.activation;
+  const at::Tensor out = at::empty_like(saved.input);
+  apply(args, saved.mean, saved.rstd, /*is_variance=*/false, is_last, out);
+  return out;
 }
 
 BatchNormGradients batch_norm_backward_cuda(const BatchNormBackward& backward) {
@@ -211,21 +280,27 @@ BatchNormGradients batch_norm_backward_cuda(const BatchNormBackward& backward) {
     if (!is_wanted) return at::Tensor();
     return empty_in_order(input.sizes(), input.scalar_type(), input.device(), is_last);
   };
+  const auto dtype = input.scalar_type();
+  const auto of_params = params_in_input_dtype ? dtype : at::kFloat;
+  const bool has_pixels = given.training && input.numel() > 0 && has_pixel_kernels(input);
   const auto vector = [&](bool is_wanted) {
     if (!is_wanted) return at::Tensor();
-    return input.numel() == 0 ? zero_vector(input) : empty_vector(input);
+    if (input.numel() == 0) return zero_vector(input);
+    return empty_vector(input, has_pixels ? of_params : at::kFloat);
   };
   Gradients wanted{empty_image(output_mask[0]), vector(output_mask[1]), vector(output_mask[2]),
                    empty_image(output_mask[3])};
   if (input.numel() > 0) {
     BatchNormSaved saved = given;
     saved.input = in_order(input, is_last);
-    if (given.out) saved.out = in_order(*given.out, is_last);
-    batch_norm_gradients_cuda(saved, in_order(grad_out, is_last), is_last, wanted);
+    if (given.out) {
+      saved.out = in_order(*given.out, is_last);
+    } else if (saved.has_relu() && !(has_pixels && !wanted.residual.defined())) {
+      saved.out = out_of(saved, is_last);
+    }
+    batch_norm_gradients_cuda(saved, in_order(grad_out, is_last), is_last, has_pixels, wanted);
   }
-  const auto dtype = input.scalar_type();
   if (params_in_input_dtype) cast_vectors(wanted, dtype);
-  const auto of_params = params_in_input_dtype ? dtype : at::kFloat;
   return {or_none(wanted.input, input, dtype), or_none(wanted.weight, input, of_params),
           or_none(wanted.bias, input, of_params), or_none(wanted.residual, input, dtype)};
 }

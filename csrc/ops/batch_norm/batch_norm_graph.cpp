@@ -10,7 +10,6 @@ namespace cudnn_ops::batch_norm_graph {
 namespace {
 
 namespace fe = cudnn_frontend;
-using Tensor = std::shared_ptr<fe::graph::Tensor_attributes>;
 
 // A plan expects the addresses in ascending uid order: batch_norm_plans_cuda.cpp gives them in this
 // order.
@@ -22,16 +21,13 @@ enum Uid : int64_t {
   kRunningVar,
   kEps,
   kMomentum,
-  kResidual,
   kMeanRead,
   kRstdRead,
   kGradOut,
-  kMask,
   kMean,
   kRstd,
   kNextMean,
   kNextVar,
-  kMasked,
   kOut,
   kGradWeight,
   kGradBias,
@@ -40,11 +36,6 @@ enum Uid : int64_t {
 graph::TensorDesc channels_desc(const graph::TensorDesc& image) {
   std::array<int64_t, graph::TensorDesc::kMaxRank> sizes{1, image.sizes[1], 1, 1, 1};
   return graph::channels_last_desc(at::kFloat, {sizes.data(), static_cast<size_t>(image.rank)});
-}
-
-Tensor pointwise(graph::FrontendGraph& graph, const Tensor& a, const Tensor& b, const char* name,
-                 fe::PointwiseMode_t mode) {
-  return graph.pointwise(a, b, fe::graph::Pointwise_attributes().set_name(name).set_mode(mode));
 }
 
 std::shared_ptr<graph::FrontendGraph> make_forward(const BatchNormParams& params,
@@ -62,20 +53,13 @@ std::shared_ptr<graph::FrontendGraph> make_forward(const BatchNormParams& params
     auto momentum = graph::host_scalar(*graph, "momentum", kMomentum);
     attributes.set_previous_running_stats(running_mean, running_var, momentum);
   }
-  auto [out, mean, rstd, next_mean, next_var] = graph->batchnorm(input, weight, bias, attributes);
+  const auto [out, mean, rstd, next_mean, next_var] =
+      graph->batchnorm(input, weight, bias, attributes);
   graph::output(mean, kMean, channels);
   graph::output(rstd, kRstd, channels);
   if (params.has_running) {
     graph::output(next_mean, kNextMean, channels);
     graph::output(next_var, kNextVar, channels);
-  }
-  if (params.has_residual) {
-    const auto residual = graph::input(*graph, "residual", kResidual, params.input);
-    out = pointwise(*graph, out, residual, "add_residual", fe::PointwiseMode_t::ADD);
-  }
-  if (params.has_relu) {
-    out = graph->pointwise(out, fe::graph::Pointwise_attributes().set_name("relu").set_mode(
-                                    fe::PointwiseMode_t::RELU_FWD));
   }
   graph::output(out, kOut, params.input);
   return graph;
@@ -89,16 +73,7 @@ std::shared_ptr<graph::FrontendGraph> make_backward(const BatchNormBackwardParam
   const auto weight = graph::input(*graph, "weight", kWeight, channels);
   const auto mean = graph::input(*graph, "mean", kMeanRead, channels);
   const auto rstd = graph::input(*graph, "rstd", kRstdRead, channels);
-  auto grad = graph::input(*graph, "grad_out", kGradOut, params.input);
-  if (params.has_mask) {
-    // cuDNN packs eight booleans into a byte.
-    auto mask = fe::graph::Tensor_attributes().set_name("mask").set_uid(kMask);
-    graph::set_desc(mask, params.input).set_data_type(fe::DataType_t::BOOLEAN);
-    grad = pointwise(*graph, grad, graph->tensor(mask), "mask_grad", fe::PointwiseMode_t::MUL);
-    // Engines require it of the images' type, also where it stays inside.
-    grad->set_data_type(graph::frontend_dtype(params.input.dtype));
-    if (params.has_masked) graph::output(grad, kMasked, params.input);
-  }
+  const auto grad = graph::input(*graph, "grad_out", kGradOut, params.input);
   const auto [grad_input, grad_weight, grad_bias] =
       graph->batchnorm_backward(grad, input, weight,
                                 fe::graph::Batchnorm_backward_attributes()

@@ -11,18 +11,14 @@ namespace cudnn_ops {
 struct BatchNormParams {
   static constexpr const char* kName = "batch_norm";
   graph::TensorDesc input;
-  bool has_running = false, has_residual = false, has_relu = false;
-  CUDNN_OPS_FIELDS(input, has_running, has_residual, has_relu)
+  bool has_running = false;
+  CUDNN_OPS_FIELDS(input, has_running)
 };
 
-// `has_mask`: the gradient of the output goes through a ReLU, of which a bit for each number tells
-// whether it let it pass. `has_masked`: what comes through is a result too, the residual's
-// gradient.
 struct BatchNormBackwardParams {
   static constexpr const char* kName = "batch_norm_backward";
   graph::TensorDesc input;
-  bool has_mask = false, has_masked = false;
-  CUDNN_OPS_FIELDS(input, has_mask, has_masked)
+  CUDNN_OPS_FIELDS(input)
 };
 
 }  // namespace cudnn_ops

@@ -9,19 +9,16 @@ namespace cudnn_ops {
 // (reason_without_plan). False where no plan runs, because the size is not called often or cuDNN
 // refuses it; nothing is then written. Tensors that a plan cannot read as they lie are copied.
 
-// The norm in training, of `args` with the residual and the running statistics that are in it,
-// which it changes.
+// The norm in training, without what may follow it; changes the running statistics of `args`.
 bool run_batch_norm_plan(const BatchNorm& args, const at::Tensor& out, const at::Tensor& mean,
                          const at::Tensor& rstd);
 
 // Tensors that the backward writes, for channels in float32.
 struct BatchNormWritten {
   at::Tensor grad_input, grad_weight, grad_bias;
-  at::Tensor masked;  // undefined: what comes through the ReLU is not wanted
 };
 
-// From the gradient of the output, with `out` through the ReLU that this is the result of.
 bool run_batch_norm_backward_plan(const BatchNormSaved& saved, const at::Tensor& grad_out,
-                                  const OptionalTensor& out, const BatchNormWritten& written);
+                                  const BatchNormWritten& written);
 
 }  // namespace cudnn_ops

@@ -8,8 +8,6 @@
 
 #include <ATen/Context.h>
 #include <ATen/cuda/EmptyTensor.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <torch/library.h>
 
 namespace cudnn_ops {
 namespace {
@@ -24,10 +22,6 @@ bool is_aligned(const at::Tensor& tensor) {
 // An image, which has its channels last already.
 at::Tensor aligned_image(const at::Tensor& image) {
   return is_aligned(image) ? image : copy_in_order(image, /*is_last=*/true);
-}
-
-at::Tensor aligned_image(const OptionalTensor& image) {
-  return image ? aligned_image(*image) : at::Tensor();
 }
 
 // Numbers of each channel as plans have them, float32, contiguous and aligned. Those that are not
@@ -57,16 +51,6 @@ class Vectors {
   const at::Tensor& image_;
   c10::SmallVector<BatchNormCopy, 4> copies_;
 };
-
-// A bit for each number of an image that starts at a multiple of 16 bytes: see batch_norm_signs().
-at::Tensor signs_of(const at::Tensor& image) {
-  constexpr int64_t kBits = 8;
-  const c10::cuda::CUDAGuard device_guard(image.device());
-  const at::Tensor signs =
-      at::detail::empty_cuda({image.numel() / kBits}, at::kByte, image.device(), std::nullopt);
-  batch_norm_signs(image, signs);
-  return signs;
-}
 
 // Runs the plan of `params` if a size that is called often has one. `prepare` gives its pointers;
 // it is asked only then.
@@ -100,12 +84,11 @@ void write_back(std::initializer_list<std::pair<const OptionalTensor&, const at:
 
 bool run_batch_norm_plan(const BatchNorm& args, const at::Tensor& out, const at::Tensor& mean,
                          const at::Tensor& rstd) {
-  at::Tensor input, residual, weight, bias, running_mean, running_var;
+  at::Tensor input, weight, bias, running_mean, running_var;
   auto eps = static_cast<float>(args.eps), momentum = static_cast<float>(args.momentum);
   graph::CallPointers pointers;
   const auto prepare = [&]() -> const graph::CallPointers& {
     input = aligned_image(args.input);
-    residual = aligned_image(args.residual);
     Vectors vectors(input);
     weight = vectors.find(args.weight, 1);
     bias = vectors.find(args.bias, 0);
@@ -119,7 +102,6 @@ bool run_batch_norm_plan(const BatchNorm& args, const at::Tensor& out, const at:
     }
     pointers.all.push_back(&eps);
     if (running_mean.defined()) pointers.all.push_back(&momentum);
-    pointers.read(residual);
     // The running statistics in place: who writes those of a channel has read them.
     for (const auto& tensor : {mean, rstd, running_mean, running_var, out}) pointers.write(tensor);
     return pointers;
@@ -130,8 +112,8 @@ bool run_batch_norm_plan(const BatchNorm& args, const at::Tensor& out, const at:
 }
 
 bool run_batch_norm_backward_plan(const BatchNormSaved& saved, const at::Tensor& grad_out,
-                                  const OptionalTensor& out, const BatchNormWritten& written) {
-  at::Tensor input, grad, weight, mean, rstd, mask;
+                                  const BatchNormWritten& written) {
+  at::Tensor input, grad, weight, mean, rstd;
   graph::CallPointers pointers;
   const auto prepare = [&]() -> const graph::CallPointers& {
     input = aligned_image(saved.input);
@@ -141,22 +123,14 @@ bool run_batch_norm_backward_plan(const BatchNormSaved& saved, const at::Tensor&
     mean = vectors.find(saved.mean);
     rstd = vectors.find(saved.rstd);
     vectors.copy();
-    if (out) mask = signs_of(aligned_image(*out));
-    for (const auto& tensor : {input, weight, mean, rstd, grad, mask}) pointers.read(tensor);
-    for (const auto& tensor :
-         {written.masked, written.grad_input, written.grad_weight, written.grad_bias}) {
+    for (const auto& tensor : {input, weight, mean, rstd, grad}) pointers.read(tensor);
+    for (const auto& tensor : {written.grad_input, written.grad_weight, written.grad_bias}) {
       pointers.write(tensor);
     }
     return pointers;
   };
-  const auto params =
-      batch_norm_backward_params(saved.input, out.has_value(), written.masked.defined());
+  const auto params = batch_norm_backward_params(saved.input);
   return run(params, saved.input.get_device(), prepare);
 }
 
 }  // namespace cudnn_ops
-
-// For tests: plans alone have them.
-TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
-  m.def("_batch_norm_signs(Tensor image) -> Tensor", cudnn_ops::signs_of);
-}

@@ -3,6 +3,7 @@
 #include "ops/image_order.h"
 
 #include "graph/image_desc.h"
+#include "kernels/batch_norm_pixels.h"
 
 #include <ATen/Context.h>
 #include <ATen/core/DimVector.h>
@@ -16,11 +17,9 @@ namespace {
 // numbers, was seen to be read at an address that is no multiple of 16 where the tensor began at
 // one (pytorch issue 195186, batchnorm_fwtr_nhwc_semiPersist): so each tensor of a plan begins at a
 // multiple of 16, and each of those for channels is an allocation of its own, never a row of a
-// larger one. Images are read by eight channels.
-constexpr int64_t kVector = 8;
-// A mask has a bit a number: with these channels each pixel's bits begin at a multiple of 8 bytes,
-// as wide as an engine could load them for a block of channels.
-constexpr int64_t kMaskVector = 64;
+// larger one.
+// The numbers of channels for which they are faster than kernels of ours.
+constexpr int64_t kPlanChannels = 64;
 
 at::DimVector image_sizes(const at::Tensor& input) {
   at::DimVector sizes(input.sizes().begin(), input.sizes().end());
@@ -32,53 +31,68 @@ graph::TensorDesc image_desc(const at::Tensor& input) {
   return graph::channels_last_desc(input.scalar_type(), image_sizes(input));
 }
 
+bool has_whole_pieces(const at::Tensor& input) {
+  const auto channels = input.sym_size(1).maybe_as_int();
+  return channels && *channels * static_cast<int64_t>(input.element_size()) % kPixelBytes == 0;
+}
+
 }  // namespace
 
-std::string_view reason_without_plan(const at::Tensor& input, bool training) {
+bool has_pixel_kernels(const at::Tensor& input) {
+  return input.scalar_type() != at::kDouble && has_whole_pieces(input) &&
+         (is_image_channels_last(input) || has_one_position(input));
+}
+
+bool is_relu_of_input(const BatchNorm& args, bool training) {
+  const auto& input = args.input;
+  if (!training || !args.has_relu() || args.residual || !input.is_cuda()) return false;
+  // Of sizes that are symbols, only this is known of the order of memory.
+  const bool is_last = input.dim() == 4   ? input.is_contiguous(at::MemoryFormat::ChannelsLast)
+                       : input.dim() == 5 ? input.is_contiguous(at::MemoryFormat::ChannelsLast3d)
+                                          : input.dim() == 2 && input.is_contiguous();
+  return is_last && input.scalar_type() != at::kDouble && has_whole_pieces(input);
+}
+
+std::string_view reason_without_plan(const at::Tensor& input, bool training, bool has_more) {
   if (!training) {
     return "a kernel of ours norms by running statistics in one pass: cuDNN has no engine for it";
   }
-  if (input.scalar_type() != at::kHalf && input.scalar_type() != at::kBFloat16) {
-    return "kernels of torch and ours run: cuDNN's engines are used for float16 and bfloat16";
+  if (!is_image_channels_last(input) && !has_one_position(input)) {
+    return "kernels of torch and ours run: others require the channels last in memory";
+  }
+  if (!has_pixel_kernels(input)) {
+    return "kernels of torch and ours run: others require a multiple of 8 channels, of 4 in "
+           "float32";
+  }
+  if (has_more) {
+    return "kernels of ours run: with a sum or a ReLU they are faster than cuDNN's engines";
+  }
+  if (input.scalar_type() == at::kFloat) {
+    return "kernels of ours run: cuDNN's engines are used for float16 and bfloat16";
   }
   if (input.dim() > graph::TensorDesc::kMaxRank) {
-    return "kernels of torch and ours run: cuDNN's images have at most three dimensions";
+    return "kernels of ours run: cuDNN's images have at most three dimensions";
   }
-  if (input.size(1) % kVector != 0) {
-    return "kernels of torch and ours run: cuDNN's engines require a multiple of 8 channels";
-  }
-  if (!is_image_channels_last(input) && !has_one_position(input)) {
-    return "kernels of torch and ours run: cuDNN's engines require the channels last in memory";
+  if (input.size(1) % kPlanChannels != 0 || has_one_position(input)) {
+    return "kernels of ours run: cuDNN's engines are faster for images of a multiple of 64 "
+           "channels "
+           "alone";
   }
   if (input.numel() > std::numeric_limits<int32_t>::max()) {
-    return "kernels of torch and ours run: cuDNN's engines count in 32 bits";
+    return "kernels of ours run: cuDNN's engines count in 32 bits";
   }
   if (at::globalContext().deterministicAlgorithms()) {
-    return "kernels of torch and ours run, which are deterministic";
+    return "kernels of ours run, which are deterministic";
   }
   return {};
 }
 
-std::string_view reason_without_plan(const BatchNorm& args, bool training) {
-  const auto reason = reason_without_plan(args.input, training);
-  if (reason.empty() && args.residual && !args.has_relu()) {
-    return "kernels of torch and ours run: cuDNN's engines add a residual only before a ReLU";
-  }
-  return reason;
-}
-
-bool takes_mask(const at::Tensor& input) {
-  return input.size(1) % kMaskVector == 0;
-}
-
 BatchNormParams batch_norm_params(const BatchNorm& args) {
-  return {image_desc(args.input), args.running_mean.has_value(), args.residual.has_value(),
-          args.has_relu()};
+  return {image_desc(args.input), args.running_mean.has_value()};
 }
 
-BatchNormBackwardParams batch_norm_backward_params(const at::Tensor& input, bool has_mask,
-                                                   bool has_masked) {
-  return {image_desc(input), has_mask, has_masked};
+BatchNormBackwardParams batch_norm_backward_params(const at::Tensor& input) {
+  return {image_desc(input)};
 }
 
 }  // namespace cudnn_ops

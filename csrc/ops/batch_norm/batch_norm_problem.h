@@ -9,17 +9,15 @@
 
 namespace cudnn_ops {
 
-// Why no plan of cuDNN computes the norm of this input or its gradient, in words for users; empty
-// where one may.
-std::string_view reason_without_plan(const at::Tensor& input, bool training);
-// Likewise the norm with what comes behind it.
-std::string_view reason_without_plan(const BatchNorm& args, bool training);
+// Whether kernels of ours (kernels/batch_norm_pixels.h) compute the norm of this input in training
+// and its gradient.
+bool has_pixel_kernels(const at::Tensor& input);
 
-// Whether a plan goes through the ReLU of a backward by itself, from a mask of bits.
-bool takes_mask(const at::Tensor& input);
+// Why no plan of cuDNN computes the norm of this input, or its gradient, in words for users; empty
+// where one may. `has_more`: a ReLU or a sum follows it.
+std::string_view reason_without_plan(const at::Tensor& input, bool training, bool has_more);
 
 BatchNormParams batch_norm_params(const BatchNorm& args);
-BatchNormBackwardParams batch_norm_backward_params(const at::Tensor& input, bool has_mask,
-                                                   bool has_masked);
+BatchNormBackwardParams batch_norm_backward_params(const at::Tensor& input);
 
 }  // namespace cudnn_ops
