@@ -131,13 +131,18 @@ __device__ float power_below(float scale) {
   return __uint_as_float(__float_as_uint(scale) & 0x7f800000);
 }
 
-// NaN is larger than all numbers, as bits without their sign are.
+// NaN where one of them is.
+__device__ float larger(float one, float other) {
+  float most;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(one), "f"(other));
+  return most;
+}
+
+// The largest magnitude, as bits: NaN is larger than all numbers. One instruction a number.
 template <int kWidth>
 __device__ unsigned largest(unsigned most, const float (&values)[kWidth]) {
+  float magnitude = __uint_as_float(most);
 #pragma unroll
-  for (int k = 0; k < kWidth; ++k) {
-    const unsigned magnitude = __float_as_uint(values[k]) & 0x7fffffff;
-    most = magnitude > most ? magnitude : most;
-  }
-  return most;
+  for (int k = 0; k < kWidth; ++k) magnitude = larger(magnitude, fabsf(values[k]));
+  return __float_as_uint(magnitude);
 }

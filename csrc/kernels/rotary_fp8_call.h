@@ -5,6 +5,8 @@
 
 // The most scales of a call: those of query and key, and one for all of value or one for each head.
 constexpr int kMostScales = 1024;
+// The most numbers of a head.
+constexpr int kMostHeadSize = 256;
 
 // Rows are heads of tokens: those of the query, the key and the value of each token, in this order.
 struct RotaryFp8Call {

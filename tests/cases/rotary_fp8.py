@@ -66,6 +66,8 @@ CASES = [
     RotaryFp8Case(_turn("odd_copies", size=72, rotary_dim=16), 8, is_known=True, per_head=True),
     # More than the threads that run at the same time have rows.
     RotaryFp8Case(_turn("many_heads", size=10, kv_heads=300), 7, BOTH),
+    RotaryFp8Case(_turn("many_rounds", kv_heads=41), 64, BOTH, per_head=True),
+    RotaryFp8Case(_turn("many_known_rounds", kv_heads=41, batch=2), 48, is_known=True),
     RotaryFp8Case(_turn("positions", rows=40, batch=2), layout="sliced"),
     RotaryFp8Case(_turn("sections", sections=(16, 8, 8), rows=9, batch=2), 64, BOTH),
     RotaryFp8Case(

@@ -5,6 +5,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -46,8 +47,14 @@ inline unsigned __float_as_uint(float value) {
 inline float __uint_as_float(unsigned bits) {
   return bits_as<float>(bits);
 }
+inline int __clz(unsigned value) {
+  return std::countl_zero(value);
+}
 inline float rsqrtf(float value) {
   return static_cast<float>(1 / std::sqrt(static_cast<double>(value)));
+}
+inline void max_NaN_f32(float& most, float one, float other) {
+  most = std::isnan(one) || std::isnan(other) ? __uint_as_float(0x7fffffff) : std::max(one, other);
 }
 inline float __expf(float value) {
   return std::exp(value);
