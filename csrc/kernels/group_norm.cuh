@@ -1,4 +1,4 @@
-// What group_norm_forward.cu and group_norm_backward.cu share: which numbers a thread has, and how
+// What the kernels of group norm share: which numbers a thread has, and how
 // the threads of a channel join what they found. One code serves both memory orders: where channels
 // are last (kIsLast) a piece has one position of several channels, else several positions of one
 // channel.
@@ -166,6 +166,14 @@ __device__ void join_lanes(Part& part, unsigned lanes) {
   }
 }
 
+// Threads that join a group's channels: a warp, or the part of one that lets the block's groups all
+// be joined at once. A power of two.
+__device__ unsigned group_threads(unsigned groups) {
+  unsigned threads = 32;
+  while (threads > 1 && threads * groups > blockDim.x) threads /= 2;
+  return threads;
+}
+
 // Joins what the lanes of each slot found, in a fixed order; lane 0 has the result. Every thread of
 // the block must come here. A Part is some floats and knows how to take in another.
 template <bool kIsLast, class Part, int kChannels>
@@ -223,6 +231,14 @@ __device__ void join(const GroupNormCall& call, unsigned lane, Part (&parts)[kCh
     }
   }
   __syncthreads();
+}
+
+// What the gradient of a group's numbers is less by, from the sums over its channels, each times
+// its weight: a constant, and a multiple of the distance from the mean.
+__device__ float2 slopes_of(const GroupNormCall& call, unsigned group, float sum, float along) {
+  const float numbers = (float)(call.channels / call.groups) * call.positions;
+  const float scale = call.rstd[group] / numbers;
+  return {scale * sum, scale * along * call.rstd[group]};
 }
 
 // The kernels of pieces of 16 and of 8 bytes, and of one number.

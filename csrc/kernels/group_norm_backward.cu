@@ -4,7 +4,8 @@
 // Of each channel of a sample two sums are needed: of the gradient through the activation, and of
 // that times the normed number. Over samples they are the gradients of bias and weight; over the
 // channels of a group, each times its weight, they are what the gradient of the input is less by.
-// As in the forward, one kernel does all of a group that fits into shared memory, else three do.
+// As in the forward, one kernel does all of a group that fits into shared memory, else three do;
+// group_norm_held_backward.cu has those that stay in registers.
 
 #include "column_sums.cuh"
 #include "group_norm.cuh"
@@ -95,14 +96,6 @@ __device__ void find_sums(const GroupNormCall& call, const Tile<kBytes, kIsLast>
   }
 }
 
-// What the gradient of a group's numbers is less by, from the sums over its channels, each times
-// its weight: a constant, and a multiple of the distance from the mean.
-__device__ float2 slopes_of(const GroupNormCall& call, unsigned group, float sum, float along) {
-  const float numbers = (float)(call.channels / call.groups) * call.positions;
-  const float scale = call.rstd[group] / numbers;
-  return {scale * sum, scale * along * call.rstd[group]};
-}
-
 // The gradient of the block's numbers; `slopes` are those of groups from `first_group` on.
 template <bool kKeeps, int kBytes, bool kIsLast>
 __device__ void write_gradient(const GroupNormCall& call, const Tile<kBytes, kIsLast>& tile,
@@ -170,17 +163,20 @@ __device__ void find_group_sums(const GroupNormCall& call, const Tile<kBytes, kI
   __syncthreads();
   const unsigned group_channels = call.channels / call.groups;
   const unsigned groups = (tile.end_channel - tile.first_channel) / group_channels;
-  for (unsigned group = threadIdx.x / 32; group < groups; group += blockDim.x / 32) {
+  const unsigned threads = group_threads(groups), lane = threadIdx.x % threads;
+  const unsigned together = blockDim.x / threads;
+  for (unsigned first = 0; first < groups; first += together) {
+    const unsigned group = first + threadIdx.x / threads;
     float sum = 0, along = 0;
-    for (unsigned i = threadIdx.x % 32; i < group_channels; i += 32) {
+    for (unsigned i = lane; i < group_channels && group < groups; i += threads) {
       const unsigned channel = group * group_channels + i;
       const float weight = weight_of(call, tile.first_channel + channel);
       sum = fmaf(weight, found[channel].x, sum);
       along = fmaf(weight, found[channel].y, along);
     }
-    sum = sum_within_warp(sum, 32);
-    along = sum_within_warp(along, 32);
-    if (threadIdx.x % 32 == 0) write(group, sum, along);
+    sum = sum_within_warp(sum, threads);
+    along = sum_within_warp(along, threads);
+    if (lane == 0 && group < groups) write(group, sum, along);
   }
 }
 

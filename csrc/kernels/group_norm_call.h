@@ -1,5 +1,5 @@
-// What the kernels of group_norm_forward.cu and group_norm_backward.cu are called with: one header
-// for both sides.
+// What the kernels of group_norm_held.cu, group_norm_forward.cu and group_norm_backward.cu are
+// called with: one header for both sides.
 #pragma once
 
 // How a block's channels and positions are spread over its threads. A thread has a slot, the
@@ -18,6 +18,20 @@ struct GroupNormSpread {
   bool has_groups;  // whole groups, in the strip: what a block finds is joined to one part of each
 };
 
+// How groups are spread over the threads of blocks that hold them in registers
+// (group_norm_held.cu).
+struct GroupNormHold {
+  unsigned lanes;    // threads of a group: a power of two up to 32, or all of the block
+  unsigned side;     // groups whose threads alternate in a warp, a power of two
+  unsigned groups;   // of a block
+  unsigned vectors;  // pieces of a group
+  unsigned row_vectors, row_step;  // pieces side by side, and from one row of them to the next
+  // By which a piece's number gives its row, or where channels are first a number's its channel: a
+  // product with it, over 2^31, rounded down. 0: there is one.
+  unsigned multiplier;
+  bool is_split;  // pieces may have two channels
+};
+
 struct GroupNormCall {
   const void *input, *residual, *grad_out, *grad_sum;  // null: absent
   const void *weight, *bias;                           // null: absent
@@ -31,4 +45,5 @@ struct GroupNormCall {
   float eps;
   bool is_channels_last, is_weight_float, is_bias_float, has_silu;
   GroupNormSpread spread;
+  GroupNormHold hold;
 };

@@ -6,6 +6,12 @@
 #include "group_norm_forward_bfloat16_images.h"
 #include "group_norm_forward_float_images.h"
 #include "group_norm_forward_half_images.h"
+#include "group_norm_held_backward_bfloat16_images.h"
+#include "group_norm_held_backward_float_images.h"
+#include "group_norm_held_backward_half_images.h"
+#include "group_norm_held_bfloat16_images.h"
+#include "group_norm_held_float_images.h"
+#include "group_norm_held_half_images.h"
 #include "kernels/device_kernel.h"
 #include "kernels/group_norm_call.h"
 #include "kernels/group_norm_launch.h"
@@ -24,6 +30,17 @@ constexpr int64_t kStrip = 32;  // channels of a block that adds up
 // are last.
 using Kernels = DeviceKernel[6];
 
+// Of up to 2 pieces a thread and of more; by the pieces, one number, 4, 8 and 16 bytes: where
+// channels are first in memory, then where they are last.
+struct HeldKernels {
+  DeviceKernel few[8], many[8];
+};
+
+// Where channels are first.
+struct HeldBackwardKernels {
+  DeviceKernel few[4], many[4];
+};
+
 struct ForwardKernels {
   Kernels whole, moments, groups, apply;
 };
@@ -38,12 +55,40 @@ struct BackwardKernels {
   {CUDNN_OPS_KERNEL(images, name "_n_first"),  CUDNN_OPS_KERNEL(images, name "_8_first"), \
    CUDNN_OPS_KERNEL(images, name "_16_first"), CUDNN_OPS_KERNEL(images, name "_n_last"),  \
    CUDNN_OPS_KERNEL(images, name "_8_last"),   CUDNN_OPS_KERNEL(images, name "_16_last")}
+#define CUDNN_OPS_HELD_WIDTHS(images, name, order)                                      \
+  CUDNN_OPS_KERNEL(images, name "_n" order), CUDNN_OPS_KERNEL(images, name "_4" order), \
+      CUDNN_OPS_KERNEL(images, name "_8" order), CUDNN_OPS_KERNEL(images, name "_16" order)
+#define CUDNN_OPS_HELD_ORDERS(images, name) \
+  {CUDNN_OPS_HELD_WIDTHS(images, name, "_first"), CUDNN_OPS_HELD_WIDTHS(images, name, "_last")}
+#define CUDNN_OPS_HELD(images) \
+  {CUDNN_OPS_HELD_ORDERS(images, "few"), CUDNN_OPS_HELD_ORDERS(images, "many")}
+#define CUDNN_OPS_HELD_BACKWARD(images)                    \
+  {                                                        \
+    {CUDNN_OPS_HELD_WIDTHS(images, "few_backward", "")}, { \
+      CUDNN_OPS_HELD_WIDTHS(images, "many_backward", "")   \
+    }                                                      \
+  }
 #define CUDNN_OPS_FORWARD(images)                                          \
   {CUDNN_OPS_WIDTHS(images, "whole"), CUDNN_OPS_WIDTHS(images, "moments"), \
    CUDNN_OPS_WIDTHS(images, "groups"), CUDNN_OPS_WIDTHS(images, "apply")}
 #define CUDNN_OPS_BACKWARD(images)                                               \
   {CUDNN_OPS_WIDTHS(images, "whole_backward"), CUDNN_OPS_WIDTHS(images, "sums"), \
    CUDNN_OPS_WIDTHS(images, "gradient"), CUDNN_OPS_KERNEL(images, "totals")}
+
+const HeldKernels& held_kernels(int type) {
+  static const HeldKernels all[3] = {CUDNN_OPS_HELD(kGroupNormHeldHalfImages),
+                                     CUDNN_OPS_HELD(kGroupNormHeldBFloat16Images),
+                                     CUDNN_OPS_HELD(kGroupNormHeldFloatImages)};
+  return all[type];
+}
+
+const HeldBackwardKernels& held_backward_kernels(int type) {
+  static const HeldBackwardKernels all[3] = {
+      CUDNN_OPS_HELD_BACKWARD(kGroupNormHeldBackwardHalfImages),
+      CUDNN_OPS_HELD_BACKWARD(kGroupNormHeldBackwardBFloat16Images),
+      CUDNN_OPS_HELD_BACKWARD(kGroupNormHeldBackwardFloatImages)};
+  return all[type];
+}
 
 const ForwardKernels& forward_kernels(int type) {
   static const ForwardKernels all[3] = {CUDNN_OPS_FORWARD(kGroupNormForwardHalfImages),
@@ -83,6 +128,12 @@ unsigned aligned_bytes(std::initializer_list<const void*> addresses, unsigned le
 size_t index_of(const GroupNormProblem& problem) {
   const size_t piece = problem.piece_bytes() == 16 ? 2 : problem.piece_bytes() == 8 ? 1 : 0;
   return (problem.is_channels_last ? 3 : 0) + piece;
+}
+
+size_t index_of(const GroupNormProblem& problem, const GroupNormHeldLaunch& launch) {
+  const unsigned bytes = launch.piece_bytes;
+  const size_t piece = bytes == 16 ? 3 : bytes == 8 ? 2 : bytes > problem.number_bytes ? 1 : 0;
+  return (problem.is_channels_last ? 4 : 0) + piece;
 }
 
 // What both directions have in common.
@@ -149,12 +200,20 @@ void group_norm_forward(const GroupNormOfImages& args, const at::Tensor& residua
   call.mean = data_of<float>(mean);
   call.rstd = data_of<float>(rstd);
   const GroupNormProblem problem = problem_of(call, args.input, /*is_backward=*/false);
-  const GroupNormLaunch launch = group_norm_launch(problem, current_limits());
+  const DeviceLimits limits = current_limits();
+  const int type = type_index(args.input.scalar_type());
+  void* argument = &call;
+  if (const auto held = held_launch(problem, limits)) {
+    call.hold = held->hold;
+    const HeldKernels& all = held_kernels(type);
+    return (held->has_many ? all.many : all.few)[index_of(problem, *held)].launch(
+        held->blocks, 1, held->threads, &argument, static_cast<int>(held->shared_bytes));
+  }
+  const GroupNormLaunch launch = group_norm_launch(problem, limits);
   call.spread = launch.spread;
-  const auto& kernels = forward_kernels(type_index(args.input.scalar_type()));
+  const auto& kernels = forward_kernels(type);
   const size_t index = index_of(problem);
   const auto shared = static_cast<int>(launch.shared_bytes);
-  void* argument = &call;
   if (launch.is_whole) {
     return kernels.whole[index].launch(launch.blocks, 1, launch.threads, &argument, shared);
   }
@@ -186,14 +245,29 @@ void group_norm_backward(const GroupNormOfImages& args, const at::Tensor& grad_o
   call.grad_weight = data_of(grad_weight);
   call.grad_bias = data_of(grad_bias);
   const GroupNormProblem problem = problem_of(call, args.input, /*is_backward=*/true);
-  const GroupNormLaunch launch = group_norm_launch(problem, current_limits());
-  call.spread = launch.spread;
-  const auto& kernels = backward_kernels(type_index(args.input.scalar_type()));
-  const size_t index = index_of(problem);
-  const auto shared = static_cast<int>(launch.shared_bytes);
+  const DeviceLimits limits = current_limits();
+  const int type = type_index(args.input.scalar_type());
+  const auto& kernels = backward_kernels(type);
   const bool needs_input = call.out != nullptr;
   const bool needs_totals = call.grad_weight != nullptr || call.grad_bias != nullptr;
   const int64_t strips = needs_totals ? 2 * divide_up(problem.channels, kStrip) : 0;
+  void* argument = &call;
+  if (const auto held = held_launch(problem, limits)) {
+    call.hold = held->hold;
+    call.spread.stretches = 1;
+    at::Tensor memory;
+    if (needs_totals) memory = allocate(partial_numbers(call, problem.channels), args.input);
+    call.partial = data_of<float>(memory);
+    const HeldBackwardKernels& all = held_backward_kernels(type);
+    (held->has_many ? all.many : all.few)[index_of(problem, *held)].launch(
+        held->blocks, 1, held->threads, &argument, static_cast<int>(held->shared_bytes));
+    if (needs_totals) kernels.totals.launch(strips, 1, kGroupThreads, &argument);
+    return;
+  }
+  const GroupNormLaunch launch = group_norm_launch(problem, limits);
+  call.spread = launch.spread;
+  const size_t index = index_of(problem);
+  const auto shared = static_cast<int>(launch.shared_bytes);
   const int64_t groups = problem.samples * problem.groups;
   // Sums of channels where they are asked for, or no sums of groups are made of them.
   const bool has_groups = !launch.is_whole && call.spread.has_groups && needs_input;
@@ -204,7 +278,6 @@ void group_norm_backward(const GroupNormOfImages& args, const at::Tensor& grad_o
   call.slopes = data_of<float>(memory);
   call.group_partial = has_groups ? call.slopes + 2 * groups : nullptr;
   call.partial = needs_channels ? call.slopes + 2 * groups + of_groups : nullptr;
-  void* argument = &call;
   if (launch.is_whole) {
     kernels.whole[index].launch(launch.blocks, 1, launch.threads, &argument, shared);
     if (needs_totals) kernels.totals.launch(strips, 1, kGroupThreads, &argument);

@@ -1,10 +1,11 @@
 // Group norm, and the sum and activation that it comes with. Compiled when the package is built
 // (cmake/compile_kernels.py), once for each type of the numbers; group_norm_cuda.cpp launches it.
 //
-// Where some groups of a sample fit into a block's shared memory, one kernel reads them once. Else
-// one finds mean and deviation of each group, or channel, in each stretch of positions, a small one
-// those of the groups as a whole, and a third reads everything again, the last stretches first:
-// these may still be in the L2 cache.
+// Groups that do not stay in registers (group_norm_held.cu) come here. Where some groups of a
+// sample fit into a block's shared memory, one kernel reads them once. Else one finds mean and
+// deviation of each group, or channel, in each stretch of positions, a small one those of the
+// groups as a whole, and a third reads everything again, the last stretches first: these may still
+// be in the L2 cache.
 
 #include "group_norm.cuh"
 
@@ -202,9 +203,9 @@ __device__ void normalize(const GroupNormCall& call, const Tile<kBytes, kIsLast>
   }
 }
 
-// The moments of each of the block's groups, which has whole ones: if several, by a warp each that
-// joins the channels of it, which have as many numbers each; `write` gets the group's number in the
-// block, its mean and the squares. Every thread of the block must come here.
+// The moments of each of the block's groups, which has whole ones: if several, by a warp each
+// or a part of one that joins the channels of it, which have as many numbers each; `write` gets the
+// group's number in the block, its mean and the squares. Every thread of the block must come here.
 template <bool kKeeps, int kBytes, bool kIsLast, class Write>
 __device__ void find_group_moments(const GroupNormCall& call, const Tile<kBytes, kIsLast>& tile,
                                    const Shared& shared, const Write& write) {
@@ -220,20 +221,23 @@ __device__ void find_group_moments(const GroupNormCall& call, const Tile<kBytes,
     found[channel - tile.first_channel] = {moments.floats[0], moments.floats[1]};
   });
   __syncthreads();
-  for (unsigned group = threadIdx.x / 32; group < groups; group += blockDim.x / 32) {
-    const float2* moments = found + group * group_channels;
+  const unsigned threads = group_threads(groups), lane = threadIdx.x % threads;
+  const unsigned together = blockDim.x / threads;
+  for (unsigned first = 0; first < groups; first += together) {
+    const unsigned group = first + threadIdx.x / threads;
+    const float2* moments = found + (group < groups ? group : 0) * group_channels;
     float sum = 0, squares = 0, apart = 0;
-    for (unsigned i = threadIdx.x % 32; i < group_channels; i += 32) {
+    for (unsigned i = lane; i < group_channels; i += threads) {
       sum += moments[i].x - moments[0].x;
     }
-    const float mean = moments[0].x + sum_within_warp(sum, 32) / group_channels;
-    for (unsigned i = threadIdx.x % 32; i < group_channels; i += 32) {
+    const float mean = moments[0].x + sum_within_warp(sum, threads) / group_channels;
+    for (unsigned i = lane; i < group_channels; i += threads) {
       const float distance = moments[i].x - mean;
       apart += distance * distance;
       squares += moments[i].y;
     }
-    squares = sum_within_warp(fmaf(apart, tile.numbers, squares), 32);
-    if (threadIdx.x % 32 == 0) write(group, mean, squares);
+    squares = sum_within_warp(fmaf(apart, tile.numbers, squares), threads);
+    if (lane == 0 && group < groups) write(group, mean, squares);
   }
 }
 

@@ -1,10 +1,12 @@
-// Which kernels of group_norm_forward.cu and group_norm_backward.cu compute a group norm, and how
-// they are launched. Depends on the problem and the GPU's limits alone, so that tests on any
-// machine can check the launches of any GPU.
+// Which kernels of group_norm_held.cu, group_norm_forward.cu and group_norm_backward.cu compute a
+// group norm, and how they are launched. Depends on the problem and the GPU's limits alone, so that
+// tests on any machine can check the launches of any GPU.
 #pragma once
 
 #include "kernels/device_kernel.h"
 #include "kernels/group_norm_call.h"
+
+#include <optional>
 
 namespace cudnn_ops {
 
@@ -27,6 +29,20 @@ struct GroupNormLaunch {
   int64_t blocks, shared_bytes;
   int threads;
 };
+
+// Of a kernel that holds groups in registers.
+struct GroupNormHeldLaunch {
+  GroupNormHold hold;
+  unsigned piece_bytes;
+  bool has_many;  // pieces a thread: up to 8 of them, of the backward's 4, else up to 2
+  int64_t blocks, shared_bytes;
+  int threads;
+};
+
+// None where groups are too large, or where blocks of several groups read memory better; and none
+// of the backward where channels are last.
+std::optional<GroupNormHeldLaunch> held_launch(const GroupNormProblem& problem,
+                                               const DeviceLimits& limits);
 
 GroupNormLaunch group_norm_launch(const GroupNormProblem& problem, const DeviceLimits& limits);
 

@@ -107,7 +107,7 @@ def run(case: Case, dtype: torch.dtype) -> None:
     x, weight = check_forward(case, dtype)
     geometry = case.stride, case.padding, case.dilation, case.groups
     numbers = _ops._conv_geometry(2, weight, *geometry)
-    if not _ops._conv_other_engine(x, weight, numbers, 1)[0]:
+    if not _ops._conv_other_engine(x, weight, None, None, numbers, 0, 1)[0]:
         return
     grad = draw(dtype, *F.conv2d(x, weight, None, *geometry).shape)
     of_input, *_ = _ops._conv_backward.default(

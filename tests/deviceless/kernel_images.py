@@ -134,7 +134,8 @@ def image_at(address: int) -> KernelImage:
     for name, head in re.findall(r"\.visible \.entry (\w+)\([^)]*\)([^{]*)\{", text):
         most = re.search(r"\.maxntid (\d+)", head)
         threads = int(most[1]) if most else 0
-        registers = min(MOST_REGISTERS, 65536 // threads) if threads else MOST_REGISTERS
+        # A thread has a multiple of 8.
+        registers = min(MOST_REGISTERS, 65536 // threads // 8 * 8) if threads else MOST_REGISTERS
         shared = max(
             image.kernels[name].shared for image in images_of_library() if name in image.kernels
         )
