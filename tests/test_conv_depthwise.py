@@ -226,7 +226,13 @@ def test_what_is_chosen():
     large = IMAGES["large"]
     for case in images:
         assert other_engines(case) == ["cudnn_ops" if case == large else ""] * 3
-    assert other_engines(replace(large, stride=(1, 1)))[0] == ""
+    # Of those that are as fast as cuDNN's where something follows, which that takes a pass for.
+    dense = replace(large, stride=(1, 1), bias=False)
+    assert other_engines(dense)[0] == ""
+    for following in ({"bias": True}, {"residual": True}, {"activation": "relu"}):
+        assert other_engines(replace(dense, **following)) == ["cudnn_ops"] * 3
+    small = replace(dense, batch=1, size=(56, 56), bias=True)
+    assert other_engines(small)[0] == ""
     assert other_engines(replace(large, kernel=(13, 13), stride=(1, 1))) == ["cudnn_ops"] * 3
 
 
@@ -236,6 +242,15 @@ def test_explain_names_the_kernel():
     answer = explain("conv2d", x, weight, device="H200", **options)
     assert (answer.supported, answer.engine) == (True, "cudnn_ops")
     assert "for depthwise convolutions of this size it is faster" in answer.reason
+    # One that cuDNN's is as fast as, but for the pass of an epilogue.
+    few = ((96, 1, 3, 3), torch.bfloat16)
+    bare = {"padding": 1, "groups": 96}
+    for epilogue in ({"bias": True}, {"residual": True}, {"activation": "silu"}):
+        answer = explain("conv2d", x, few, device="H200", **bare, **epilogue)
+        assert (answer.supported, answer.engine) == (True, "cudnn_ops")
+        assert "a pass for the epilogue" in answer.reason
+    answer = explain("conv2d", x, few, device="H200", **bare)
+    assert "cudnn_ops" not in answer.engine
     # Where none is: torch runs the same.
     small = ((1, 96, 56, 56), torch.bfloat16)
     for op in ("conv2d", "conv2d_backward"):

@@ -87,7 +87,7 @@ def _conv_gradient(
     x: Tensor, w: Tensor, geometry: Sequence[int], is_of_weight: bool
 ) -> Iterator[Attempt]:
     # The step is csrc's ConvStep: 0 is the forward, 1 the input's gradient, 2 the weight's.
-    engine, why = _ops._conv_other_engine(x, w, geometry, 1 + is_of_weight)
+    engine, why = _ops._conv_other_engine(x, w, None, None, geometry, 0, 1 + is_of_weight)
     if engine:
         yield Attempt(without_plan=why, engine=engine)
     else:
@@ -96,8 +96,7 @@ def _conv_gradient(
 
 def _conv_forward(call: tuple[Any, ...], with_before: bool) -> Iterator[Attempt]:
     """With less and less of the epilogue in the graph, as a call tries it."""
-    x, w, _, _, geometry, _ = call
-    engine, why = _ops._conv_other_engine(x, w, geometry, 0)
+    engine, why = _ops._conv_other_engine(*call, 0)
     if engine:
         yield Attempt(without_plan=why, engine=engine)
         return

@@ -185,7 +185,11 @@ def other_engines(case: ConvCase, dtype: torch.dtype = torch.bfloat16) -> list[s
     geometry = ops._conv_geometry(
         *(case.dims, weight, case.stride, case.padding, case.dilation, case.groups)
     )
-    return [ops._conv_other_engine(input, weight, geometry, step)[0] for step in range(3)]
+    bias = input.new_empty(case.out_channels) if case.bias else None
+    size = ops._conv_size(input, weight, None, None, geometry)
+    residual = input.new_empty(size) if case.residual else None
+    call = input, weight, bias, residual, geometry, ACTIVATIONS.index(case.activation)
+    return [ops._conv_other_engine(*call, step)[0] for step in range(3)]
 
 
 def behind(tensor: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ struct KernelChoice {
   std::string_view engine, reason;
 };
 
+// Of a forward it matters whether there is an epilogue, whose pass a kernel of ours saves.
 KernelChoice choose_kernel(const Conv& args, ConvStep step);
 
 // For tests and benchmarks: which steps of depthwise convolutions of two and three dimensions our

@@ -51,14 +51,21 @@ KernelChoice choose_transposed_kernel(const Conv& args, ConvStep step) {
   return choose_kernel(mirror_of(args), mirrored);
 }
 
+// A step of a convolution, a ConvStep, of which the forward has the epilogue too.
+struct ConvStepRequest {
+  Conv conv;
+  int64_t step = 0;
+  CUDNN_OPS_FIELDS(conv, step)
+};
+
 // What runs where no plan does, empty where one does, and why it is that or a plan, as far as there
-// is something to say. `step` is a ConvStep.
-std::tuple<std::string, std::string> other_engine(const at::Tensor& input, const at::Tensor& weight,
-                                                  c10::IntArrayRef geometry, int64_t step) {
-  const Conv args = bare_conv(input, weight, geometry);
-  const auto choice = args.geometry.is_transposed()
-                          ? choose_transposed_kernel(args, static_cast<ConvStep>(step))
-                          : choose_kernel(args, static_cast<ConvStep>(step));
+// is something to say.
+std::tuple<std::string, std::string> other_engine(const ConvStepRequest& request) {
+  const auto& [args, number] = request;
+  check_conv(args);
+  const auto step = static_cast<ConvStep>(number);
+  const auto choice = args.geometry.is_transposed() ? choose_transposed_kernel(args, step)
+                                                    : choose_kernel(args, step);
   return {std::string(choice.engine), std::string(choice.reason)};
 }
 
@@ -96,8 +103,10 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
       "_conv_bare_reason(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, "
       "int[] geometry, int activation, int fusion, bool with_before=False) -> str",
       kernel<bare_reason>);
-  m.def("_conv_other_engine(Tensor input, Tensor weight, int[] geometry, int step) -> (str, str)",
-        other_engine);
+  m.def(
+      "_conv_other_engine(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, "
+      "int[] geometry, int activation, int step) -> (str, str)",
+      kernel<other_engine>);
   m.def("_conv_use_depthwise(int step, int use) -> ()", use_depthwise);
   m.def("_conv_use_grouped(int use) -> ()", use_grouped);
   m.def(
