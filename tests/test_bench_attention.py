@@ -410,14 +410,15 @@ def test_bench_fp8_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
             name: float(bool(function().isfinite().all())) for name, function in functions.items()
         },
     )
-    on_cpu = bench_fp8_prefill.variants("cpu")
-    shared = {each.data_ptr() for each in on_cpu["bf16"].parameters()}
-    assert {each.data_ptr() for each in on_cpu["cudnn_ops"].parameters()} == shared
-    monkeypatch.setattr(bench_fp8_prefill, "variants", lambda: on_cpu)
+    both = bench_fp8_prefill.variants(bench_fp8_prefill.random_model("cpu"))
+    shared = {each.data_ptr() for each in both["bf16"].parameters()}
+    assert {each.data_ptr() for each in both["cudnn_ops"].parameters()} == shared
     rows = Rows(ENV)
-    bench_fp8_prefill.run(rows, rounds=harness.QUICK_ROUNDS)
+    bench_fp8_prefill.run(rows, harness.QUICK_ROUNDS, "cpu")
     assert harness.pivot(rows.rows, "gpu_ms") == {"prefill of 40": {"cudnn_ops": 1.0, "bf16": 1.0}}
-    assert 0.01 < harness.pivot(rows.rows, "error")["prefill of 40"]["cudnn_ops"] < 0.2
-    logits = torch.full((1, 97), torch.nan)
-    with pytest.raises(RuntimeError, match="the logits are nan of their norm off"):
-        bench_fp8_prefill.verify(logits, torch.ones(1, 97))
+    errors = harness.pivot(rows.rows, "error")["prefill of 40"]
+    assert 0 < errors["bf16"] < 0.02 < errors["cudnn_ops"] < 0.2
+    logits = torch.ones(1, 97)
+    for wrong in (logits * torch.nan, logits * 2):
+        with pytest.raises(RuntimeError, match="the logits are off by these shares"):
+            bench_fp8_prefill.verify({"cudnn_ops": wrong, "bf16": logits * 1.01}, logits)
