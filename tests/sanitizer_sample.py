@@ -154,13 +154,29 @@ def norms() -> Iterator[Sample]:
                     )
 
 
-def group_norms() -> Iterator[Sample]:
-    """Groups that shared memory holds, and that it does not; pieces, and single numbers."""
+#: Channels, positions and which come last: in pieces of 16, 8 and 4 bytes and of one number of 16
+#: bits. Groups that threads hold, few pieces each and many; that shared memory holds; and others.
+_HELD = (
+    *((16, 40, False), (6, 4, False), (6, 2, False), (6, 7, False)),
+    *((16, 35, True), (8, 35, True), (12, 35, True), (9, 35, True)),
+    *((6, 8000, False), (6, 1804, False), (6, 866, False), (6, 435, False)),
+    *((16, 2100, True), (8, 1300, True), (4, 1300, True), (6, 435, True)),
+)
+_WHOLE = (
+    *((8208, 8, False), (8208, 4, False), (8208, 2, False), (8208, 3, False)),
+    *((8208, 3, True), (8212, 3, True), (8210, 3, True), (12297, 3, True)),
+)
+_IN_PARTS = (
+    *((16, 10, False), (16, 20, False), (16, 35, False), (16, 40, False)),
+    *((16, 35, True), (12, 35, True), (10, 35, True), (9, 35, True)),
+)
 
+
+def group_norms() -> Iterator[Sample]:
     def run(
         dtype: torch.dtype, channels: int, size: int, is_last: bool, shared: int, adds: bool
     ) -> None:
-        x, residual = (_tensor(2, channels, size, 5, dtype=dtype) for _ in range(2))
+        x, residual = (_tensor(2, channels, size, 1, dtype=dtype) for _ in range(2))
         if is_last:
             x = x.contiguous(memory_format=torch.channels_last)
         weight, bias = (_tensor(channels, dtype=dtype).requires_grad_() for _ in range(2))
@@ -175,44 +191,44 @@ def group_norms() -> Iterator[Sample]:
         finally:
             _ops._norm_limit_shared_memory(0)
 
-    # Channels, rows of 5, and which come last: all pieces in both orders.
-    sizes = [(16, size, False) for size in (2, 4, 7, 8)]
-    sizes += [(channels, 7, True) for channels in (16, 12, 10, 9)]
+    stems = "group_norm_held, group_norm_held_backward, group_norm_forward and group_norm_backward"
     for name, dtype in TYPES.items():
-        for channels, size, is_last in sizes:
-            for shared, adds in ((0, True), (1 << 10, False), (1 << 10, True)):
+        for sizes, shared in ((_HELD, 0), (_WHOLE, 0), (_IN_PARTS, 1 << 10)):
+            for (channels, size, is_last), adds in itertools.product(sizes, (False, True)):
                 order = "last" if is_last else "first"
                 yield (
-                    f"group_norm_forward and group_norm_backward, {name}, {order}, {shared}",
+                    f"one of {stems}: {name}, {channels} channels {order}, {size}, {shared}",
                     partial(run, dtype, channels, size, is_last, shared, adds),
                 )
 
 
 def batch_norms() -> Iterator[Sample]:
-    """By plans, of masks and without, and by kernels of ours and torch's; by running statistics."""
+    """By plans, and by kernels of ours and torch's; by running statistics."""
 
     def run(
-        dtype: torch.dtype, channels: int, is_last: bool, policy: Policy, training: bool
+        dtype: torch.dtype, channels: int, is_last: bool, kind: str, policy: Policy, training: bool
     ) -> None:
         x, residual = (_tensor(3, channels, 7, 5, dtype=dtype) for _ in range(2))
         if is_last:
             x, residual = (t.contiguous(memory_format=torch.channels_last) for t in (x, residual))
         weight, bias, mean, var = (_tensor(channels, dtype=torch.float32) for _ in range(4))
         weight, bias, var = weight.requires_grad_(), bias.requires_grad_(), var.square() + 1
+        activation: Any = "none" if kind == "plain" else "relu"
+        added = residual.requires_grad_(kind == "sum") if "sum" in kind else None
         with cudnn_ops.using_plan_policy(policy):
-            x, residual = x.requires_grad_(), residual.requires_grad_()
-            given = (x, mean, var, weight, bias, training)
-            _backward(cudnn_ops.batch_norm(*given, residual=residual, activation="relu"))
+            given = (x.requires_grad_(), mean, var, weight, bias, training)
+            _backward(cudnn_ops.batch_norm(*given, residual=added, activation=activation))
 
+    kinds = ("plain", "relu", "sum", "frozen sum")
     for name, dtype in TYPES.items():
         for channels, is_last in ((64, True), (24, True), (7, True), (64, False), (7, False)):
-            images = "pixels" if is_last else "planes"
-            for policy in get_args(Policy)[:2]:
+            images = "batch_norm_pixels" if is_last else "planes"
+            for kind, policy in itertools.product(kinds, get_args(Policy)[:2]):
                 for training in (False, True):
-                    words = f"{channels} channels, {policy}, {training}"
+                    words = f"{channels} channels, {kind}, {policy}, {training}"
                     yield (
                         f"batch_norm of {images}, {name}, {words}",
-                        partial(run, dtype, channels, is_last, policy, training),
+                        partial(run, dtype, channels, is_last, kind, policy, training),
                     )
 
 

