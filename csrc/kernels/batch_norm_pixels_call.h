@@ -1,7 +1,7 @@
 // What the kernels of batch_norm_pixels.cu are called with: one header for both sides.
 #pragma once
 
-#include "batch_norm_call.h"
+#include "kernels/batch_norm_call.h"
 
 // Images with their channels last. A block has some pieces of the channels, and every
 // `stretches`-th stretch of as many pixels as it has threads for.
