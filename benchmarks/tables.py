@@ -191,10 +191,11 @@ def conv(rows: Sequence[Row]) -> Lines:
 def beside_peers(rows: Sequence[Row]) -> Lines:
     """A line a case: ours, and each other's time over ours; forward and backward side by side.
 
-    The last line has the geometric means of those.
+    The last line has the geometric means of those. Cases that compare kernels without ours, to
+    choose between them, are left out.
     """
-    times = pivot(rows, "gpu_ms")
-    others = [o for o in unique(r["impl"] for r in rows if r["metric"] == "gpu_ms") if o != OURS]
+    times = {case: ms for case, ms in pivot(rows, "gpu_ms").items() if OURS in ms}
+    others = unique(other for ms in times.values() for other in ms if other != OURS)
     gains: dict[tuple[str, str], list[float]] = {}
 
     def cell(other: str, steps: Mapping[str, Mapping[str, float]]) -> str:
