@@ -274,6 +274,9 @@ inline void cvt_rn_f16_f32(uint16_t& to, float from) {
 inline void cvt_rn_bf16_f32(uint16_t& to, float from) {
   to = to_bfloat16(from);
 }
+inline void max_NaN_f32(float& to, float one, float other) {
+  to = std::isnan(one) || std::isnan(other) ? NAN : std::max(one, other);
+}
 inline void cvt_rn_f16x2_f32(uint32_t& to, float high, float low) {
   to = to_half(low) | static_cast<uint32_t>(to_half(high)) << 16;
 }
