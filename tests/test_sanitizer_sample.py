@@ -40,9 +40,8 @@ def group_norm_kernels() -> set[str]:
 def batch_norm_kernels() -> set[str]:
     """Those of training where channels are last."""
     steps = ["stats", "finish_stats", "finish_sums"]
-    steps += [f"{step}_{relu}" for step in ("sums", "gradient") for relu in ("none", "of_input")]
-    # What came through the ReLU is a result, or it is not.
-    steps += ["sums_of_out", "gradient_of_out"]
+    relus = ("none", "of_input", "of_out")
+    steps += [f"{step}_{relu}" for step in ("sums", "gradient") for relu in relus]
     return {f"batch_norm_{step}_{name}" for step in steps for name in ("half", "bfloat16", "float")}
 
 

@@ -31,6 +31,12 @@ inline at::Tensor copy_in_order(const at::Tensor& tensor, bool is_last) {
   return copy.copy_(tensor);
 }
 
+// An image in that order; copied where its address is no multiple of so many bytes.
+inline at::Tensor aligned_in_order(const at::Tensor& image, bool is_last, int64_t bytes) {
+  const bool is_there = reinterpret_cast<uintptr_t>(image.const_data_ptr()) % bytes == 0;
+  return is_there ? image : copy_in_order(image, is_last);
+}
+
 // Copied where it lies otherwise.
 inline at::Tensor in_order(const at::Tensor& tensor, bool is_last) {
   const bool is_there = is_last ? has_channels_last(tensor) : tensor.is_contiguous();

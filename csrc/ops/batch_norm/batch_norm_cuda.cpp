@@ -53,8 +53,7 @@ BatchNorm laid_out(const BatchNorm& given, bool is_last) {
 
 // At an address that kernels load whole pieces from.
 at::Tensor aligned(const at::Tensor& image, bool is_last) {
-  const bool is_there = reinterpret_cast<uintptr_t>(image.const_data_ptr()) % kPixelBytes == 0;
-  return is_there ? image : copy_in_order(image, is_last);
+  return aligned_in_order(image, is_last, kPixelBytes);
 }
 
 // By known statistics.

@@ -21,7 +21,7 @@ bool is_aligned(const at::Tensor& tensor) {
 
 // An image, which has its channels last already.
 at::Tensor aligned_image(const at::Tensor& image) {
-  return is_aligned(image) ? image : copy_in_order(image, /*is_last=*/true);
+  return aligned_in_order(image, /*is_last=*/true, graph::TensorDesc::kAlignment);
 }
 
 // Numbers of each channel as plans have them, float32, contiguous and aligned. Those that are not

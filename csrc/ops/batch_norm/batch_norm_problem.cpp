@@ -31,16 +31,17 @@ graph::TensorDesc image_desc(const at::Tensor& input) {
   return graph::channels_last_desc(input.scalar_type(), image_sizes(input));
 }
 
+// Whether kernels of ours know the dtype, and load whole pieces of a pixel.
 bool has_whole_pieces(const at::Tensor& input) {
   const auto channels = input.sym_size(1).maybe_as_int();
-  return channels && *channels * static_cast<int64_t>(input.element_size()) % kPixelBytes == 0;
+  return input.scalar_type() != at::kDouble && channels &&
+         *channels * static_cast<int64_t>(input.element_size()) % kPixelBytes == 0;
 }
 
 }  // namespace
 
 bool has_pixel_kernels(const at::Tensor& input) {
-  return input.scalar_type() != at::kDouble && has_whole_pieces(input) &&
-         (is_image_channels_last(input) || has_one_position(input));
+  return has_whole_pieces(input) && (is_image_channels_last(input) || has_one_position(input));
 }
 
 bool is_relu_of_input(const BatchNorm& args, bool training) {
@@ -50,7 +51,7 @@ bool is_relu_of_input(const BatchNorm& args, bool training) {
   const bool is_last = input.dim() == 4   ? input.is_contiguous(at::MemoryFormat::ChannelsLast)
                        : input.dim() == 5 ? input.is_contiguous(at::MemoryFormat::ChannelsLast3d)
                                           : input.dim() == 2 && input.is_contiguous();
-  return is_last && input.scalar_type() != at::kDouble && has_whole_pieces(input);
+  return is_last && has_whole_pieces(input);
 }
 
 std::string_view reason_without_plan(const at::Tensor& input, bool training, bool has_more) {
@@ -75,8 +76,7 @@ std::string_view reason_without_plan(const at::Tensor& input, bool training, boo
   }
   if (input.size(1) % kPlanChannels != 0 || has_one_position(input)) {
     return "kernels of ours run: cuDNN's engines are faster for images of a multiple of 64 "
-           "channels "
-           "alone";
+           "channels alone";
   }
   if (input.numel() > std::numeric_limits<int32_t>::max()) {
     return "kernels of ours run: cuDNN's engines count in 32 bits";
