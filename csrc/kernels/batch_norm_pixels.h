@@ -27,13 +27,13 @@ void batch_norm_find_stats(const BatchNormStats& args, const at::Tensor& mean,
 
 struct BatchNormSlope {
   const at::Tensor &grad_out, &input, &mean, &rstd;
-  std::optional<at::Tensor> weight, bias;
+  std::optional<at::Tensor> weight = std::nullopt, bias = std::nullopt;
   bool has_relu = false;
-  std::optional<at::Tensor> out;  // of the ReLU; absent: batch_norm_apply gave it, of these numbers
-                                  // alone
+  // Of the ReLU; absent: batch_norm_apply gave it, of these numbers alone.
+  std::optional<at::Tensor> out = std::nullopt;
   // Results; undefined: not wanted.
-  at::Tensor grad_input, grad_weight, grad_bias;
-  at::Tensor masked;  // what came through the ReLU, where there is `out`
+  at::Tensor grad_input = {}, grad_weight = {}, grad_bias = {};
+  at::Tensor masked = {};  // what came through the ReLU, where there is `out`
 };
 
 void batch_norm_find_gradients(const BatchNormSlope& args);
