@@ -4,8 +4,9 @@ Attention is forward + backward, and its memory is the peak beyond its inputs. S
 split heads with a model of Llama 3 8B's sizes, and its memory is all that the engine holds on a
 GPU. Training is forward + backward of eight layers of that model's width, tensor parallel with
 norms split by tokens, and by FSDP2, with our operators and with the stock ones; its memory is the
-peak beyond the weights. `products` is the bound: the same step without norms, rotary embedding and
-gated activations. Products, attention, residuals, the loss and what passes between GPUs remain.
+peak beyond the weights. `products` is the bound: the same step without norms and the sums before
+them, rotary embedding and gated activations, never compiled. Products, attention, other sums, the
+loss and what passes between GPUs remain.
 
 One process a GPU. `torchrun --nproc-per-node 2 -m benchmarks.bench_distributed --out FILE` gives
 them; run by itself it starts one for each GPU that is there, and with a single GPU measures

@@ -102,7 +102,7 @@ def check(
 
 
 def _input(device: str) -> Tensor:
-    """And the seed of the weights that are drawn next.
+    """An input of all blocks; it sets the seed of the weights that :func:`check` draws next, too.
 
     Rows whose softmax is nearly one key's have gradients that are differences of equal numbers: in
     bfloat16 a few draws in a hundred have little else.
