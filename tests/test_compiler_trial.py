@@ -250,3 +250,26 @@ def test_what_is_folded_by_itself_is_timed():
 def test_what_is_folded_with_gradients_is_timed():
     (one,) = _trials(_normed, _x(), _w().requires_grad_(), *_norm())
     assert one.beforehand is None
+
+
+def test_a_view_beside_what_it_is_of_is_no_result():
+    # Both would come back with gradients of their own, the view's through all of the memory.
+    w = _w()
+    (one,) = _trials(lambda x: (y := F.conv2d(x, w, padding=1).relu(), y.flatten(1)), _x())
+    assert _followers(one) == ["flatten"]
+    assert _results(one) == 1
+    (one,) = _trials(lambda x: (y := F.conv2d(x, w, padding=1).relu(), y * 2), _x())
+    assert _results(one) == 2
+
+
+def test_an_image_is_channels_last_already():
+    w = _w()
+
+    def function(x: Tensor) -> Tensor:
+        y = F.conv2d(x, w, padding=1).relu()
+        return y + y.contiguous(memory_format=torch.channels_last).sin()
+
+    (one,) = _trials(function, _x())
+    assert _followers(one) == []
+    (one,) = _trials(lambda x: F.conv2d(x, w, padding=1).relu().contiguous().sin(), _x())
+    assert _followers(one) == ["contiguous"]

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from cudnn_ops.compiler.nodes import call_of, has_static_sizes, is_same, value_of
+from cudnn_ops.compiler.nodes import call_of, has_static_sizes, is_same, memory_of, value_of
 from cudnn_ops.compiler.operations import OPERATIONS
 from cudnn_ops.compiler.pattern import Found
 
@@ -32,6 +32,7 @@ _FUSED = {
     *("narrow", "flatten", "unflatten", "contiguous"),
 }
 _FUSED_FUNCTIONS = {F.adaptive_avg_pool2d}
+_IMAGES = (torch.channels_last, torch.channels_last_3d)
 #: Of those, what has sums: a kernel of its own, which what reads its result does not join.
 _SUMS = {"mean", "var", "layer_norm", "rms_norm"}
 _PARTS = {"split", "chunk", "unbind"}
@@ -62,11 +63,14 @@ def trial_of(found: Found) -> Trial:
     beside = (one for node in (*leaders, *followers) for one in node.all_input_nodes)
     read = (one for one in (*found.inputs, *beside) if one not in own)
     inputs = list(dict.fromkeys(read))
-    results = [
-        node
-        for node in (*found.outputs, *followers)
-        if not node.users or not inside.issuperset(node.users)
-    ]
+    results = _without_views(
+        [
+            node
+            for node in (*found.outputs, *followers)
+            if not node.users or not inside.issuperset(node.users)
+        ],
+        followers,
+    )
 
     def finished(graph: fx.Graph, values: dict[fx.Node, fx.Node]) -> fx.Graph:
         for number, node in enumerate(followers):
@@ -168,12 +172,29 @@ def _followers(found: Found) -> Iterator[fx.Node]:
             yield node
 
 
+def _without_views(results: list[fx.Node], followers: list[fx.Node]) -> list[fx.Node]:
+    """Without followers that are views of another result.
+
+    A graph that returns a tensor and a view of it makes the view anew at each call, and autograd
+    takes the view's gradient through all of the memory: longer than a norm, in both graphs.
+    """
+    kept: list[fx.Node] = []
+    for node in results:
+        memory = memory_of(value_of(node))
+        is_view = any(memory & memory_of(value_of(other)) for other in kept)
+        if not is_view or node not in followers:
+            kept.append(node)
+    return kept
+
+
 def _is_fused(node: fx.Node) -> bool:
     call, value = call_of(node), value_of(node)
     if value is None or not has_static_sizes(value):
         return False
     if call is None:
         return node.target in _FUSED_FUNCTIONS
+    if call.name == "contiguous" and call["memory_format"] in _IMAGES:
+        return False  # of an image that is channels last already, when the graph runs: a view
     return call.name in _FUSED and not call.in_place
 
 
