@@ -544,9 +544,9 @@ def decoding() -> Iterator[Sample]:
         on_cpu = paged_cases.make(case, dtype, "cpu", seed=1)
         paged_cases.check(case, on_cpu, out.cpu(), lse.cpu())
 
-    def run_ours(size: int, is_wide: bool, dtype: torch.dtype, is_fp8: bool) -> None:
+    def run_ours(size: int, rows: int, dtype: torch.dtype, is_fp8: bool) -> None:
         one = replace(ONE, head_size=size, value_size=size, is_causal=True)
-        queries = 16 if is_wide else 4  # times a group of two heads
+        queries = rows // 2  # times a group of two heads
         case = replace(SPECULATE, lengths=(queries,) * 5, lengths_kv=(700, 2, 33, 0, 16), one=one)
         on_cpu = paged_cases.make(case, dtype, "cpu", seed=1)
         t = paged_cases.make(case, dtype, "cuda", seed=1)
@@ -563,10 +563,10 @@ def decoding() -> Iterator[Sample]:
     for name, dtype in TYPES.items():
         if dtype == torch.float32:
             continue
-        for cache, size, tiles in itertools.product((name, "e4m3"), (64, 128), (1, 2)):
-            call = partial(run_ours, size, tiles == 2, dtype, cache == "e4m3")
-            yield f"paged_decode_{name}_{cache}_{size}_{tiles}", call
-    yield "paged_plan", partial(run_ours, 64, False, torch.bfloat16, True)
+        for cache, size, rows in itertools.product((name, "e4m3"), (64, 128), (8, 16, 32)):
+            call = partial(run_ours, size, rows, dtype, cache == "e4m3")
+            yield f"paged_decode_{name}_{cache}_{size}_{rows}", call
+    yield "paged_plan", partial(run_ours, 64, 8, torch.bfloat16, True)
     causal = replace(ONE, is_causal=True)
     full = replace(DECODE, lengths=(1,) * 4, lengths_kv=(70, 1, 33, 128))  # nothing to pad
     yield "paged decoding", partial(run, full, torch.bfloat16)

@@ -15,7 +15,7 @@ import cudnn_ops
 from tests.cases import paged as cases
 from tests.cases.paged import PagedCase, Tensors
 from tests.cases.sdpa_features import Features
-from tests.emulated.paged_decode import append, attend, make_plan
+from tests.emulated.paged_decode import append, attend, make_plan, rows_of
 
 ONE = Features(1, 4, 2, 0, 0, 64, 64)
 UNEVEN = (0, 1, 15, 16, 17, 300, 64, 65)
@@ -88,7 +88,13 @@ def test_results(index: int, dtype: torch.dtype, is_fp8: bool, folder: Path) -> 
     needed = 4 if is_fp8 else 2
     stages = needed + index % (5 - needed)
     out, lse = attend(
-        folder, *t.arguments, **t.options, blocks=blocks, stages=stages, tiles=index % 3, seed=index
+        folder,
+        *t.arguments,
+        **t.options,
+        blocks=blocks,
+        stages=stages,
+        rows=(0, 8, 16, 32)[index % 4],
+        seed=index,
     )
     cases.check(case, t, out, lse)
 
@@ -147,7 +153,7 @@ def test_plans(window: tuple[int, int], bottom_right: bool, folder: Path) -> Non
         causal = window[1] == 0
         same = torch.ops.cudnn_ops._paged_plan(*arguments[:4], causal, window, bottom_right)
         assert torch.equal(words, same)
-        rows, total, found = 16 if queries * group <= 16 else 32, 0, words[1032:].tolist()
+        rows, total, found = rows_of(queries, group), 0, words[1032:].tolist()
         for index, length in enumerate(lengths.clamp(min=0).tolist()):
             assert found[index] == total
             count = queries if offsets is None else int(offsets[index + 1] - offsets[index])

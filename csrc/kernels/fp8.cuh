@@ -71,6 +71,20 @@ __device__ unsigned e4m3_to_half(unsigned short bits) {
 #endif
 }
 
+// Four of them. As halves of a word the conversions take them as they are; shifted, each high one
+// would first be moved.
+__device__ void e4m3_to_halves(unsigned word, unsigned& low, unsigned& high) {
+#if FP8_INSTRUCTIONS
+  unsigned short first, second;
+  asm("mov.b32 {%0, %1}, %2;" : "=h"(first), "=h"(second) : "r"(word));
+  low = e4m3_to_half(first);
+  high = e4m3_to_half(second);
+#else
+  low = e4m3_to_half((unsigned short)word);
+  high = e4m3_to_half((unsigned short)(word >> 16));
+#endif
+}
+
 struct E5M2 {
   using Bits = unsigned char;
   static constexpr float kMost = 57344;

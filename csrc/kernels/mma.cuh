@@ -8,9 +8,18 @@ __device__ unsigned shared_address(const void* pointer) {
 }
 
 // 16 bytes of global memory on their way to shared memory, or zeros.
+__device__ void copy_async(unsigned to, const void* from, bool is_there) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(is_there ? 16 : 0)
+               : "memory");
+}
 __device__ void copy_async(void* to, const void* from, bool is_there) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
-               "l"(from), "r"(is_there ? 16 : 0)
+  copy_async(shared_address(to), from, is_there);
+}
+
+// The same to an address of shared memory, of bytes that are there.
+__device__ void copy_async(unsigned to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
                : "memory");
 }
 
@@ -27,20 +36,31 @@ __device__ void wait_for_copies() {
 
 // Four matrices of 8 rows of 16 bytes: lane i has the address of row i % 8 of matrix i / 8, and
 // gets the elements [2 * (i % 4)] and [2 * (i % 4) + 1] of row i / 4.
-__device__ void load_rows(unsigned (&to)[4], const void* row) {
+__device__ void load_rows(unsigned (&to)[4], unsigned row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(shared_address(row))
+               : "r"(row)
                : "memory");
+}
+__device__ void load_rows(unsigned (&to)[4], const void* row) {
+  load_rows(to, shared_address(row));
 }
 
 // Four matrices of 8 rows of 16 bytes, of each the transposed: lane i has the address of row i % 8
 // of matrix i / 8, and gets the elements [2 * (i % 4)] and [2 * (i % 4) + 1] of column i / 4.
-__device__ void load_transposed(unsigned (&to)[4], const void* row) {
+__device__ void load_transposed(unsigned (&to)[4], unsigned row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(shared_address(row))
+               : "r"(row)
                : "memory");
+}
+
+// A matrix of 8 rows of 16 bytes, of which lane i has the elements [2 * (i % 4)] and
+// [2 * (i % 4) + 1] of row i / 4: those of column i / 4.
+__device__ unsigned transpose(unsigned elements) {
+  unsigned of_column;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(of_column) : "r"(elements));
+  return of_column;
 }
 
 // c += a b, of 16 rows, 8 columns and 16 terms.

@@ -3,10 +3,12 @@
 #pragma once
 
 #include "fp8.cuh"
-#include "mma.cuh"
-#include "paged_work.cuh"
+#include "paged_tiles.cuh"
 
 constexpr int kLanes = 32, kThreads = kPagedWarps * kLanes;
+// How far, as a power of 2, weights may be above those of the score that they are relative to: sums
+// need not shrink at each score that is higher than all before. Of float16 they may be 2^15.
+constexpr float kMostRise = 8;
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 template <bool kIsFirst, class A, class B>
@@ -26,49 +28,56 @@ __device__ float minus_infinity() {
   return __uint_as_float(0xff800000);
 }
 
-// Cache: of E4M3, else the query's type. kTiles: of 16 rows, the queries of a sequence times the
-// heads of a group.
-template <class Query, class Cache, int kSize, int kTiles>
+// Rows are the queries of a sequence times the heads of a group, kRows of them at most, a multiple
+// of 8. Products are those of keys with queries, and of values' columns with weights: rows are
+// columns there, of which there are 8 in a product, where keys or columns of values would be 16.
+// Cache: of E4M3, else the query's type.
+template <class Query, class Cache, int kSize, int kRows>
 struct PagedAttend {
+  using Tiles = PagedTiles<Cache, kSize>;
   static constexpr bool kIsFp8 = kIsSame<Cache, E4M3>;
   using Factor = typename Select<kIsFp8, Half, Query>::Type;  // of the products
-  static constexpr int kRows = 16 * kTiles;
-  static constexpr int kRowBytes = kSize * (int)sizeof(typename Cache::Bits);
-  static constexpr int kChunks = kRowBytes / 16;  // of a key
-  static constexpr int kTileBytes = kPagedKeys * kRowBytes;
-  static constexpr int kSteps = kSize / 16;       // of the product of queries and keys
-  static constexpr int kColumnTiles = kSize / 8;  // of the output
+  static constexpr int kGroups = kRows / 8;
+  static constexpr int kSteps = kSize / 16;  // of the product of keys and queries
+  // Sums of a single product after the other would wait for each other.
+  static constexpr int kChains = kGroups == 1 ? 2 : 1;
 
   const PagedDecodeCall& call;
-  const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
-  const int lane_row = lane / 4, lane_column = lane % 4;
-  // Shared memory: the queries in the order in which products read them, numbers of each row, and
-  // the tiles of each warp, where at the end of a part of a sequence its sums are.
+  const int warp = threadIdx.x / kLanes;
+  // Shared memory: the tiles of each warp, where at the end of a part of a sequence its sums are,
+  // the queries in the order in which products read them, and words of each row.
+  unsigned char* const memory;
   uint4* const queries;
   float* const row_scales;  // [kRows]
   float* const row_maxima;  // [kPagedWarps][kRows]
   float* const row_sums;    // [kPagedWarps][kRows]
-  unsigned char* const tiles;
+  int* const row_begin;     // [kRows]
+  int* const row_end;       // [kRows]
+  Tiles tiles;
+  const int lane = tiles.lane, lane_row = lane / 4, lane_column = lane % 4;
 
   // The part of a sequence that this block is at.
   int index, head_kv, row_start, rows;
   int first, last;             // units
   int key_begin, key_end;      // that any of the rows sees
-  int page;                    // that lane % 16 of the next tile to be sent is in
   int shown_begin, shown_end;  // that all of them see
+  int page;                    // of the next tile to be sent
   PagedSequence sequence;
-  int row_begin[kTiles][2], row_end[kTiles][2];
-  float row_scale[kTiles][2];
-  float highest[kTiles][2], sum[kTiles][2];
-  float out[kTiles][kColumnTiles][4];
+  // Of rows 8 * group + 2 * (lane % 4) + {0, 1}: what products become scores by, what these are
+  // relative to, how much higher ones may be, and the sum of this lane's weights.
+  float row_scale[kGroups][2], base[kGroups][2], most_rise[kGroups][2], sum[kGroups][2];
+  float out[kGroups][kSteps][4];
 
   __device__ PagedAttend(const PagedDecodeCall& call, unsigned char* shared)
       : call(call),
-        queries((uint4*)shared),
-        row_scales((float*)(shared + kTiles * kSteps * kLanes * 16)),
+        memory(shared),
+        queries((uint4*)(shared + kPagedWarps * call.stages * Tiles::kStageBytes)),
+        row_scales((float*)(queries + kRows * kSize / 8)),
         row_maxima(row_scales + kRows),
         row_sums(row_maxima + kPagedWarps * kRows),
-        tiles((unsigned char*)(row_sums + kPagedWarps * kRows)),
+        row_begin((int*)(row_sums + kPagedWarps * kRows)),
+        row_end(row_begin + kRows),
+        tiles(call, shared, warp),
         sequence(call.work, 0) {
   }
 
@@ -102,210 +111,181 @@ struct PagedAttend {
     __syncthreads();
   }
 
-  // As fragments of A: of each step, lane l has the columns 8 * (l % 4) + 4 * (step % 2) + {0 to 3}
-  // of 32, in the place of 2 * (l % 4) + {0, 1, 8, 9} of 16: the keys lie so that one load has
-  // those of two steps.
+  // As fragments of B, of each lane those of two steps. Of E4M3 a lane has four columns of a step
+  // that lie one after the other, as it has those of keys.
   __device__ void load_queries() {
     if constexpr (kIsFp8) find_row_scales();
-    for (int i = threadIdx.x; i < kTiles * kSteps * kLanes; i += kThreads) {
-      const int of_lane = i % kLanes, step = i / kLanes % kSteps, tile = i / kLanes / kSteps;
-      const int column = 32 * (step / 2) + 8 * (of_lane % 4) + 4 * (step % 2);
-      unsigned words[4];
+    for (int i = threadIdx.x; i < kGroups * kSteps / 2 * kLanes; i += kThreads) {
+      const int of_lane = i % kLanes, pair = i / kLanes % (kSteps / 2);
+      const int row = i / kLanes / (kSteps / 2) * 8 + of_lane / 4;
+      unsigned words[4] = {};
+      if (row < rows) {
+        const auto* from = query_row(row);
+        const float factor = kIsFp8 ? 1 / row_scales[row] : 1;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = 16 * tile + of_lane / 4 + 8 * half;
-        typename Query::Bits bits[4] = {};
-        if (row < rows) {
-          const auto* from = query_row(row) + column;
-#pragma unroll
-          for (int k = 0; k < 4; ++k) bits[k] = from[k];
-        }
-        if constexpr (kIsFp8) {
-          const float factor = 1 / row_scales[row];
-          words[half] = Half::write(Query::read(bits[0]) * factor, Query::read(bits[1]) * factor);
-          words[half + 2] =
-              Half::write(Query::read(bits[2]) * factor, Query::read(bits[3]) * factor);
-        } else {
-          words[half] = bits[0] | (unsigned)bits[1] << 16;
-          words[half + 2] = bits[2] | (unsigned)bits[3] << 16;
+        for (int word = 0; word < 4; ++word) {
+          const int in_step =
+              kIsFp8 ? 4 * (of_lane % 4) + word % 2 * 2 : 2 * (of_lane % 4) + word % 2 * 8;
+          const auto* two = from + (2 * pair + word / 2) * 16 + in_step;
+          if constexpr (kIsFp8) {
+            words[word] = Half::write(Query::read(two[0]) * factor, Query::read(two[1]) * factor);
+          } else {
+            words[word] = two[0] | (unsigned)two[1] << 16;
+          }
         }
       }
       queries[i] = {words[0], words[1], words[2], words[3]};
     }
   }
 
-  // Chunks lie so that the lanes that read at the same time find theirs in different banks.
-  static __device__ int key_chunk(int key, int chunk) {
-    if constexpr (!kIsFp8) return chunk ^ (key & 1) << 2;
-    return chunk ^ (kRowBytes == 128 ? key & 3 : key >> 1 & 1) << 1;
-  }
-  static __device__ int value_chunk(int key, int chunk) {
-    return chunk ^ (kRowBytes == 64 ? key >> 1 & 3 : key & 7);
-  }
-
-  __device__ unsigned char* tile_of(int stage) const {
-    return tiles + (warp * call.stages + stage) * 2 * kTileBytes;
-  }
-  __device__ int first_key(int unit) const {
-    return unit * kPagedUnit + warp * kPagedKeys;
-  }
-  // The page of token lane % 16 of a tile; 0 where none of it is read.
-  __device__ int page_of(int unit) const {
-    const int key = first_key(unit) + lane % kPagedKeys;
-    if (unit >= last || key < key_begin || key >= key_end) return 0;
-    return call.page_table[index * call.table_row + (key >> call.page_shift)];
-  }
-
-  __device__ void send_tile(int unit, int page_of_lane, int stage) const {
-    unsigned char *keys = tile_of(stage), *values = keys + kTileBytes;
-    const int start = first_key(unit);
+  // Fragments of A, of two steps.
+  __device__ void load_keys(unsigned rows_at, int pair, unsigned (&to)[2][4]) const {
+    if constexpr (kIsFp8) {
+      unsigned four[4];
+      load_rows(four, Tiles::pair_at(rows_at, pair));
 #pragma unroll
-    for (int i = 0; i < kPagedKeys * kChunks / kLanes; ++i) {
-      const int key = (i * kLanes + lane) / kChunks, chunk = (i * kLanes + lane) % kChunks;
-      const long long page = __shfl_sync(~0u, page_of_lane, key);
-      const int slot = (start + key) & ((1 << call.page_shift) - 1);
-      const bool is_there = start + key >= key_begin && start + key < key_end;
-      const auto* from = (const typename Cache::Bits*)call.key_cache + page * call.key_page +
-                         slot * call.key_slot + head_kv * call.key_head;
-      copy_async(keys + key * kRowBytes + key_chunk(key, chunk) * 16,
-                 (const unsigned char*)from + chunk * 16, is_there);
-      from = (const typename Cache::Bits*)call.value_cache + page * call.value_page +
-             slot * call.value_slot + head_kv * call.value_head;
-      copy_async(values + key * kRowBytes + value_chunk(key, chunk) * 16,
-                 (const unsigned char*)from + chunk * 16, is_there);
+      for (int i = 0; i < 4; ++i) e4m3_to_halves(four[i], to[i / 2][i % 2], to[i / 2][i % 2 + 2]);
+    } else {
+      load_rows(to[0], Tiles::pair_at(rows_at, 2 * pair));
+      load_rows(to[1], Tiles::pair_at(rows_at, 2 * pair + 1));
     }
   }
 
-  // Of two steps, keys lane / 4 and lane / 4 + 8: what lane % 4 has of a product's terms.
-  __device__ void load_keys(const unsigned char* keys, int pair, unsigned (&to)[2][4]) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int key = lane_row + 8 * half;
-      if constexpr (kIsFp8) {
-        const int chunk = key_chunk(key, 2 * pair + lane_column / 2);
-        const uint2 eight =
-            *(const uint2*)(keys + key * kRowBytes + chunk * 16 + lane_column % 2 * 8);
-        to[half][0] = e4m3_to_half((unsigned short)eight.x);
-        to[half][1] = e4m3_to_half((unsigned short)(eight.x >> 16));
-        to[half][2] = e4m3_to_half((unsigned short)eight.y);
-        to[half][3] = e4m3_to_half((unsigned short)(eight.y >> 16));
-      } else {
-        const int chunk = key_chunk(key, 4 * pair + lane_column);
-        const uint4 eight = *(const uint4*)(keys + key * kRowBytes + chunk * 16);
-        to[half][0] = eight.x;
-        to[half][1] = eight.y;
-        to[half][2] = eight.z;
-        to[half][3] = eight.w;
-      }
-    }
-  }
-
-  // scores[tile][half]: keys 8 * half + 2 * (lane % 4) + {0, 1}, rows lane / 4 and lane / 4 + 8.
-  __device__ void find_scores(const unsigned char* keys, float (&scores)[kTiles][2][4]) const {
+  // scores[group]: of keys lane / 4 and lane / 4 + 8, of each the rows 2 * (lane % 4) + {0, 1}.
+  __device__ void find_scores(unsigned keys, float (&scores)[kGroups][4]) const {
+    float chains[kChains][kGroups][4] = {};
 #pragma unroll
     for (int pair = 0; pair < kSteps / 2; ++pair) {
       unsigned of_keys[2][4];
       load_keys(keys, pair, of_keys);
 #pragma unroll
-      for (int step = 0; step < 2; ++step) {
+      for (int group = 0; group < kGroups; ++group) {
+        const uint4 four = queries[(group * (kSteps / 2) + pair) * kLanes + lane];
+        multiply_add<Factor>(chains[0][group], of_keys[0], four.x, four.y);
+        multiply_add<Factor>(chains[kChains - 1][group], of_keys[1], four.z, four.w);
+      }
+    }
 #pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-          const uint4 four = queries[(tile * kSteps + 2 * pair + step) * kLanes + lane];
-          const unsigned of_queries[4] = {four.x, four.y, four.z, four.w};
+    for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        scores[group][i] = chains[0][group][i];
+        if (kChains == 2) scores[group][i] += chains[kChains - 1][group][i];
+      }
+    }
+  }
+
+  // What hidden scores become.
+  __device__ void hide(int start, float (&scores)[kGroups][4]) const {
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int key = start + lane_row + 8 * (i / 2);
+        const int row = 8 * group + 2 * lane_column + i % 2;
+        if (key < row_begin[row] || key >= row_end[row]) scores[group][i] = minus_infinity();
+      }
+    }
+  }
+
+  // Makes scores relative to the highest of their rows, where one rose too far above what they were
+  // relative to; the sums so far shrink as much.
+  __device__ void raise(float (&scores)[kGroups][4]) {
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float most = fmaxf(scores[group][i], scores[group][i + 2]);
+#pragma unroll
+        for (int step = 4; step < kLanes; step *= 2) {
+          most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+        }
+        const bool is_first = most_rise[group][i]<0, rises = most> most_rise[group][i];
+        const float rise = rises ? most : 0;
+        // There is nothing to shrink before the first.
+        const float shrink = is_first ? 0 : power_of_2(-rise);
+        if (rises) most_rise[group][i] = kMostRise;
+        base[group][i] += rise;
+        scores[group][i] -= rise;
+        scores[group][i + 2] -= rise;
+        sum[group][i] *= shrink;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          out[group][step][i] *= shrink;
+          out[group][step][i + 2] *= shrink;
+        }
+      }
+    }
+  }
+
+  // From scores to what values are weighed with, by powers of 2, as fragments of B.
+  __device__ void weigh(int start, float (&scores)[kGroups][4], unsigned (&weights)[kGroups][2]) {
+    const bool is_capped = call.softcap > 0;
+    if (is_capped) {
+#pragma unroll
+      for (int i = 0; i < 4 * kGroups; ++i) {
+        float& score = scores[i / 4][i % 4];
+        score = call.softcap * kLog2E * tanhf(score * row_scale[i / 4][i % 2]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4 * kGroups; ++i) {
+      float& score = scores[i / 4][i % 4];
+      score = score * (is_capped ? 1 : row_scale[i / 4][i % 2]) - base[i / 4][i % 2];
+    }
+    if (start < shown_begin || start + kPagedKeys > shown_end) hide(start, scores);
+    bool is_higher = false;
+#pragma unroll
+    for (int i = 0; i < 4 * kGroups; ++i) {
+      is_higher = is_higher || scores[i / 4][i % 4] > most_rise[i / 4][i % 2];
+    }
+    if (__any_sync(~0u, is_higher)) raise(scores);
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      float of_keys[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) of_keys[i] = power_of_2(scores[group][i]);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        sum[group][i] += of_keys[i] + of_keys[i + 2];
+        weights[group][i] = transpose(Factor::write(of_keys[2 * i], of_keys[2 * i + 1]));
+      }
+    }
+  }
+
+  // What comes transposed are pairs of bytes: of two columns of E4M3.
+  __device__ void add_values(unsigned values, const unsigned (&weights)[kGroups][2]) {
+#pragma unroll
+    for (int pair = 0; pair < Tiles::kPairs; ++pair) {
+      unsigned four[4];
+      load_transposed(four, Tiles::pair_at(values, pair));
+      if constexpr (kIsFp8) {
+#pragma unroll
+        for (int chunk = 0; chunk < 2; ++chunk) {
+          unsigned of_columns[4];  // even and odd ones, of keys up to 7 and of the rest
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            multiply_add<Factor>(scores[tile][half], of_queries, of_keys[half][2 * step],
-                                 of_keys[half][2 * step + 1]);
+            e4m3_to_halves(__byte_perm(four[2 * chunk + half], 0, 0x3120), of_columns[2 * half],
+                           of_columns[2 * half + 1]);
           }
+#pragma unroll
+          for (int group = 0; group < kGroups; ++group) {
+            multiply_add<Factor>(out[group][2 * pair + chunk], of_columns, weights[group][0],
+                                 weights[group][1]);
+          }
+        }
+      } else {
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+          multiply_add<Factor>(out[group][pair], four, weights[group][0], weights[group][1]);
         }
       }
     }
   }
 
-  // From scores to what values are weighed with, by powers of 2; the sums so far shrink to the
-  // highest score.
-  __device__ void weigh(int start, float (&scores)[kTiles][2][4], unsigned (&weights)[kTiles][4]) {
-    const bool is_partly_hidden = start < shown_begin || start + kPagedKeys > shown_end;
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        float most = minus_infinity();
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float& score = scores[tile][i / 2][2 * row + i % 2];
-          score *= row_scale[tile][row];
-          if (call.softcap > 0) score = call.softcap * tanhf(score / call.softcap);
-          score *= kLog2E;
-          const int key = start + 8 * (i / 2) + 2 * lane_column + i % 2;
-          if (is_partly_hidden && (key < row_begin[tile][row] || key >= row_end[tile][row])) {
-            score = minus_infinity();
-          }
-          most = fmaxf(most, score);
-        }
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-        const float higher = fmaxf(highest[tile][row], most);
-        const float base = higher == minus_infinity() ? 0 : higher;
-        const float shrink = power_of_2(highest[tile][row] - base);
-        highest[tile][row] = higher;
-        float mine = 0;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float& score = scores[tile][i / 2][2 * row + i % 2];
-          score = power_of_2(score - base);
-          mine += score;
-        }
-        sum[tile][row] = sum[tile][row] * shrink + mine;
-        weights[tile][row] = Factor::write(scores[tile][0][2 * row], scores[tile][0][2 * row + 1]);
-        weights[tile][row + 2] =
-            Factor::write(scores[tile][1][2 * row], scores[tile][1][2 * row + 1]);
-#pragma unroll
-        for (int column = 0; column < kColumnTiles; ++column) {
-          out[tile][column][2 * row] *= shrink;
-          out[tile][column][2 * row + 1] *= shrink;
-        }
-      }
-    }
-  }
-
-  // What comes transposed are pairs of bytes: of two columns of E4M3, each of which has products of
-  // its own.
-  __device__ void add_values(const unsigned char* values, const unsigned (&weights)[kTiles][4]) {
-    const int key = lane % 8 + lane / 8 % 2 * 8;
-#pragma unroll
-    for (int pair = 0; pair < kChunks / 2; ++pair) {
-      unsigned four[4];
-      load_transposed(four, values + key * kRowBytes + value_chunk(key, 2 * pair + lane / 16) * 16);
-#pragma unroll
-      for (int chunk = 0; chunk < 2; ++chunk) {
-        const unsigned low = four[2 * chunk], high = four[2 * chunk + 1];
-        const int at = 2 * pair + chunk;
-        if constexpr (kIsFp8) {
-          const unsigned lows = __byte_perm(low, 0, 0x3120), highs = __byte_perm(high, 0, 0x3120);
-          const unsigned even[2] = {e4m3_to_half((unsigned short)lows),
-                                    e4m3_to_half((unsigned short)highs)};
-          const unsigned odd[2] = {e4m3_to_half((unsigned short)(lows >> 16)),
-                                   e4m3_to_half((unsigned short)(highs >> 16))};
-#pragma unroll
-          for (int tile = 0; tile < kTiles; ++tile) {
-            multiply_add<Factor>(out[tile][2 * at], weights[tile], even[0], even[1]);
-            multiply_add<Factor>(out[tile][2 * at + 1], weights[tile], odd[0], odd[1]);
-          }
-        } else {
-#pragma unroll
-          for (int tile = 0; tile < kTiles; ++tile) {
-            multiply_add<Factor>(out[tile][at], weights[tile], low, high);
-          }
-        }
-      }
-    }
-  }
-
-  // Where number i of `out`'s column tile belongs.
-  __device__ int column_of(int tile, int i) const {
-    if constexpr (kIsFp8) return 16 * (tile / 2) + 4 * lane_column + 2 * (i % 2) + tile % 2;
-    return 8 * tile + 2 * lane_column + i % 2;
+  // The columns that numbers i and i + 1 of `out` belong to, of each row.
+  __device__ int column_of(int step, int i) const {
+    return 16 * step + (kIsFp8 ? 2 * lane_row + i / 2 : lane_row + i / 2 * 8);
   }
 
   // What this block sees of the part's keys.
@@ -320,35 +300,44 @@ struct PagedAttend {
     last = min(last, (key_end + kPagedUnit - 1) / kPagedUnit);
   }
 
+  __device__ int first_key(int unit) const {
+    return unit * kPagedUnit + warp * kPagedKeys;
+  }
+
   // Puts this warp's first tiles on their way.
   __device__ void send_first_tiles() {
-    page = page_of(first);
+    tiles.start(index, head_kv, key_begin, key_end);
+    page = tiles.page_of(first_key(first));
     for (int i = 0; i < call.stages - 1; ++i) {
-      const int next = page_of(first + i + 1);
-      if (first + i < last) send_tile(first + i, page, i);
+      const int next = tiles.page_of(first_key(first + i + 1));
+      if (first + i < last) {
+        tiles.send(first_key(first + i), page, tiles.begin + i * Tiles::kStageBytes);
+      }
       end_copies();
       page = next;
     }
   }
 
   __device__ void start_rows() {
-    const int row_last = row_start + rows - 1;
+    for (int row = threadIdx.x; row < kRows; row += kThreads) {
+      const int query = (row_start + min(row, rows - 1)) / call.work.group;
+      row_begin[row] = sequence.begin(call.work, query);
+      row_end[row] = sequence.end(call.work, query);
+    }
     float scale = call.scale;
     if (call.descale_k != nullptr) scale *= call.descale_k[head_kv * call.descale_k_step];
+    scale = call.softcap > 0 ? scale / call.softcap : scale * kLog2E;
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
+    for (int group = 0; group < kGroups; ++group) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = 16 * tile + lane_row + 8 * half;
-        const int query = min(row_start + row, row_last) / call.work.group;
-        row_begin[tile][half] = sequence.begin(call.work, query);
-        row_end[tile][half] = sequence.end(call.work, query);
-        row_scale[tile][half] = kIsFp8 ? scale * row_scales[row] : scale;
-        highest[tile][half] = minus_infinity();
-        sum[tile][half] = 0;
+      for (int i = 0; i < 2; ++i) {
+        row_scale[group][i] = scale;
+        if (kIsFp8) row_scale[group][i] *= row_scales[8 * group + 2 * lane_column + i];
+        base[group][i] = sum[group][i] = 0;
+        most_rise[group][i] = minus_infinity();
 #pragma unroll
-        for (int column = 0; column < kColumnTiles; ++column) {
-          out[tile][column][2 * half] = out[tile][column][2 * half + 1] = 0;
+        for (int step = 0; step < kSteps; ++step) {
+          out[group][step][i] = out[group][step][i + 2] = 0;
         }
       }
     }
@@ -356,10 +345,11 @@ struct PagedAttend {
 
   // This warp's tiles of units first to last.
   __device__ void attend() {
-    const int ahead = call.stages - 1;
-    int stage = 0, free = ahead;
-    for (int unit = first; unit < last; ++unit) {
-      const int next = page_of(unit + ahead + 1);
+    const int ahead = call.stages - 1, end = last * kPagedUnit;
+    unsigned stage = tiles.begin, free = tiles.begin + ahead * Tiles::kStageBytes;
+    for (int start = first_key(first); start < end; start += kPagedUnit) {
+      const int to_send = start + ahead * kPagedUnit;
+      const int next = tiles.page_of(to_send + kPagedUnit);
       if (ahead == 1) {
         wait_for_copies<0>();
       } else if (ahead == 2) {
@@ -368,17 +358,18 @@ struct PagedAttend {
         wait_for_copies<2>();
       }
       __syncwarp();
-      if (unit + ahead < last) send_tile(unit + ahead, page, free);
+      if (to_send < end) tiles.send(to_send, page, free);
       end_copies();
       page = next;
-      const unsigned char* keys = tile_of(stage);
-      float scores[kTiles][2][4] = {};
-      find_scores(keys, scores);
-      unsigned weights[kTiles][4];
-      weigh(first_key(unit), scores, weights);
-      add_values(keys + kTileBytes, weights);
-      stage = stage + 1 == call.stages ? 0 : stage + 1;
-      free = free + 1 == call.stages ? 0 : free + 1;
+      if (tiles.has_keys(start)) {
+        float scores[kGroups][4];
+        find_scores(stage + tiles.key_row, scores);
+        unsigned weights[kGroups][2];
+        weigh(start, scores, weights);
+        add_values(stage + Tiles::kTileBytes + tiles.value_row, weights);
+      }
+      free = stage;
+      stage = stage + Tiles::kStageBytes == tiles.end ? tiles.begin : stage + Tiles::kStageBytes;
     }
     wait_for_copies<0>();
   }

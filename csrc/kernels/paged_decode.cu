@@ -10,26 +10,27 @@
 
 #include "paged_attend.cuh"
 
-template <class Query, class Cache, int kSize, int kTiles>
-struct Decode : PagedAttend<Query, Cache, kSize, kTiles> {
-  using Base = PagedAttend<Query, Cache, kSize, kTiles>;
+template <class Query, class Cache, int kSize, int kRows>
+struct Decode : PagedAttend<Query, Cache, kSize, kRows> {
+  using Base = PagedAttend<Query, Cache, kSize, kRows>;
   using Base::attend;
   using Base::Base;
+  using Base::base;
   using Base::call;
   using Base::column_of;
   using Base::find_bounds;
   using Base::first;
   using Base::head_kv;
-  using Base::highest;
   using Base::index;
-  using Base::kColumnTiles;
-  using Base::kRows;
-  using Base::kTileBytes;
+  using Base::kGroups;
+  using Base::kSteps;
   using Base::lane;
   using Base::lane_column;
   using Base::lane_row;
   using Base::last;
   using Base::load_queries;
+  using Base::memory;
+  using Base::most_rise;
   using Base::out;
   using Base::row_maxima;
   using Base::row_start;
@@ -39,33 +40,34 @@ struct Decode : PagedAttend<Query, Cache, kSize, kTiles> {
   using Base::sequence;
   using Base::start_rows;
   using Base::sum;
-  using Base::tile_of;
-  using Base::tiles;
   using Base::warp;
   static constexpr int kPartialNumbers = kRows * (kSize + 2);
 
-  // Each warp's sums, as [kRows][kSize], in the place of its tiles.
+  // Where a warp's sums of a row are, [kRows][kSize] in the place of its tiles: so that the rows of
+  // four lanes, each of which has two, are in different banks.
+  __device__ float* sum_at(int of_warp, int row, int column) const {
+    return (float*)(memory + of_warp * call.stages * Base::Tiles::kStageBytes) + row * kSize +
+           (column ^ row / 2 % 4 * 8);
+  }
+
   __device__ void put_sums() {
-    float* mine = (float*)tile_of(0);
     __syncwarp();
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
+    for (int group = 0; group < kGroups; ++group) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = 16 * tile + lane_row + 8 * half;
-        float all = sum[tile][half];
-        all += __shfl_xor_sync(~0u, all, 1);
-        all += __shfl_xor_sync(~0u, all, 2);
-        if (lane_column == 0) {
-          row_maxima[warp * kRows + row] = highest[tile][half];
+      for (int i = 0; i < 2; ++i) {
+        const int row = 8 * group + 2 * lane_column + i;
+        float all = sum[group][i];
+        for (int step = 4; step < kLanes; step *= 2) all += __shfl_xor_sync(~0u, all, step);
+        if (lane_row == 0) {
+          const bool is_empty = most_rise[group][i] < 0;
+          row_maxima[warp * kRows + row] = is_empty ? minus_infinity() : base[group][i];
           row_sums[warp * kRows + row] = all;
         }
 #pragma unroll
-        for (int column = 0; column < kColumnTiles; ++column) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            mine[row * kSize + column_of(column, i)] = out[tile][column][2 * half + i];
-          }
+        for (int step = 0; step < kSteps; ++step) {
+          *sum_at(warp, row, column_of(step, i)) = out[group][step][i];
+          *sum_at(warp, row, column_of(step, i + 2)) = out[group][step][i + 2];
         }
       }
     }
@@ -91,9 +93,8 @@ struct Decode : PagedAttend<Query, Cache, kSize, kTiles> {
   __device__ Sums sums_of_warps(int row, int column) const {
     Sums sums;
     for (int i = 0; i < kPagedWarps; ++i) {
-      const float* of_warp = (const float*)(tiles + i * call.stages * 2 * kTileBytes);
       sums.add(row_maxima[i * kRows + row], row_sums[i * kRows + row],
-               *(const float4*)(of_warp + row * kSize + column));
+               *(const float4*)sum_at(i, row, column));
     }
     return sums;
   }
@@ -186,6 +187,19 @@ struct Decode : PagedAttend<Query, Cache, kSize, kTiles> {
     return false;
   }
 
+  // The last with sums[index] <= before: each lane asks for one of 32 parts of those that it may
+  // be.
+  __device__ int sequence_of(const int* sums, int before) const {
+    int low = 0, high = call.work.batch;
+    while (high - low > 1) {
+      const int step = (high - low + kLanes - 1) / kLanes, mine = low + (lane + 1) * step;
+      const bool is_up_to_it = mine < high && sums[mine] <= before;
+      low += __popc(__ballot_sync(~0u, is_up_to_it)) * step;
+      high = min(high, low + step);
+    }
+    return low;
+  }
+
   __device__ void run() {
     if (!has_its_plan()) return;
     const int* sums = call.plan + kPagedSums;
@@ -194,17 +208,7 @@ struct Decode : PagedAttend<Query, Cache, kSize, kTiles> {
     if (block >= blocks) return;
     const long long begin = block * all / blocks, end = (block + 1) * all / blocks;
     for (long long at = begin; at < end;) {
-      const int before = (int)(at / heads);
-      int low = 0, high = call.work.batch;  // sums[low] <= before < sums[high]
-      while (high - low > 1) {
-        const int middle = (low + high) / 2;
-        if (sums[middle] <= before) {
-          low = middle;
-        } else {
-          high = middle;
-        }
-      }
-      index = low;
+      index = sequence_of(sums, (int)(at / heads));
       sequence = PagedSequence(call.work, index);
       const PagedSpan span(call.work, sequence);
       const long long in_sequence = at - sums[index] * heads;
@@ -242,18 +246,25 @@ struct Decode : PagedAttend<Query, Cache, kSize, kTiles> {
   }
 };
 
+// Its address may be changed by flipping bits.
+struct alignas(128) PagedMemory {
+  unsigned char bytes[128];
+};
+
 // kBlocks at once on each multiprocessor.
-#define PAGED_DECODE(name, Query, Cache, size, tiles, kBlocks)                               \
-  extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)                            \
-      paged_decode_##name##_##size##_##tiles(const __grid_constant__ PagedDecodeCall call) { \
-    extern __shared__ uint4 shared[];                                                        \
-    Decode<Query, Cache, size, tiles>(call, (unsigned char*)shared).run();                   \
+#define PAGED_DECODE(name, Query, Cache, size, rows, kBlocks)                               \
+  extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)                           \
+      paged_decode_##name##_##size##_##rows(const __grid_constant__ PagedDecodeCall call) { \
+    extern __shared__ PagedMemory shared[];                                                 \
+    Decode<Query, Cache, size, rows>(call, shared->bytes).run();                            \
   }
-#define PAGED_DECODES(name, Query, Cache)     \
-  PAGED_DECODE(name, Query, Cache, 64, 1, 3)  \
-  PAGED_DECODE(name, Query, Cache, 64, 2, 3)  \
-  PAGED_DECODE(name, Query, Cache, 128, 1, 3) \
-  PAGED_DECODE(name, Query, Cache, 128, 2, 2)
+#define PAGED_DECODES(name, Query, Cache)      \
+  PAGED_DECODE(name, Query, Cache, 64, 8, 3)   \
+  PAGED_DECODE(name, Query, Cache, 64, 16, 3)  \
+  PAGED_DECODE(name, Query, Cache, 64, 32, 3)  \
+  PAGED_DECODE(name, Query, Cache, 128, 8, 3)  \
+  PAGED_DECODE(name, Query, Cache, 128, 16, 3) \
+  PAGED_DECODE(name, Query, Cache, 128, 32, 2)
 
 #define PAGED_DECODES_OF(name, Query, Cache) PAGED_DECODES(name, Query, Cache)
 PAGED_DECODES_OF(KERNEL_NAME, KERNEL_QUERY, KERNEL_CACHE)

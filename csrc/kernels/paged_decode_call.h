@@ -6,6 +6,9 @@ constexpr int kPagedKeys = 16;          // tokens that a warp takes at once
 constexpr int kPagedWarps = 4;          // of a block; together they take a unit
 constexpr int kPagedMostBlocks = 1024;  // of a launch
 constexpr int kPagedMostStages = 4;
+// Words of a row in shared memory, besides its query: what it is scaled by, which keys it sees (2),
+// and of each warp the highest score and the sum.
+constexpr int kPagedRowWords = 3 + 2 * kPagedWarps;
 
 // A plan has a counter for each block, what it was made for, and batch + 1 sums: how many units
 // come before each sequence, if there were one head of keys.

@@ -16,11 +16,12 @@
 namespace cudnn_ops {
 namespace {
 
-constexpr int kTileRows = 16, kThreads = 32 * kPagedWarps;
+constexpr int kThreads = 32 * kPagedWarps;
 
-// Tiles of rows of a block: more than two go to other blocks, which read the keys again.
-int tiles_of(const PagedQueries& queries) {
-  return queries.queries * queries.group <= kTileRows ? 1 : 2;
+// Of a block: more go to other blocks, which read the keys again.
+int rows_of(const PagedQueries& queries) {
+  const int64_t rows = queries.queries * queries.group;
+  return rows <= 8 ? 8 : rows <= 16 ? 16 : 32;
 }
 
 // Tensors that a call points to.
@@ -31,40 +32,44 @@ struct WorkTensors {
   explicit WorkTensors(const PagedQueries& queries) : lens(queries.seq_lens_kv.contiguous()) {
     if (queries.cu_seqlens_q) offsets = queries.cu_seqlens_q->to(at::kInt).contiguous();
     const auto narrow = [](int64_t number) { return static_cast<int>(number); };
-    work = {
-        lens.const_data_ptr<int>(),   offsets.defined() ? offsets.const_data_ptr<int>() : nullptr,
-        narrow(lens.size(0)),         offsets.defined() ? 0 : narrow(queries.queries),
-        narrow(queries.group),        narrow(queries.left),
-        narrow(queries.right),        queries.bottom_right ? 1 : 0,
-        kTileRows * tiles_of(queries)};
+    work = {lens.const_data_ptr<int>(),
+            offsets.defined() ? offsets.const_data_ptr<int>() : nullptr,
+            narrow(lens.size(0)),
+            offsets.defined() ? 0 : narrow(queries.queries),
+            narrow(queries.group),
+            narrow(queries.left),
+            narrow(queries.right),
+            queries.bottom_right ? 1 : 0,
+            rows_of(queries)};
   }
 };
 
-// By tiles, of a type of query and of cache.
-using Kernels = std::array<DeviceKernel, 4>;
+// By rows, of a type of query and of cache.
+using Kernels = std::array<DeviceKernel, 6>;
 
-#define CUDNN_OPS_PAGED_DECODES(images, name)                                              \
-  Kernels {                                                                                \
-    {                                                                                      \
-      {images, "paged_decode_" name "_64_1"}, {images, "paged_decode_" name "_64_2"},      \
-          {images, "paged_decode_" name "_128_1"}, {images, "paged_decode_" name "_128_2"} \
-    }                                                                                      \
+#define CUDNN_OPS_PAGED_DECODES(images, name)                                                \
+  Kernels {                                                                                  \
+    {                                                                                        \
+      {images, "paged_decode_" name "_64_8"}, {images, "paged_decode_" name "_64_16"},       \
+          {images, "paged_decode_" name "_64_32"}, {images, "paged_decode_" name "_128_8"},  \
+          {images, "paged_decode_" name "_128_16"}, {images, "paged_decode_" name "_128_32"} \
+    }                                                                                        \
   }
 
-const DeviceKernel& kernel_of(at::ScalarType query, at::ScalarType cache, int64_t size, int tiles) {
+const DeviceKernel& kernel_of(at::ScalarType query, at::ScalarType cache, int64_t size, int rows) {
   static const Kernels kernels[2][2] = {
       {CUDNN_OPS_PAGED_DECODES(kPagedDecodeHalfImages, "half_half"),
        CUDNN_OPS_PAGED_DECODES(kPagedDecodeHalfFp8Images, "half_e4m3")},
       {CUDNN_OPS_PAGED_DECODES(kPagedDecodeBFloat16Images, "bfloat16_bfloat16"),
        CUDNN_OPS_PAGED_DECODES(kPagedDecodeBFloat16Fp8Images, "bfloat16_e4m3")}};
   const auto& all = kernels[query == at::kBFloat16][cache == at::kFloat8_e4m3fn];
-  return all.at(static_cast<size_t>((size == 128 ? 2 : 0) + tiles - 1));
+  return all.at(static_cast<size_t>((size == 128 ? 3 : 0) + rows / 16));
 }
 #undef CUDNN_OPS_PAGED_DECODES
 
 // Blocks that are on a multiprocessor at once, as the kernels declare.
-int64_t blocks_per_processor(int64_t size, int tiles) {
-  return size == 128 && tiles == 2 ? 2 : 3;
+int64_t blocks_per_processor(int64_t size, int rows) {
+  return size == 128 && rows == 32 ? 2 : 3;
 }
 
 struct Shared {
@@ -74,19 +79,19 @@ struct Shared {
 
 // As many tiles on their way as leave room for all blocks of a multiprocessor; at the end the sums
 // of a warp, float32, are in the place of its tiles.
-Shared shared_of(int64_t size, int64_t element, int tiles, const DeviceLimits& limits) {
+Shared shared_of(int64_t size, int64_t element, int rows, const DeviceLimits& limits) {
   constexpr int64_t kReserved = 1024;  // of each block, by the driver
-  const int64_t queries = tiles * size * 32, rows = 16 * tiles * (1 + 2 * kPagedWarps) * 4;
+  const int64_t queries = rows * size * 2, words = rows * kPagedRowWords * 4;
   const int64_t stage = kPagedWarps * 2 * kPagedKeys * size * element;
-  const int64_t sums = kPagedWarps * 16 * tiles * size * 4;
+  const int64_t sums = kPagedWarps * rows * size * 4;
   const int64_t least = std::max<int64_t>(2, divide_up(sums, stage));
   const int64_t room =
-      (limits.shared_bytes + kReserved) / blocks_per_processor(size, tiles) - kReserved;
-  // What the kernel declares is less than these.
+      (limits.shared_bytes + kReserved) / blocks_per_processor(size, rows) - kReserved;
+  // What the kernel declares, filled up to where the tiles may lie.
   constexpr int64_t kDeclared = 128;
-  const int64_t fitting = (room - kDeclared - queries - rows) / stage;
+  const int64_t fitting = (room - kDeclared - queries - words) / stage;
   const int64_t stages = std::clamp<int64_t>(fitting, least, kPagedMostStages);
-  return {static_cast<int>(stages), queries + rows + stages * stage};
+  return {static_cast<int>(stages), queries + words + stages * stage};
 }
 
 // 0 for one number, whose stride means nothing.
@@ -147,18 +152,17 @@ void decode_pages(const PagedQueries& queries, const PagedDecode& args, const at
                   const at::Tensor& out, const at::Tensor& lse) {
   const WorkTensors tensors(queries);
   const int64_t size = args.query.size(-1);
-  const int tiles = tiles_of(queries);
+  const int rows = rows_of(queries);
   const DeviceLimits limits = current_limits();
-  const Shared shared = shared_of(size, args.key_cache.element_size(), tiles, limits);
+  const Shared shared = shared_of(size, args.key_cache.element_size(), rows, limits);
   const int64_t blocks =
-      std::min<int64_t>(kPagedMostBlocks, limits.processors * blocks_per_processor(size, tiles));
+      std::min<int64_t>(kPagedMostBlocks, limits.processors * blocks_per_processor(size, rows));
   const at::Tensor table =
       args.page_table.stride(1) == 1 ? args.page_table : args.page_table.contiguous();
   const std::optional<at::Tensor> sinks =
       args.sinks ? std::optional(args.sinks->to(at::kFloat).contiguous()) : std::nullopt;
-  const at::Tensor partials =
-      at::detail::empty_cuda({2 * blocks, int64_t{kTileRows} * tiles * (size + 2)}, at::kFloat,
-                             args.query.device(), std::nullopt);
+  const at::Tensor partials = at::detail::empty_cuda({2 * blocks, rows * (size + 2)}, at::kFloat,
+                                                     args.query.device(), std::nullopt);
   PagedDecodeCall call{};
   call.work = tensors.work;
   call.plan = plan.mutable_data_ptr<int>();
@@ -175,7 +179,7 @@ void decode_pages(const PagedQueries& queries, const PagedDecode& args, const at
   call.scale = args.scale;
   call.softcap = args.softcap;
   void* argument = &call;
-  kernel_of(args.query.scalar_type(), args.key_cache.scalar_type(), size, tiles)
+  kernel_of(args.query.scalar_type(), args.key_cache.scalar_type(), size, rows)
       .launch(blocks, 1, kThreads, &argument, static_cast<int>(shared.bytes));
 }
 

@@ -98,7 +98,7 @@ def plan_in_torch(*args: Any) -> Tensor:
     call = bind(_paged_plan_op, args, {})
     lengths, offsets = call.seq_lens_kv.clamp_min(0), call.cu_seqlens_q
     queries = torch.full_like(lengths, call.queries) if offsets is None else offsets.diff().int()
-    rows = 16 if call.queries * call.group <= 16 else 32
+    rows = next((rows for rows in (8, 16) if call.queries * call.group <= rows), 32)
     left, right = (-1 if bound >= 1 << 30 else bound for bound in call.window_size)
     right = 0 if call.is_causal else right
     # A query's own key is as far behind it.

@@ -233,6 +233,19 @@ T __shfl_up_sync(unsigned, T value, int step) {
   const T other = emulated::from_lane(value, std::max(emulated::lane() - step, 0));
   return emulated::lane() >= step ? other : value;
 }
+// A bit for each lane.
+inline unsigned __ballot_sync(unsigned, bool is_so) {
+  const emulated::Slot* slots = emulated::exchange({{is_so}});
+  unsigned lanes = 0;
+  for (int i = 0; i < emulated::kLanes; ++i) lanes |= slots[i].words[0] << i;
+  return lanes;
+}
+inline bool __any_sync(unsigned all, bool is_so) {
+  return __ballot_sync(all, is_so) != 0;
+}
+inline int __popc(unsigned bits) {
+  return __builtin_popcount(bits);
+}
 inline int atomicAdd(int* to, int value) {
   const int before = *to;
   *to += value;
@@ -303,8 +316,12 @@ inline void ex2_approx_ftz_f32(float& to, float from) {
   to = std::exp2(from);
   if (to < 0x1p-126f) to = 0;  // NaN is not
 }
+inline void mov_b32(uint16_t& low, uint16_t& high, uint32_t from) {
+  low = static_cast<uint16_t>(from);
+  high = static_cast<uint16_t>(from >> 16);
+}
 inline void cp_async_cg_shared_global_L2__128B(uint32_t to, const void* from, int bytes,
-                                               int there) {
+                                               int there = 16) {
   Copy copy{shared_memory() + to, {}};
   if (there > 0) std::memcpy(copy.bytes, from, static_cast<size_t>(std::min(there, bytes)));
   self().sent.push_back(copy);
@@ -337,6 +354,14 @@ inline void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(uint32_t& r0, uint32_
       std::memcpy(&element, shared_memory() + from + lane() / 4 * 2, sizeof element);
       *results[matrix] |= static_cast<uint32_t>(element) << (16 * i);
     }
+  }
+}
+inline void movmatrix_sync_aligned_m8n8_trans_b16(uint32_t& to, uint32_t from) {
+  const Slot* slots = exchange({{from}});
+  to = 0;
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t two = slots[(lane() % 4 * 2 + i) * 4 + lane() / 8].words[0];
+    to |= (two >> (16 * (lane() / 4 % 2)) & 0xffff) << (16 * i);
   }
 }
 constexpr auto mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32 = multiply<from_bfloat16>;

@@ -29,6 +29,11 @@ def _step(descale: Tensor | None) -> int:
     return 0 if descale is None or descale.numel() == 1 else 1
 
 
+def rows_of(queries: int, group: int) -> int:
+    """Of a block, as the launcher chooses them."""
+    return next((rows for rows in (8, 16) if queries * group <= rows), 32)
+
+
 def _work(
     seq_lens_kv: Tensor,
     offsets: Tensor | None,
@@ -58,7 +63,7 @@ def make_plan(
     rows: int = 0,
 ) -> Tensor:
     """What the kernel of plans writes; ``rows`` of a block, 0: as many as there are."""
-    rows = rows or (16 if queries * group <= 16 else 32)
+    rows = rows or rows_of(queries, group)
     words = torch.full((COUNTERS + HEAD + len(seq_lens_kv) + 1,), -1, dtype=torch.int32)
     work = _work(seq_lens_kv, offsets, queries, group, window, bottom_right, rows)
     call = structs_of("paged_decode_call.h")["PagedPlanCall"](work, _address(words))
@@ -122,12 +127,12 @@ def attend(
     descale_v: Tensor | None = None,
     blocks: int = 6,
     stages: int = 4,
-    tiles: int = 0,
+    rows: int = 0,
     seed: int = 0,
     plan: Tensor | None = None,
     macros: tuple[str, ...] = (),
 ) -> tuple[Tensor, Tensor]:
-    """The output and the log-sum-exp; ``tiles`` of 16 rows a block, 0: as many as the rows need."""
+    """The output and the log-sum-exp; ``rows`` of a block are 8, 16 or 32, 0: as many as needed."""
     name, source = NAMES[query.dtype]
     cache_name, cache_source = NAMES[key_cache.dtype]
     size, heads = query.shape[-1], query.shape[-2]
@@ -136,18 +141,18 @@ def attend(
     group, batch = heads // heads_kv, page_table.shape[0]
     packed = cu_seqlens_q is not None
     queries = max_seqlen_q if packed else query.shape[1]
-    tiles = tiles or (1 if queries * group <= 16 else 2)
+    rows = rows or rows_of(queries, group)
     offsets = cu_seqlens_q.int().contiguous() if cu_seqlens_q is not None else None
     window = (window_size[0], 0 if is_causal else window_size[1])
     whose = (seq_lens_kv, offsets, queries, group, window, bottom_right)
     if plan is None:
-        plan = make_plan(folder, *whose, 16 * tiles)
-    work = _work(*whose, 16 * tiles)
+        plan = make_plan(folder, *whose, rows)
+    work = _work(*whose, rows)
     out = torch.full_like(query, torch.nan).contiguous()
     tokens = query.shape[0]
     lse = torch.full((heads, tokens) if packed else (batch, heads, queries), torch.nan)
     lse_strides = (0, 1, lse.stride(0)) if packed else (lse.stride(0), 1, lse.stride(1))
-    partials = torch.full((2 * blocks, 16 * tiles * (size + 2)), torch.nan)
+    partials = torch.full((2 * blocks, rows * (size + 2)), torch.nan)
     sinks = None if sinks is None else sinks.float().contiguous()
     query_strides = (0, *query.stride()[:2]) if packed else query.stride()[:3]
     values: dict[str, Any] = {
@@ -191,8 +196,8 @@ def attend(
         *macros,
     )
     bytes_of_tile = 2 * 16 * size * key_cache.element_size()
-    shared = tiles * size * 32 + 16 * tiles * 4 * 9 + 4 * stages * bytes_of_tile
-    kernel = f"paged_decode_{name}_{cache_name}_{size}_{tiles}"
+    shared = rows * size * 2 + rows * 4 * 11 + 4 * stages * bytes_of_tile
+    kernel = f"paged_decode_{name}_{cache_name}_{size}_{rows}"
     launch(library, kernel, call, (blocks, 1), 128, shared, seed)
     assert not plan[:COUNTERS].any()
     return out, lse
