@@ -43,7 +43,8 @@ struct PagedAttend {
   static constexpr int kChains = kGroups == 1 ? 2 : 1;
 
   const PagedDecodeCall& call;
-  const int warp = threadIdx.x / kLanes;
+  // From lane 0, so that the compiler knows that all lanes have the same.
+  const int warp = __shfl_sync(~0u, threadIdx.x / kLanes, 0);
   // Shared memory: the tiles of each warp, where at the end of a part of a sequence its sums are,
   // the queries in the order in which products read them, and words of each row.
   unsigned char* const memory;
@@ -61,11 +62,13 @@ struct PagedAttend {
   int first, last;             // units
   int key_begin, key_end;      // that any of the rows sees
   int shown_begin, shown_end;  // that all of them see
+  int tile_begin, tile_end;    // keys of this warp's tiles, from the first one's first on
   int page;                    // of the next tile to be sent
   PagedSequence sequence;
-  // Of rows 8 * group + 2 * (lane % 4) + {0, 1}: what products become scores by, what these are
-  // relative to, how much higher ones may be, and the sum of this lane's weights.
-  float row_scale[kGroups][2], base[kGroups][2], most_rise[kGroups][2], sum[kGroups][2];
+  // Of rows 8 * group + 2 * (lane % 4) + i: what products become scores by, what these are relative
+  // to, and the sum of this lane's weights.
+  float row_scale[kGroups][2], base[kGroups][2], sum[kGroups][2];
+  unsigned without_base;  // a bit 2 * group + i for each row that had no score yet
   float out[kGroups][kSteps][4];
 
   __device__ PagedAttend(const PagedDecodeCall& call, unsigned char* shared)
@@ -200,11 +203,13 @@ struct PagedAttend {
         for (int step = 4; step < kLanes; step *= 2) {
           most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
         }
-        const bool is_first = most_rise[group][i]<0, rises = most> most_rise[group][i];
+        const unsigned bit = 1 << (2 * group + i);
+        const bool is_first = without_base & bit;
+        const bool rises = most > (is_first ? minus_infinity() : kMostRise);
         const float rise = rises ? most : 0;
         // There is nothing to shrink before the first.
         const float shrink = is_first ? 0 : power_of_2(-rise);
-        if (rises) most_rise[group][i] = kMostRise;
+        if (rises) without_base &= ~bit;
         base[group][i] += rise;
         scores[group][i] -= rise;
         scores[group][i + 2] -= rise;
@@ -220,25 +225,25 @@ struct PagedAttend {
 
   // From scores to what values are weighed with, by powers of 2, as fragments of B.
   __device__ void weigh(int start, float (&scores)[kGroups][4], unsigned (&weights)[kGroups][2]) {
-    const bool is_capped = call.softcap > 0;
-    if (is_capped) {
+    if (call.softcap > 0) {
 #pragma unroll
       for (int i = 0; i < 4 * kGroups; ++i) {
         float& score = scores[i / 4][i % 4];
-        score = call.softcap * kLog2E * tanhf(score * row_scale[i / 4][i % 2]);
+        const float share = tanhf(score * row_scale[i / 4][i % 2]);
+        score = call.softcap * kLog2E * share - base[i / 4][i % 2];
+        keep(score);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4 * kGroups; ++i) {
+        float& score = scores[i / 4][i % 4];
+        score = fmaf(score, row_scale[i / 4][i % 2], -base[i / 4][i % 2]);
       }
     }
-#pragma unroll
-    for (int i = 0; i < 4 * kGroups; ++i) {
-      float& score = scores[i / 4][i % 4];
-      score = score * (is_capped ? 1 : row_scale[i / 4][i % 2]) - base[i / 4][i % 2];
-    }
     if (start < shown_begin || start + kPagedKeys > shown_end) hide(start, scores);
-    bool is_higher = false;
+    bool is_higher = without_base != 0;
 #pragma unroll
-    for (int i = 0; i < 4 * kGroups; ++i) {
-      is_higher = is_higher || scores[i / 4][i % 4] > most_rise[i / 4][i % 2];
-    }
+    for (int i = 0; i < 4 * kGroups; ++i) is_higher |= scores[i / 4][i % 4] > kMostRise;
     if (__any_sync(~0u, is_higher)) raise(scores);
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
@@ -254,11 +259,11 @@ struct PagedAttend {
   }
 
   // What comes transposed are pairs of bytes: of two columns of E4M3.
-  __device__ void add_values(unsigned values, const unsigned (&weights)[kGroups][2]) {
+  __device__ void add_values(unsigned rows_at, const unsigned (&weights)[kGroups][2]) {
 #pragma unroll
     for (int pair = 0; pair < Tiles::kPairs; ++pair) {
       unsigned four[4];
-      load_transposed(four, Tiles::pair_at(values, pair));
+      load_transposed(four, Tiles::pair_at(rows_at, pair) + Tiles::kTileBytes);
       if constexpr (kIsFp8) {
 #pragma unroll
         for (int chunk = 0; chunk < 2; ++chunk) {
@@ -283,8 +288,8 @@ struct PagedAttend {
     }
   }
 
-  // The columns that numbers i and i + 1 of `out` belong to, of each row.
-  __device__ int column_of(int step, int i) const {
+  // Where number i of `out`'s step belongs in its row.
+  static __device__ int column_of(int step, int i, int lane_row) {
     return 16 * step + (kIsFp8 ? 2 * lane_row + i / 2 : lane_row + i / 2 * 8);
   }
 
@@ -300,19 +305,16 @@ struct PagedAttend {
     last = min(last, (key_end + kPagedUnit - 1) / kPagedUnit);
   }
 
-  __device__ int first_key(int unit) const {
-    return unit * kPagedUnit + warp * kPagedKeys;
-  }
-
-  // Puts this warp's first tiles on their way.
+  // Puts this warp's first tiles on their way; those without keys are not among its tiles.
   __device__ void send_first_tiles() {
     tiles.start(index, head_kv, key_begin, key_end);
-    page = tiles.page_of(first_key(first));
+    tile_begin = first * kPagedUnit + warp * kPagedKeys;
+    if (tile_begin + kPagedKeys <= key_begin) tile_begin += kPagedUnit;
+    tile_end = min(last * kPagedUnit, key_end);
+    page = tiles.page_of(tile_begin);
     for (int i = 0; i < call.stages - 1; ++i) {
-      const int next = tiles.page_of(first_key(first + i + 1));
-      if (first + i < last) {
-        tiles.send(first_key(first + i), page, tiles.begin + i * Tiles::kStageBytes);
-      }
+      const int start = tile_begin + i * kPagedUnit, next = tiles.page_of(start + kPagedUnit);
+      if (start < tile_end) tiles.send(start, page, tiles.begin + i * Tiles::kStageBytes);
       end_copies();
       page = next;
     }
@@ -326,6 +328,7 @@ struct PagedAttend {
     }
     float scale = call.scale;
     if (call.descale_k != nullptr) scale *= call.descale_k[head_kv * call.descale_k_step];
+    without_base = (1 << 2 * kGroups) - 1;
     scale = call.softcap > 0 ? scale / call.softcap : scale * kLog2E;
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
@@ -334,7 +337,6 @@ struct PagedAttend {
         row_scale[group][i] = scale;
         if (kIsFp8) row_scale[group][i] *= row_scales[8 * group + 2 * lane_column + i];
         base[group][i] = sum[group][i] = 0;
-        most_rise[group][i] = minus_infinity();
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
           out[group][step][i] = out[group][step][i + 2] = 0;
@@ -345,9 +347,9 @@ struct PagedAttend {
 
   // This warp's tiles of units first to last.
   __device__ void attend() {
-    const int ahead = call.stages - 1, end = last * kPagedUnit;
+    const int ahead = call.stages - 1;
     unsigned stage = tiles.begin, free = tiles.begin + ahead * Tiles::kStageBytes;
-    for (int start = first_key(first); start < end; start += kPagedUnit) {
+    for (int start = tile_begin; start < tile_end; start += kPagedUnit) {
       const int to_send = start + ahead * kPagedUnit;
       const int next = tiles.page_of(to_send + kPagedUnit);
       if (ahead == 1) {
@@ -358,16 +360,14 @@ struct PagedAttend {
         wait_for_copies<2>();
       }
       __syncwarp();
-      if (to_send < end) tiles.send(to_send, page, free);
+      if (to_send < tile_end) tiles.send(to_send, page, free);
       end_copies();
       page = next;
-      if (tiles.has_keys(start)) {
-        float scores[kGroups][4];
-        find_scores(stage + tiles.key_row, scores);
-        unsigned weights[kGroups][2];
-        weigh(start, scores, weights);
-        add_values(stage + Tiles::kTileBytes + tiles.value_row, weights);
-      }
+      float scores[kGroups][4];
+      find_scores(stage + tiles.key_row, scores);
+      unsigned weights[kGroups][2];
+      weigh(start, scores, weights);
+      add_values(stage + tiles.value_row, weights);
       free = stage;
       stage = stage + Tiles::kStageBytes == tiles.end ? tiles.begin : stage + Tiles::kStageBytes;
     }

@@ -25,12 +25,9 @@ struct Decode : PagedAttend<Query, Cache, kSize, kRows> {
   using Base::kGroups;
   using Base::kSteps;
   using Base::lane;
-  using Base::lane_column;
-  using Base::lane_row;
   using Base::last;
   using Base::load_queries;
   using Base::memory;
-  using Base::most_rise;
   using Base::out;
   using Base::row_maxima;
   using Base::row_start;
@@ -41,6 +38,7 @@ struct Decode : PagedAttend<Query, Cache, kSize, kRows> {
   using Base::start_rows;
   using Base::sum;
   using Base::warp;
+  using Base::without_base;
   static constexpr int kPartialNumbers = kRows * (kSize + 2);
 
   // Where a warp's sums of a row are, [kRows][kSize] in the place of its tiles: so that the rows of
@@ -51,6 +49,11 @@ struct Decode : PagedAttend<Query, Cache, kSize, kRows> {
   }
 
   __device__ void put_sums() {
+    // Addresses of here would take registers from the loop over keys, if they did not depend on
+    // what is known only behind it.
+    unsigned own_lane = lane;
+    keep(own_lane);
+    const int lane_row = own_lane / 4, lane_column = own_lane % 4;
     __syncwarp();
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
@@ -60,14 +63,14 @@ struct Decode : PagedAttend<Query, Cache, kSize, kRows> {
         float all = sum[group][i];
         for (int step = 4; step < kLanes; step *= 2) all += __shfl_xor_sync(~0u, all, step);
         if (lane_row == 0) {
-          const bool is_empty = most_rise[group][i] < 0;
+          const bool is_empty = without_base >> (2 * group + i) & 1;
           row_maxima[warp * kRows + row] = is_empty ? minus_infinity() : base[group][i];
           row_sums[warp * kRows + row] = all;
         }
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-          *sum_at(warp, row, column_of(step, i)) = out[group][step][i];
-          *sum_at(warp, row, column_of(step, i + 2)) = out[group][step][i + 2];
+          *sum_at(warp, row, column_of(step, i, lane_row)) = out[group][step][i];
+          *sum_at(warp, row, column_of(step, i + 2, lane_row)) = out[group][step][i + 2];
         }
       }
     }
@@ -259,10 +262,10 @@ struct alignas(128) PagedMemory {
     Decode<Query, Cache, size, rows>(call, shared->bytes).run();                            \
   }
 #define PAGED_DECODES(name, Query, Cache)      \
-  PAGED_DECODE(name, Query, Cache, 64, 8, 3)   \
+  PAGED_DECODE(name, Query, Cache, 64, 8, 4)   \
   PAGED_DECODE(name, Query, Cache, 64, 16, 3)  \
   PAGED_DECODE(name, Query, Cache, 64, 32, 3)  \
-  PAGED_DECODE(name, Query, Cache, 128, 8, 3)  \
+  PAGED_DECODE(name, Query, Cache, 128, 8, 4)  \
   PAGED_DECODE(name, Query, Cache, 128, 16, 3) \
   PAGED_DECODE(name, Query, Cache, 128, 32, 2)
 

@@ -67,14 +67,15 @@ const DeviceKernel& kernel_of(at::ScalarType query, at::ScalarType cache, int64_
 }
 #undef CUDNN_OPS_PAGED_DECODES
 
-// Blocks that are on a multiprocessor at once, as the kernels declare.
+// Blocks that are on a multiprocessor at once, as far as registers go: as the kernels declare.
 int64_t blocks_per_processor(int64_t size, int rows) {
-  return size == 128 && rows == 32 ? 2 : 3;
+  return rows == 8 ? 4 : size == 128 && rows == 32 ? 2 : 3;
 }
 
 struct Shared {
   int stages;
   int64_t bytes;
+  int64_t blocks;  // that are on a multiprocessor at once
 };
 
 // As many tiles on their way as leave room for all blocks of a multiprocessor; at the end the sums
@@ -91,7 +92,12 @@ Shared shared_of(int64_t size, int64_t element, int rows, const DeviceLimits& li
   constexpr int64_t kDeclared = 128;
   const int64_t fitting = (room - kDeclared - queries - words) / stage;
   const int64_t stages = std::clamp<int64_t>(fitting, least, kPagedMostStages);
-  return {static_cast<int>(stages), queries + words + stages * stage};
+  const int64_t bytes = queries + words + stages * stage;
+  // Of 16 bits the least number of stages may be more than there is room for. All have equal parts
+  // of the work: blocks that wait for others would double its time.
+  const int64_t resident = (limits.shared_bytes + kReserved) / (bytes + kDeclared + kReserved);
+  const int64_t most = blocks_per_processor(size, rows);
+  return {static_cast<int>(stages), bytes, std::clamp<int64_t>(resident, 1, most)};
 }
 
 // 0 for one number, whose stride means nothing.
@@ -155,8 +161,7 @@ void decode_pages(const PagedQueries& queries, const PagedDecode& args, const at
   const int rows = rows_of(queries);
   const DeviceLimits limits = current_limits();
   const Shared shared = shared_of(size, args.key_cache.element_size(), rows, limits);
-  const int64_t blocks =
-      std::min<int64_t>(kPagedMostBlocks, limits.processors * blocks_per_processor(size, rows));
+  const int64_t blocks = std::min<int64_t>(kPagedMostBlocks, limits.processors * shared.blocks);
   const at::Tensor table =
       args.page_table.stride(1) == 1 ? args.page_table : args.page_table.contiguous();
   const std::optional<at::Tensor> sinks =

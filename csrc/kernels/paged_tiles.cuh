@@ -10,6 +10,12 @@
 __device__ void keep(unsigned& value) {
   asm volatile("" : "+r"(value));
 }
+__device__ void keep(int& value) {
+  asm volatile("" : "+r"(value));
+}
+__device__ void keep(float& value) {
+  asm volatile("" : "+f"(value));
+}
 __device__ void keep(unsigned long long& value) {
   asm volatile("" : "+l"(value));
 }
@@ -34,16 +40,24 @@ struct PagedTiles {
   unsigned begin, end;          // of this warp's stages, in shared memory
   unsigned sent;                // where in a tile this lane's first copy goes
   unsigned key_row, value_row;  // where in a tile is what it loads of the first pair of chunks
+  // Distances in bytes, as numbers of 32 bits, where each tile is within a page.
+  unsigned key_page, key_slot, value_page, value_slot;
+  bool is_within_page;
   // Of the part of a sequence that this block is at:
   unsigned long long keys, values;  // where this lane's first copy comes from, in page 0
-  const int* table;                 // the sequence's pages
+  unsigned long long table;         // the sequence's pages
   int key_begin, key_end;           // that any of the rows sees
-  bool is_within_page;              // each tile
+  int whole_begin, whole_end;       // where a tile begins that all of is seen, and in one page
   unsigned page_lane;               // the token of a tile whose page this lane looks up
 
   // `memory` is at a multiple of 128 bytes, so that bits of an offset may be flipped in an address.
   __device__ PagedTiles(const PagedDecodeCall& call, const void* memory, int warp)
-      : call(call), lane(threadIdx.x % kLanes) {
+      : call(call),
+        lane(threadIdx.x % kLanes),
+        key_page((unsigned)(call.key_page * kElement)),
+        key_slot((unsigned)(call.key_slot * kElement)),
+        value_page((unsigned)(call.value_page * kElement)),
+        value_slot((unsigned)(call.value_slot * kElement)) {
     keep(lane);
     begin = shared_address(memory) + warp * call.stages * kStageBytes;
     end = begin + call.stages * kStageBytes;
@@ -57,11 +71,12 @@ struct PagedTiles {
       value_row = offset_of(lane % 8 + lane / 16 * 8, lane / 8 % 2);
       keep(value_row);
     }
-    // Distances within a page, of up to a tile, are numbers of 32 bits there.
-    constexpr long long kMost = (1LL << 32) / kPagedKeys / kElement;
-    is_within_page =
-        1 << call.page_shift >= kPagedKeys && call.key_slot < kMost && call.value_slot < kMost;
+    constexpr long long kMost = (1LL << 32) / kElement;
+    is_within_page = 1 << call.page_shift >= kPagedKeys && call.key_page < kMost &&
+                     call.value_page < kMost && call.key_slot < kMost / kPagedKeys &&
+                     call.value_slot < kMost / kPagedKeys;
     page_lane = is_within_page ? 0 : lane % kPagedKeys;
+    keep(page_lane);
   }
 
   static __device__ unsigned offset_of(unsigned key, unsigned chunk) {
@@ -73,10 +88,21 @@ struct PagedTiles {
     return (first ^ pair % kFlippedPairs * 32) + pair / kFlippedPairs * 128;
   }
 
+  // One instruction, where the compiler would add a carry.
+  static __device__ unsigned long long at(unsigned long long from, unsigned count, unsigned bytes) {
+    unsigned long long address;
+    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(address) : "r"(count), "r"(bytes), "l"(from));
+    return address;
+  }
+
   __device__ void start(int index, int head_kv, int key_begin, int key_end) {
     this->key_begin = key_begin;
     this->key_end = key_end;
-    table = call.page_table + index * call.table_row;
+    whole_begin = is_within_page ? key_begin : key_end;
+    whole_end = key_end - kPagedKeys + 1;
+    keep(whole_begin);
+    keep(whole_end);
+    table = (unsigned long long)(call.page_table + index * call.table_row);
     const long long slot = lane / kChunks, chunk = lane % kChunks * 16;
     keys = (unsigned long long)call.key_cache + chunk +
            (head_kv * call.key_head + slot * call.key_slot) * kElement;
@@ -84,25 +110,27 @@ struct PagedTiles {
              (head_kv * call.value_head + slot * call.value_slot) * kElement;
     keep(keys);
     keep(values);
+    keep(table);
   }
 
   // The page of a tile from key `start` on, or of lane % 16's token of it; 0 where none is read.
   __device__ int page_of(int start) const {
     const int key = start + page_lane;
-    return key < key_end ? table[key >> call.page_shift] : 0;
-  }
-
-  __device__ bool has_keys(int start) const {
-    return start < key_end && start + kPagedKeys > key_begin;
+    if (key >= key_end) return 0;
+    int page;
+    asm("ld.global.nc.b32 %0, [%1];"
+        : "=r"(page)
+        : "l"(at(table, key >> call.page_shift, sizeof(int))));
+    return page;
   }
 
   // A tile, with what page_of said, to a stage.
   __device__ void send(int start, int page, unsigned stage) const {
     const unsigned to = stage + sent;
-    if (is_within_page && start >= key_begin && start + kPagedKeys <= key_end) {
+    if (start >= whole_begin && start < whole_end) {
       const unsigned slot = start & ((1 << call.page_shift) - 1);
-      send_whole(to, keys, page, slot, call.key_page, (unsigned)call.key_slot);
-      send_whole(to + kTileBytes, values, page, slot, call.value_page, (unsigned)call.value_slot);
+      send_whole<0>(to, at(at(keys, page, key_page), slot, key_slot), key_slot);
+      send_whole<kTileBytes>(to, at(at(values, page, value_page), slot, value_slot), value_slot);
     } else {
       send_checked(start, page, to);
     }
@@ -113,18 +141,15 @@ struct PagedTiles {
     return (to ^ (copy * kCopyKeys >> kFlipShift & kFlipped) * 16) + copy * kLanes * 16;
   }
 
-  // All of it is to be read, and lies in one page.
-  static __device__ void send_whole(unsigned to, unsigned long long from, int page, unsigned slot,
-                                    long long page_stride, unsigned slot_stride) {
-    const unsigned slot_bytes = slot_stride * kElement;
-    from += page * (page_stride * kElement) + (unsigned long long)slot * slot_bytes;
-    const unsigned step = kCopyKeys * slot_bytes;
+  template <int kOffset>
+  static __device__ void send_whole(unsigned to, unsigned long long from, unsigned slot) {
 #pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      copy_async(copy_at(to, i), (const void*)(from + (unsigned long long)step * i));
+    for (unsigned i = 0; i < kCopies; ++i) {
+      copy_async(copy_at(to, i) + kOffset, (const void*)at(from, i, kCopyKeys * slot));
     }
   }
 
+  // Some of it is not to be read, or it lies in several pages.
   __device__ void send_checked(int start, int page_of_lane, unsigned to) const {
     const int first = lane / kChunks;
 #pragma unroll
@@ -137,7 +162,7 @@ struct PagedTiles {
                  (const void*)(keys + (page * call.key_page + slot * call.key_slot) * kElement),
                  is_there);
       copy_async(
-          copy_at(to + kTileBytes, i),
+          copy_at(to, i) + kTileBytes,
           (const void*)(values + (page * call.value_page + slot * call.value_slot) * kElement),
           is_there);
     }

@@ -316,6 +316,12 @@ inline void ex2_approx_ftz_f32(float& to, float from) {
   to = std::exp2(from);
   if (to < 0x1p-126f) to = 0;  // NaN is not
 }
+inline void mad_wide_u32(unsigned long long& to, uint32_t a, uint32_t b, unsigned long long c) {
+  to = static_cast<unsigned long long>(a) * b + c;
+}
+inline void ld_global_nc_b32(int& to, unsigned long long from) {
+  std::memcpy(&to, reinterpret_cast<const void*>(from), sizeof to);
+}
 inline void mov_b32(uint16_t& low, uint16_t& high, uint32_t from) {
   low = static_cast<uint16_t>(from);
   high = static_cast<uint16_t>(from >> 16);
