@@ -54,6 +54,16 @@ CASES = [
     replace(PACKED, one=replace(EQUAL.one, window_size=(20, 0), sinks=True), head_major=True),
     replace(PACKED, top_left=True, one=replace(ONE, is_causal=True, heads=3, heads_kv=1)),
     replace(DECODE, lengths_kv=(0,) * 8),
+    # Pages of less than a tile, as much and more: keys that some see, in tiles of 16.
+    *(
+        replace(SPECULATE, one=replace(ONE, window_size=(window, 0)), page_size=size, lengths_kv=kv)
+        for size, window, kv in (
+            (4, 5, (300, 33, 17, 4)),
+            (8, 40, (150, 64, 16, 79)),
+            (16, 9, (33, 160, 7, 48)),
+            (32, 61, (65, 31, 129, 300)),
+        )
+    ),
 ]
 CASES = [replace(case, lengths=case.lengths[: len(case.lengths_kv)]) for case in CASES]
 TYPES = [
@@ -230,6 +240,70 @@ def test_large_scores(dtype: torch.dtype, is_fp8: bool, folder: Path) -> None:
     out, lse = attend(folder, query * 0, key, value, *tables)
     torch.testing.assert_close(out[0, 0, 0].double(), wide.mean(0), rtol=2**-7, atol=1e-3)
     torch.testing.assert_close(lse.flatten(), torch.tensor([math.log(64)] * 2))
+
+
+#: Of each 64 keys, in units of the first row's scores.
+LEVELS = {
+    "slowly": torch.arange(10) * 2.0,  # not past what weights may rise by, at each step
+    "fast": torch.arange(10) * 40.0,
+    "late": torch.tensor([-30.0, -200, -200, -28, -27, -200, -26, -25, 100, 0]),
+    "falling": 100 - torch.arange(10) * 12.0,
+}
+
+
+@pytest.mark.parametrize("rows", [8, 16, 32])
+@pytest.mark.parametrize("levels", LEVELS)
+@pytest.mark.parametrize(("dtype", "is_fp8"), TYPES, ids=str)
+def test_scores_that_rise(
+    dtype: torch.dtype, is_fp8: bool, levels: str, rows: int, folder: Path
+) -> None:
+    """Of some rows by much, of others little, and of some they fall meanwhile."""
+    size, heads, keys = 64, rows, 64 * len(LEVELS[levels])
+    generator = torch.Generator().manual_seed(rows)
+    key, value = torch.randn(2, 1, keys, 1, size, generator=generator)
+    key = (key * 0.5 + LEVELS[levels].repeat_interleave(64)[:, None, None] / size).to(dtype)
+    value = value.to(dtype)
+    if is_fp8:
+        key, value = (x.to(torch.float8_e4m3fn) for x in (key, value))
+    query = torch.linspace(1, -1, heads)[:, None].expand(1, 1, heads, size).to(dtype)
+    tables = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([keys], dtype=torch.int32)
+    # One page, whose size is a power of 2; not all of it is seen.
+    key, value = (torch.cat([x, x, x], 1)[:, :1024] for x in (key, value))
+    out, lse = attend(folder, query, key, value, *tables, scale=1.0, blocks=2, rows=rows)
+    wide_key, wide_value = (x.double()[0, :keys, 0] for x in (key, value))
+    scores = query.double()[0, 0] @ wide_key.T
+    torch.testing.assert_close(lse[0, :, 0].double(), scores.logsumexp(1), rtol=1e-5, atol=1e-5)
+    expected = scores.softmax(1) @ wide_value
+    torch.testing.assert_close(out[0, 0].double(), expected, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("count", [33, 1100])
+def test_many_sequences(count: int, folder: Path) -> None:
+    """A block finds its first one by asking for 32 at a time."""
+    rng = random.Random(count)
+    lengths = tuple(rng.choice([0, 1, 20, 70]) for _ in range(count))
+    one = replace(ONE, heads=1, heads_kv=1)
+    case = PagedCase((1,) * count, lengths, one)
+    t = make(case, torch.bfloat16, True, seed=1)
+    out, lse = attend(folder, *t.arguments, **t.options, blocks=19)
+    cases.check(case, t, out, lse)
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_pages_far_apart(is_fp8: bool, folder: Path) -> None:
+    """Distances of more than 32 bits, where there would be a page at them."""
+    case = replace(DECODE, lengths=(1,), lengths_kv=(100,), page_size=128)
+    t = make(case, torch.bfloat16, is_fp8, seed=2)
+    page = int(t.page_table[0, 0])
+    near = [cache[page : page + 1] for cache in (t.key_cache, t.value_cache)]
+    far = [cache.as_strided(cache.shape, (1 << 33, *cache.stride()[1:])) for cache in near]
+    first = replace(t, page_table=torch.zeros_like(t.page_table))
+    results = [
+        attend(folder, first.query, *caches, *first.arguments[3:], **t.options)
+        for caches in (near, far)
+    ]
+    cases.check(case, t, *results[1])
+    assert torch.equal(results[0][0], results[1][0])
 
 
 @pytest.mark.parametrize("macros", INSTRUCTIONS, ids=["bits", "instructions"])
