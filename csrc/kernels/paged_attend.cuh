@@ -6,8 +6,8 @@
 #include "paged_tiles.cuh"
 
 constexpr int kLanes = 32, kThreads = kPagedWarps * kLanes;
-// How far, as a power of 2, weights may be above those of the score that they are relative to: sums
-// need not shrink at each score that is higher than all before. Of float16 they may be 2^15.
+// How far, as powers of 2, scores may be above the one that they are relative to: sums need not
+// shrink for each that is higher than all before. Weights of float16 could be 2^15.
 constexpr float kMostRise = 8;
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
@@ -28,18 +28,17 @@ __device__ float minus_infinity() {
   return __uint_as_float(0xff800000);
 }
 
-// Rows are the queries of a sequence times the heads of a group, kRows of them at most, a multiple
-// of 8. Products are those of keys with queries, and of values' columns with weights: rows are
-// columns there, of which there are 8 in a product, where keys or columns of values would be 16.
-// Cache: of E4M3, else the query's type.
+// Rows are the queries of a sequence times the heads of a group, kRows at most. Products have 16
+// rows and 8 columns: keys, or the columns of values, are their rows, and the rows of here their
+// columns, as there are few of them. Cache: of E4M3, else the query's type.
 template <class Query, class Cache, int kSize, int kRows>
 struct PagedAttend {
   using Tiles = PagedTiles<Cache, kSize>;
   static constexpr bool kIsFp8 = kIsSame<Cache, E4M3>;
   using Factor = typename Select<kIsFp8, Half, Query>::Type;  // of the products
   static constexpr int kGroups = kRows / 8;
-  static constexpr int kSteps = kSize / 16;  // of the product of keys and queries
-  // Sums of a single product after the other would wait for each other.
+  static constexpr int kSteps = kSize / 16;  // of the product of keys and queries, and of columns
+  // Of one group products would wait for each other, if all were added to the same sums.
   static constexpr int kChains = kGroups == 1 ? 2 : 1;
 
   const PagedDecodeCall& call;
@@ -68,8 +67,8 @@ struct PagedAttend {
   // Of rows 8 * group + 2 * (lane % 4) + i: what products become scores by, what these are relative
   // to, and the sum of this lane's weights.
   float row_scale[kGroups][2], base[kGroups][2], sum[kGroups][2];
-  unsigned without_base;  // a bit 2 * group + i for each row that had no score yet
-  float out[kGroups][kSteps][4];
+  unsigned without_base;          // a bit 2 * group + i for each row that had no score yet
+  float out[kGroups][kSteps][4];  // numbers i and i + 2 are of row i
 
   __device__ PagedAttend(const PagedDecodeCall& call, unsigned char* shared)
       : call(call),
@@ -178,7 +177,7 @@ struct PagedAttend {
     }
   }
 
-  // What hidden scores become.
+  // Scores of keys that their rows do not see weigh nothing.
   __device__ void hide(int start, float (&scores)[kGroups][4]) const {
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
@@ -231,7 +230,7 @@ struct PagedAttend {
         float& score = scores[i / 4][i % 4];
         const float share = tanhf(score * row_scale[i / 4][i % 2]);
         score = call.softcap * kLog2E * share - base[i / 4][i % 2];
-        keep(score);
+        keep(score);  // not to be made one with what is below
       }
     } else {
 #pragma unroll

@@ -190,8 +190,7 @@ struct Decode : PagedAttend<Query, Cache, kSize, kRows> {
     return false;
   }
 
-  // The last with sums[index] <= before: each lane asks for one of 32 parts of those that it may
-  // be.
+  // The last with sums[index] <= before. Each lane looks at one of 32 places where it may be.
   __device__ int sequence_of(const int* sums, int before) const {
     int low = 0, high = call.work.batch;
     while (high - low > 1) {
@@ -249,7 +248,7 @@ struct Decode : PagedAttend<Query, Cache, kSize, kRows> {
   }
 };
 
-// Its address may be changed by flipping bits.
+// Aligned as PagedTiles needs it.
 struct alignas(128) PagedMemory {
   unsigned char bytes[128];
 };

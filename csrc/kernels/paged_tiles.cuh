@@ -1,12 +1,12 @@
 // The tiles of keys and values that a warp has on their way from a cache's pages to shared memory:
-// where they come from, and where its lanes put and find them. Attention over 8 bits is limited by
-// how many instructions it takes, not by bytes: addresses are computed once, as far as they can be.
+// where they come from, and where its lanes put and find them. Of 8 bits there are so few bytes
+// that instructions would take longer: addresses are computed once, as far as they can be.
 #pragma once
 
 #include "mma.cuh"
 #include "paged_work.cuh"
 
-// The compiler would rather compute these again in every turn of a loop.
+// The value stays in a register: the compiler would rather compute it in every turn of a loop.
 __device__ void keep(unsigned& value) {
   asm volatile("" : "+r"(value));
 }
@@ -88,7 +88,7 @@ struct PagedTiles {
     return (first ^ pair % kFlippedPairs * 32) + pair / kFlippedPairs * 128;
   }
 
-  // One instruction, where the compiler would add a carry.
+  // By one instruction.
   static __device__ unsigned long long at(unsigned long long from, unsigned count, unsigned bytes) {
     unsigned long long address;
     asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(address) : "r"(count), "r"(bytes), "l"(from));
@@ -141,6 +141,7 @@ struct PagedTiles {
     return (to ^ (copy * kCopyKeys >> kFlipShift & kFlipped) * 16) + copy * kLanes * 16;
   }
 
+  // All of it is to be read, and it lies in one page.
   template <int kOffset>
   static __device__ void send_whole(unsigned to, unsigned long long from, unsigned slot) {
 #pragma unroll
