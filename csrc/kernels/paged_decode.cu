@@ -176,7 +176,7 @@ struct Decode : PagedAttend<Query, Cache, kSize, kRows> {
     bool is_same = true;
 #pragma unroll
     for (int i = 0; i < kPagedHead; ++i) {
-      is_same = is_same && call.plan[kPagedCounters + i] == paged_head(call.work, i);
+      is_same &= call.plan[kPagedCounters + i] == paged_head(call.work, i);
     }
     if (is_same) return true;
     const bool is_packed = call.work.cu_seqlens_q != nullptr;
@@ -203,12 +203,13 @@ struct Decode : PagedAttend<Query, Cache, kSize, kRows> {
   }
 
   __device__ void run() {
-    if (!has_its_plan()) return;
+    // Before the plan is checked, so that its words come at once.
     const int* sums = call.plan + kPagedSums;
     const long long heads = call.heads_kv, all = sums[call.work.batch] * heads;
-    const long long blocks = min((long long)gridDim.x, all), block = blockIdx.x;
+    if (!has_its_plan()) return;
+    const int blocks = (int)min((long long)gridDim.x, all), block = blockIdx.x;
     if (block >= blocks) return;
-    const long long begin = block * all / blocks, end = (block + 1) * all / blocks;
+    const long long begin = block * all / blocks, end = (block + 1LL) * all / blocks;
     for (long long at = begin; at < end;) {
       index = sequence_of(sums, (int)(at / heads));
       sequence = PagedSequence(call.work, index);
@@ -239,7 +240,7 @@ struct Decode : PagedAttend<Query, Cache, kSize, kRows> {
         // The block of a unit is the last one that begins at it or before.
         const int first_block = (int)(((part_begin + 1) * blocks - 1) / all);
         const int last_block = (int)((part_end * blocks - 1) / all);
-        put_partial(2 * block + (part_begin >= begin));
+        put_partial(2LL * block + (part_begin >= begin));
         if (is_last(first_block, last_block)) write_all(first_block, last_block);
       }
       __syncthreads();
