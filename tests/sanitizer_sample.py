@@ -355,7 +355,8 @@ def depthwise_images() -> Iterator[Sample]:
         for kernel in (3, 5, 7):
             for stride in (1, 2):
                 call = partial(run, dtype, 72, kernel, stride, 0)
-                yield f"depthwise_conv_forward_{kernel}_{stride}, {name}", call
+                step = f"rolling_{kernel}" if stride == 1 else f"forward_{kernel}_{stride}"
+                yield f"depthwise_conv_{step}, {name}", call
         for kind, channels in (("pairs", 66), ("singles", 5)):
             call = partial(run, dtype, channels, 3, 2, 4)
             yield f"depthwise_conv_forward_{kind}, {name}", call

@@ -63,14 +63,15 @@ def test_every_source_is_in_the_sample():
 
 
 def depthwise_kernels() -> set[str]:
-    sizes = ("3", "5", "7")
-    strided = {
-        f"{step}_{size}_{n}" for step in ("forward", "weight") for size in sizes for n in "12"
+    sized = {
+        kind.format(size)
+        for kind in ("rolling_{}", "forward_{}_2", "weight_{}_1", "weight_{}_2", "input_{}")
+        for size in (3, 5, 7)
     }
     any_size = {
         f"{step}_{kind}" for step in ("forward", "input", "weight") for kind in ("pairs", "singles")
     }
-    names = strided | any_size | {f"input_{size}" for size in sizes} | {"add_up"}
+    names = sized | any_size | {"add_up"}
     return {f"depthwise_conv_{name}" for name in names}
 
 

@@ -2,8 +2,13 @@
 // it reads pixels and taps. Sums are in float32.
 #pragma once
 
+#include "activation_list.h"
 #include "depthwise_conv_call.h"
 #include "number.cuh"
+
+#define ENUMERATOR(name, Name) k##Name,
+enum : int { CUDNN_OPS_ACTIVATIONS(ENUMERATOR) };
+#undef ENUMERATOR
 
 using namespace depthwise_images;
 using Type = KERNEL_TYPE;
@@ -49,15 +54,17 @@ struct Row {
 template <int kSize>
 constexpr bool kSkipsRows = kSize > 3;
 
+// Two channels as memory has them: in words, since a zero takes one instruction to a word.
+template <class Bits>
+struct alignas(kPair * sizeof(Bits)) PairOf {
+  unsigned words[kPair * sizeof(Bits) / sizeof(unsigned)];
+};
+
 // Pixels side by side in the rows of one tile, of a thread's two channels. Where they are in a row,
 // and which of them exist, is found out once for all rows.
 template <int kCount>
 struct Strip {
-  // Two channels as memory has them: in words, since a zero takes one instruction to a word.
-  static constexpr int kWords = kPair * sizeof(Bits) / sizeof(unsigned);
-  struct alignas(kPair * sizeof(Bits)) Vector {
-    unsigned words[kWords];
-  };
+  using Vector = PairOf<Bits>;
   const Vector* first;
   long long line;  // in pieces, from one row to the next
   unsigned exists, offsets[kCount];
@@ -105,25 +112,24 @@ __device__ void for_tiles(const DepthwiseConvShape& shape, const Place& place, c
 // threads write over banks.
 template <int kAll>
 struct Taps {
+  static constexpr int kStep = kPair * kMostPieces + 2;
   const float* own;
-  int step;
 
   __device__ Taps(const DepthwiseConvCall& call, const Place& place) {
     extern __shared__ float shared[];
     const auto& shape = call.shape;
     const int first = (place.piece - place.own) * kPair;
     const int count = min(shape.pieces * kPair, shape.channels - first);
-    step = shape.pieces * kPair + 2;
     own = shared + place.own * kPair;
     const auto* weight = (const Bits*)call.weight + (long long)first * kAll;
     for (int i = threadIdx.x; i < count * kAll; i += blockDim.x) {
       const int channel = i / kAll, tap = i - channel * kAll;
-      shared[(call.is_turned ? kAll - 1 - tap : tap) * step + channel] = Type::read(weight[i]);
+      shared[(call.is_turned ? kAll - 1 - tap : tap) * kStep + channel] = Type::read(weight[i]);
     }
     __syncthreads();
   }
   __device__ float2 operator[](int tap) const {
-    return *(const float2*)(own + tap * step);
+    return *(const float2*)(own + tap * kStep);
   }
 };
 

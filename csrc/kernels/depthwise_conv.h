@@ -1,5 +1,6 @@
 // Depthwise convolutions of images and volumes by kernels of our own, the channels last in memory
-// (depthwise_conv_forward.cu, depthwise_conv_input.cu, depthwise_conv_weight.cu).
+// (depthwise_conv_forward.cu, depthwise_conv_rolling.cu, depthwise_conv_input.cu,
+// depthwise_conv_weight.cu).
 #pragma once
 
 #include "kernels/activation.h"

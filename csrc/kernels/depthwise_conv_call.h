@@ -1,13 +1,17 @@
-// The arguments of the kernels of depthwise_conv_forward.cu, depthwise_conv_input.cu and
-// depthwise_conv_weight.cu, for both sides.
+// The arguments of the kernels of depthwise_conv_forward.cu, depthwise_conv_rolling.cu,
+// depthwise_conv_input.cu and depthwise_conv_weight.cu, for both sides.
 #pragma once
 
 namespace depthwise_images {
 
 // Channels of a thread where they are even in number.
 constexpr int kPair = 2;
+// Pieces of the channels that a block has at most: a warp's.
+constexpr int kMostPieces = 32;
 // Outputs of a thread, for kernels of a size that is known; images are often multiples of 7 wide.
 constexpr int kTileRows = 2, kTileColumns = 7;
+// Threads of a block, at most, where they go down the rows of a stretch of outputs.
+constexpr int kRollingThreads = 128;
 // Numbers of the input's gradient that a thread has with a stride of 2.
 constexpr int kStridedRows = 2, kStridedColumns = 8;
 // The same for kernels of any size: outputs of a thread, taps of the weight whose gradients it
@@ -30,6 +34,7 @@ struct DepthwiseConvShape {
   int pieces, strips;  // pieces of the channels that a block has; blocks that have all
   int turns;           // sets of tiles that a block has, one after another
   int tiles[2];        // of an image: down and across
+  int stretch;         // rows of outputs of a tile, where threads go down them
 };
 
 struct DepthwiseConvCall {

@@ -6,6 +6,9 @@
 #include "depthwise_conv_input_bfloat16_images.h"
 #include "depthwise_conv_input_float_images.h"
 #include "depthwise_conv_input_half_images.h"
+#include "depthwise_conv_rolling_bfloat16_images.h"
+#include "depthwise_conv_rolling_float_images.h"
+#include "depthwise_conv_rolling_half_images.h"
 #include "depthwise_conv_weight_bfloat16_images.h"
 #include "depthwise_conv_weight_float_images.h"
 #include "depthwise_conv_weight_half_images.h"
@@ -15,6 +18,7 @@
 #include <ATen/cuda/EmptyTensor.h>
 
 #include <algorithm>
+#include <limits>
 
 namespace cudnn_ops {
 namespace {
@@ -23,12 +27,14 @@ using namespace depthwise_images;
 
 // Threads of a block; of the weight's gradient fewer, which have more registers each.
 constexpr int64_t kThreads = 256, kLeastThreads = 64, kWeightThreads = 128;
-constexpr int64_t kWarp = 32, kStrip = 32;
+constexpr int64_t kStrip = 32;
 constexpr int kFloatBytes = sizeof(float);
 
 struct TypeKernels {
-  // Of three, five and seven taps each way; for strides of 1, then of 2.
-  DeviceKernel forward[2][3], weight[2][3], input[3];
+  // Of three, five and seven taps each way: for strides of 1, of 2, and of either.
+  DeviceKernel rolling[3], forward[3], weight[2][3];
+  // For strides of 2.
+  DeviceKernel input[3];
   // Of any geometry, by the channels of a thread.
   DeviceKernel forward_any[2], weight_any[2], input_any[2];
   DeviceKernel add_up;
@@ -42,13 +48,14 @@ struct TypeKernels {
   {CUDNN_OPS_SIZES(images, name, "_1"), CUDNN_OPS_SIZES(images, name, "_2")}
 #define CUDNN_OPS_WIDTHS(images, name) \
   {CUDNN_OPS_KERNEL(images, name "_singles"), CUDNN_OPS_KERNEL(images, name "_pairs")}
-#define CUDNN_OPS_KERNELS(Type)                                       \
-  {CUDNN_OPS_STRIDES(kDepthwiseConvForward##Type##Images, "forward"), \
-   CUDNN_OPS_STRIDES(kDepthwiseConvWeight##Type##Images, "weight"),   \
-   CUDNN_OPS_SIZES(kDepthwiseConvInput##Type##Images, "input", ""),   \
-   CUDNN_OPS_WIDTHS(kDepthwiseConvForward##Type##Images, "forward"),  \
-   CUDNN_OPS_WIDTHS(kDepthwiseConvWeight##Type##Images, "weight"),    \
-   CUDNN_OPS_WIDTHS(kDepthwiseConvInput##Type##Images, "input"),      \
+#define CUDNN_OPS_KERNELS(Type)                                           \
+  {CUDNN_OPS_SIZES(kDepthwiseConvRolling##Type##Images, "rolling", ""),   \
+   CUDNN_OPS_SIZES(kDepthwiseConvForward##Type##Images, "forward", "_2"), \
+   CUDNN_OPS_STRIDES(kDepthwiseConvWeight##Type##Images, "weight"),       \
+   CUDNN_OPS_SIZES(kDepthwiseConvInput##Type##Images, "input", ""),       \
+   CUDNN_OPS_WIDTHS(kDepthwiseConvForward##Type##Images, "forward"),      \
+   CUDNN_OPS_WIDTHS(kDepthwiseConvWeight##Type##Images, "weight"),        \
+   CUDNN_OPS_WIDTHS(kDepthwiseConvInput##Type##Images, "input"),          \
    CUDNN_OPS_KERNEL(kDepthwiseConvWeight##Type##Images, "add_up")}
 
 const TypeKernels& kernels_of(at::ScalarType dtype) {
@@ -105,7 +112,7 @@ struct Tiling {
     // Blocks begin with a sector of memory where there are several side by side.
     constexpr int64_t kSector = 8;
     const int64_t all = shape.channels / width;
-    strips = divide_up(all, kWarp);
+    strips = divide_up(all, kMostPieces);
     pieces = divide_up(all, strips);
     if (strips > 1) pieces = divide_up(pieces, kSector) * kSector;
     rows = threads / pieces;
@@ -124,9 +131,10 @@ struct Tiling {
 };
 
 // In blocks as large as leaves two for each processor.
-Tiling tiling_of(const DepthwiseConvShape& shape, int64_t width, int64_t tiles) {
+Tiling tiling_of(const DepthwiseConvShape& shape, int64_t width, int64_t tiles,
+                 int64_t most_threads = kThreads) {
   const int64_t wanted = 2 * current_limits().processors;
-  for (int64_t threads = kThreads; threads > kLeastThreads; threads /= 2) {
+  for (int64_t threads = most_threads; threads > kLeastThreads; threads /= 2) {
     const Tiling tiling(shape, width, threads, tiles);
     if (tiling.strips * tiling.sets >= wanted) return tiling;
   }
@@ -147,10 +155,43 @@ int64_t tiles_of(DepthwiseConvShape& shape, int64_t down, int64_t across) {
   return shape.batch * down * across;
 }
 
-// Of the taps that a block keeps: as in Taps of depthwise_conv.cuh.
-int taps_bytes(const Tiling& tiling, int64_t width, int64_t taps) {
+// Of the taps that a block keeps, of so many pieces: all of them as in Taps of depthwise_conv.cuh,
+// some as in stage_taps() of depthwise_conv_forward.cu.
+int taps_bytes(int64_t pieces, int64_t width, int64_t taps) {
   constexpr int64_t kSpread = 2;
-  return static_cast<int>(taps * (width * tiling.pieces + kSpread) * kFloatBytes);
+  return static_cast<int>(taps * (width * pieces + kSpread) * kFloatBytes);
+}
+int taps_bytes(const DepthwiseConvShape& shape) {
+  return taps_bytes(kMostPieces, kPair, int64_t{shape.taps[1]} * shape.taps[2]);
+}
+
+// Cuts columns of tiles, down which threads go row by row, into stretches that take the least time,
+// as far as that can be told from outside. Where there are many threads a multiprocessor computes
+// all the time, its blocks' rows one after another; and begins each with work of some rows. Where
+// there are few, they wait for each row of the input that they read, for as long as the block takes
+// to compute with some: fewer for more taps.
+Tiling cut_columns(DepthwiseConvShape& shape, const DeviceKernel& kernel) {
+  constexpr int64_t kBeginning = 2, kMostWait = 5, kManyWaves = 4;
+  const int64_t rows = std::max(shape.out_size[1], 1), taps = shape.taps[1];
+  const int64_t wait = kMostWait - taps / 2, processors = current_limits().processors;
+  const int64_t across = divide_up(shape.out_size[2], kTileColumns);
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (int64_t parts = 1; parts <= rows; parts += 1 + parts / 8) {
+    const int64_t stretch = divide_up(rows, parts), down = divide_up(rows, stretch);
+    const Tiling tiling(shape, kPair, kRollingThreads, shape.batch * down * across);
+    const int64_t blocks = tiling.strips * tiling.sets;
+    const int64_t resident = kernel.resident_blocks(tiling.threads(), taps_bytes(shape));
+    const int64_t computing = divide_up(blocks, processors) * (stretch + kBeginning);
+    const int64_t waiting = divide_up(blocks, resident) * (stretch + taps - 1) * wait;
+    const int64_t time = std::max(computing, waiting);
+    if (time < least) {
+      least = time;
+      shape.stretch = static_cast<int>(stretch);
+    }
+    if (blocks > kManyWaves * resident) break;
+  }
+  const int64_t tiles = tiles_of(shape, divide_up(rows, shape.stretch), across);
+  return tiling_of(shape, kPair, tiles, kRollingThreads);
 }
 
 void launch(const DeviceKernel& kernel, DepthwiseConvCall& call, const Tiling& tiling,
@@ -171,13 +212,16 @@ void launch_forward(DepthwiseConvCall& call, const TypeKernels& kernels) {
                                    divide_up(shape.out_size[2], kRun));
     const Tiling tiling = tiling_of(shape, width, tiles);
     return launch(kernels.forward_any[width - 1], call, tiling,
-                  taps_bytes(tiling, width, std::min(shape.taps[2], kStaged)));
+                  taps_bytes(tiling.pieces, width, std::min(shape.taps[2], kStaged)));
+  }
+  if (shape.stride[1] == 1) {
+    const auto& kernel = kernels.rolling[size];
+    return launch(kernel, call, cut_columns(shape, kernel), taps_bytes(shape));
   }
   const int64_t tiles = tiles_of(shape, divide_up(shape.out_size[1], kTileRows),
                                  divide_up(shape.out_size[2], kTileColumns));
   const Tiling tiling = tiling_of(shape, width, tiles);
-  launch(kernels.forward[shape.stride[1] - 1][size], call, tiling,
-         taps_bytes(tiling, width, int64_t{shape.taps[1]} * shape.taps[2]));
+  launch(kernels.forward[size], call, tiling, taps_bytes(shape));
 }
 
 // The sets of tiles are spread over as many blocks as run at the same time, each of which leaves
@@ -255,8 +299,7 @@ void depthwise_conv_input(const at::Tensor& grad_out, const at::Tensor& weight,
       tiles_of(shape, divide_up(shape.size[1] + shape.padding[1] % 2, kStridedRows),
                divide_up(shape.size[2] + shape.padding[2] % 2, kStridedColumns));
   const Tiling tiling = tiling_of(shape, width, tiles);
-  launch(kernels.input[size], call, tiling,
-         taps_bytes(tiling, width, int64_t{shape.taps[1]} * shape.taps[2]));
+  launch(kernels.input[size], call, tiling, taps_bytes(shape));
 }
 
 void depthwise_conv_weight(const at::Tensor& input, const at::Tensor& grad_out,

@@ -1,17 +1,13 @@
 // Depthwise convolutions of images and volumes, the channels last in memory: the forward with its
 // epilogue, activation(conv + bias + residual), which with the taps turned around is the gradient
 // of the input too, where the strides are 1. A thread has two channels, and of those a tile of
-// outputs: each input that it reads serves all of them. Compiled when the package is built
+// outputs: each input that it reads serves all of them. Where sizes are known and the strides are
+// 1, depthwise_conv_rolling.cu has its kernels. Compiled when the package is built
 // (cmake/compile_kernels.py); depthwise_conv_cuda.cpp launches it.
 
 #include "depthwise_conv.cuh"
 
 #include "activation.cuh"
-#include "activation_list.h"
-
-#define ENUMERATOR(name, Name) k##Name,
-enum : int { CUDNN_OPS_ACTIVATIONS(ENUMERATOR) };
-#undef ENUMERATOR
 
 namespace {
 
@@ -84,9 +80,10 @@ struct Outputs {
   }
 };
 
-// Of an image, with as many taps each way as the template says.
-template <int kSize, int kStride>
+// Of an image, with as many taps each way as the template says, and strides of 2.
+template <int kSize>
 __device__ void forward(const DepthwiseConvCall& call) {
+  constexpr int kStride = 2;
   constexpr int kRows = (kTileRows - 1) * kStride + kSize;
   constexpr int kColumns = (kTileColumns - 1) * kStride + kSize;
   const auto& shape = call.shape;
@@ -228,12 +225,8 @@ __device__ void forward_any(const DepthwiseConvCall& call) {
 
 }  // namespace
 
-#define OF_SIZE(size)                                                                 \
-  DEPTHWISE_CONV(forward_##size##_1, DepthwiseConvCall, (forward<size, 1>), (256, 2)) \
-  DEPTHWISE_CONV(forward_##size##_2, DepthwiseConvCall, (forward<size, 2>), (256, 2))
-
-OF_SIZE(3)
-OF_SIZE(5)
-OF_SIZE(7)
+DEPTHWISE_CONV(forward_3_2, DepthwiseConvCall, forward<3>, (256, 2))
+DEPTHWISE_CONV(forward_5_2, DepthwiseConvCall, forward<5>, (256, 2))
+DEPTHWISE_CONV(forward_7_2, DepthwiseConvCall, forward<7>, (256, 2))
 DEPTHWISE_CONV(forward_pairs, DepthwiseConvCall, (forward_any<kPair>), (256, 3))
 DEPTHWISE_CONV(forward_singles, DepthwiseConvCall, (forward_any<1>), (256, 3))

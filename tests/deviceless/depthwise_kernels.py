@@ -1,5 +1,7 @@
 """Runs the kernels of depthwise convolutions' forward; prints as JSON what was wrong.
 
+Gradients of the input are convolutions by the same kernels, where strides are 1.
+
 LD_PRELOAD=fake_runtime.so python -m tests.deviceless.depthwise_kernels fake_runtime.so
 """
 
@@ -12,10 +14,19 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from torch.nn import functional as F
 
 import cudnn_ops
-from tests.deviceless.cpu_kernels import Kernels, copy_on_the_cpu
-from tests.deviceless.grouped_kernels import ACTIVATIONS, Case, check_forward
+from cudnn_ops.ops.activation import ACTIVATIONS
+from tests.deviceless.cpu_kernels import Kernels, copy_on_the_cpu, from_gpu, to_gpu
+from tests.deviceless.grouped_kernels import (
+    Case,
+    check_forward,
+    check_input_gradient,
+    draw,
+)
+
+_ops = torch.ops.cudnn_ops
 
 #: Each kernel's taps and strides, with every activation; then all that an epilogue has.
 CASES = (
@@ -29,19 +40,67 @@ CASES = (
     Case((1, 8, 9), 4, 1, 1, (9, 9), padding=(4, 4), residual=True, activation="hardswish"),
     Case((1, 8, 9), 5, 1, 1, (2, 3), (1, 2), (0, 2), (2, 1), activation="gelu"),
 )
+#: Where threads go down rows, for each number of taps: stretches of several lengths, tiles that are
+#: not full, images smaller than the kernel, zeros on more sides than taps reach and on none, one
+#: pair of channels, more of them than a block has, and blocks with sets of tiles one after another.
+ROLLING = (
+    *(
+        (sizes, channels, None)
+        for sizes in ((1, 13, 8), (30, 9, 8), (90, 9, 6))
+        for channels in (2, 6)
+    ),
+    *((sizes, 4, None) for sizes in ((1, 1, 1), (2, 2, 3), (3, 1, 20))),
+    *(((2, 9, 16), 4, padding) for padding in ((0, 0), (9, 0), (1, 8))),
+    *((sizes, 66, None) for sizes in ((1, 7, 7), (60, 5, 15))),
+)
 TYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def rolling_cases() -> Iterator[Case]:
+    for taps, (sizes, channels, padding) in product((3, 5, 7), ROLLING):
+        padding = padding or (taps // 2, taps // 2)
+        if min(sizes[1] + 2 * padding[0], sizes[2] + 2 * padding[1]) >= taps:
+            yield Case(sizes, channels, 1, 1, (taps, taps), padding=padding, residual=True)
+
+
+def check_both(case: Case, dtype: torch.dtype) -> None:
+    check_input_gradient(case, dtype, *check_forward(case, dtype))
+
+
+def check_before(taps: int, dtype: torch.dtype) -> None:
+    """What goes into an activation is kept for its slope."""
+    torch.manual_seed(0)
+    x, residual = (draw(dtype, 2, 6, 9, 10) for _ in range(2))
+    weight, bias = draw(dtype, 6, 1, taps, taps), draw(dtype, 6)
+    geometry = _ops._conv_geometry(2, weight, (1, 1), (taps // 2, taps // 2), (1, 1), 6)
+    given = [to_gpu(tensor) for tensor in (x, weight, bias, residual)]
+    out, before = _ops._conv.default(*given, geometry, ACTIVATIONS.index("silu"), True)
+    exact = F.conv2d(x.double(), weight.double(), bias.double(), 1, taps // 2, 1, 6) + residual
+    epsilon = torch.finfo(dtype).eps
+    for found, wanted in ((before, exact), (out, F.silu(exact))):
+        torch.testing.assert_close(
+            from_gpu(found).double(), wanted, rtol=2 * epsilon, atol=32 * epsilon
+        )
 
 
 def main() -> None:
     types = ("Half", "BFloat16", "Float")
-    sources = [("depthwise_conv_forward", f"-DKERNEL_TYPE={name}") for name in types]
+    names = ("depthwise_conv_forward", "depthwise_conv_rolling")
+    sources = [(name, f"-DKERNEL_TYPE={of_type}") for of_type, name in product(types, names)]
     kernels = Kernels(Path(sys.argv[1]), *sources)
-    torch.ops.cudnn_ops._conv_use_depthwise(0, 2)
+    for step in range(2):
+        _ops._conv_use_depthwise(step, 2)
     copies = copy_on_the_cpu()
 
     def checks() -> Iterator[tuple[object, Callable[[], object]]]:
-        for (kernels.first, dtype), case in product(enumerate(TYPES), CASES):
-            yield (case, dtype), partial(check_forward, case, dtype)
+        for index, dtype in enumerate(TYPES):
+            kernels.first = index * len(names)
+            for case in CASES:
+                yield (case, dtype), partial(check_forward, case, dtype)
+            for case in rolling_cases():
+                yield (case, dtype), partial(check_both, case, dtype)
+            for taps in (3, 5, 7):
+                yield (taps, dtype), partial(check_before, taps, dtype)
 
     print(kernels.checked(checks()))
     del copies

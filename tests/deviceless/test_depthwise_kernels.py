@@ -12,6 +12,6 @@ from tests.deviceless.fake_runtime import launched_on_a_cpu
 @pytest.mark.parametrize("runtime", ["cuda"] if torch.version.cuda else [])
 def test_what_they_compute(runtime, tmp_path):
     launched = launched_on_a_cpu("tests.deviceless.depthwise_kernels", tmp_path)
-    sizes = [f"{size}_{stride}" for size in (3, 5, 7) for stride in (1, 2)]
-    names = sorted([*sizes, "pairs", "singles"])
-    assert launched == [f"depthwise_conv_forward_{name}" for name in names]
+    forward = [f"forward_{name}" for name in ("3_2", "5_2", "7_2", "pairs", "singles")]
+    rolling = [f"rolling_{size}" for size in (3, 5, 7)]
+    assert launched == [f"depthwise_conv_{name}" for name in (*forward, *rolling)]
