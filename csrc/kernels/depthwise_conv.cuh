@@ -122,9 +122,21 @@ struct Taps {
     const int count = min(shape.pieces * kPair, shape.channels - first);
     own = shared + place.own * kPair;
     const auto* weight = (const Bits*)call.weight + (long long)first * kAll;
-    for (int i = threadIdx.x; i < count * kAll; i += blockDim.x) {
-      const int channel = i / kAll, tap = i - channel * kAll;
-      shared[(call.is_turned ? kAll - 1 - tap : tap) * kStep + channel] = Type::read(weight[i]);
+    // Several are on their way at once: blocks have nothing else to do meanwhile.
+    constexpr int kBatch = kAll < 25 ? kAll / 2 + 1 : 13;
+    for (int begin = threadIdx.x; begin < count * kAll; begin += kBatch * blockDim.x) {
+      Bits found[kBatch];
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const int i = begin + b * blockDim.x;
+        if (i < count * kAll) found[b] = weight[i];
+      }
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const int i = begin + b * blockDim.x, channel = i / kAll, tap = i - channel * kAll;
+        if (i >= count * kAll) break;
+        shared[(call.is_turned ? kAll - 1 - tap : tap) * kStep + channel] = Type::read(found[b]);
+      }
     }
     __syncthreads();
   }

@@ -25,6 +25,11 @@ using Sums = float[kTileColumns][kPair];
 __device__ inline void settle(unsigned& value) {
   asm volatile("" : "+r"(value));
 }
+__device__ inline void settle(float& value) {
+  unsigned bits = __float_as_uint(value);
+  settle(bits);
+  value = __uint_as_float(bits);
+}
 
 // Where a thread's channels of some pixels side by side are, and which of those exist.
 struct Segment {
@@ -54,24 +59,48 @@ struct Segment {
   }
 };
 
-// Pixels of a row of the input, as memory has them: zeros where there are none.
+// Pixels of a row, as memory has them.
 template <int kCount>
 struct Pixels {
-  Pixel pixels[kCount] = {};
+  Pixel pixels[kCount];
 
   __device__ void load(const char* row, const Segment& segment) {
     segment.for_each<kCount>(row, [&](int i, const char* at) { pixels[i] = *(const Pixel*)at; });
   }
   __device__ void read(float (&values)[kCount][kPair]) const {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      ((const Numbers&)pixels[i]).read(values[i]);
+    for (int i = 0; i < kCount; ++i) ((const Numbers&)pixels[i]).read(values[i]);
+  }
+};
+
+// A row of the input, as far as it serves a row of outputs. The one after it is on its way.
+template <int kSize>
+struct InputRow {
+  static constexpr int kCount = kTileColumns + kSize - 1;
+  float values[kCount][kPair];
+  Pixels<kCount> next = {};  // zeros where there are never any pixels
+
+  __device__ void advance() {
+    next.read(values);
+    // Before `next` is loaded again: there are registers for one of them, and for the values.
 #pragma unroll
-      for (int k = 0; k < kPair; ++k) {
-        unsigned bits = __float_as_uint(values[i][k]);
-        settle(bits);
-        values[i][k] = __uint_as_float(bits);
-      }
+    for (int i = 0; i < kCount * kPair; ++i) settle(values[i / kPair][i % kPair]);
+  }
+  // For a row that there is none of. It is what hardly ever happens, and no choice for each value.
+  __device__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kCount * kPair; ++i) {
+      values[i / kPair][i % kPair] = 0;
+      settle(values[i / kPair][i % kPair]);
+    }
+  }
+  // What it adds to outputs that it meets with one row of the taps.
+  __device__ void add_to(Sums& sums, const Taps<kSize * kSize>& taps, int row) const {
+#pragma unroll
+    for (int t = 0; t < kSize; ++t) {
+      const float2 weight = taps[row * kSize + t];
+#pragma unroll
+      for (int x = 0; x < kTileColumns; ++x) add_product(sums[x], weight, values[x + t]);
     }
   }
 };
@@ -79,20 +108,34 @@ struct Pixels {
 template <class Activation>
 __device__ void activate(Sums& sums) {
 #pragma unroll
-  for (int x = 0; x < kTileColumns; ++x) {
-#pragma unroll
-    for (int k = 0; k < kPair; ++k) sums[x][k] = Activation::of(sums[x][k]).x;
+  for (int i = 0; i < kTileColumns * kPair; ++i) {
+    float& sum = sums[i / kPair][i % kPair];
+    sum = Activation::of(sum).x;
   }
 }
 
-__device__ void store(char* row, const Segment& segment, const Sums& sums) {
-  segment.for_each<kTileColumns>(row,
+__device__ void store(void* data, long long row, const Segment& segment, const Sums& sums) {
+  segment.for_each<kTileColumns>((char*)data + row,
                                  [&](int x, char* at) { *(Numbers*)at = Numbers::of(sums[x]); });
+}
+
+// Writes outputs whose sums are complete.
+__device__ void finish(const DepthwiseConvCall& call, long long row, const Segment& segment,
+                       Sums& sums) {
+  const bool is_bare = call.before == nullptr && call.activation == kNone;
+  if (is_bare) return store(call.out, row, segment, sums);
+  if (call.before != nullptr) store(call.before, row, segment, sums);
+  switch (call.activation) {
+#define CASE(name, Name) \
+  case k##Name: activate<Name>(sums); break;
+    CUDNN_OPS_ACTIVATIONS(CASE)
+#undef CASE
+  }
+  store(call.out, row, segment, sums);
 }
 
 template <int kSize>
 __device__ void forward(const DepthwiseConvCall& call) {
-  constexpr int kCount = kTileColumns + kSize - 1;
   const auto& shape = call.shape;
   const Place place(shape, kPair, blockIdx.x);
   const Taps<kSize * kSize> taps(call, place);
@@ -109,38 +152,33 @@ __device__ void forward(const DepthwiseConvCall& call) {
   for_tiles(shape, place, [&](long long image, int down, int across) {
     const int start = down * shape.stretch, column = across * kTileColumns;
     const int rows = min(shape.stretch, out_height - start);
-    // The input's rows that these are made of are those from `top` to before `end` that exist.
+    // Their inputs are in the rows from `top` to before `end`, of which some need not exist.
     const int top = start - shape.padding[1], left = column - shape.padding[2];
     const unsigned end = max(min(height, top + rows + kSize - 1), 0);
-    const Segment ins(place, left, width, kCount), outs(place, column, out_width, kTileColumns);
+    const Segment ins(place, left, width, InputRow<kSize>::kCount);
+    const Segment outs(place, column, out_width, kTileColumns);
     const long long line = (long long)width * ins.step, out_line = (long long)out_width * ins.step;
+    const int first = place.piece * sizeof(Pixel);
     const auto* in = (const char*)call.input + (image * height + top) * line +
-                     (long long)left * ins.step + place.piece * sizeof(Pixel);
-    // Of the outputs, the place of the row that is done next, and of the one that is begun next.
-    long long done = (image * out_height + start) * out_line + (long long)column * ins.step +
-                     place.piece * sizeof(Pixel);
+                     (long long)left * ins.step + first;
+    // Of the outputs, where the row is that is complete next, and the one that is begun next.
+    long long done = (image * out_height + start) * out_line + (long long)column * ins.step + first;
     long long begun = done;
-    Pixels<kCount> next;
-    if ((unsigned)top < end) next.load(in, ins);
-    float open[kSize - 1][kTileColumns][kPair] = {};
+    InputRow<kSize> input;
+    if ((unsigned)top < end) input.next.load(in, ins);
+    // Sums of the rows of outputs that some inputs have been added to, and some have not.
+    Sums open[kSize - 1] = {};
 #pragma unroll 1
     for (int i = 0; i < rows + kSize - 1; ++i) {
       const bool is_there = (unsigned)(top + i) < end;
-      float values[kCount][kPair];
-      next.read(values);
-      if (!kSkipsRows<kSize> && !is_there) {
-#pragma unroll
-        for (int x = 0; x < kCount; ++x) {
-          unsigned zero = 0;
-          settle(zero);
-          values[x][0] = values[x][1] = __uint_as_float(zero);
-        }
-      }
+      input.advance();
+      if (!kSkipsRows<kSize> && !is_there) input.clear();
       in += line;
-      if ((unsigned)(top + i + 1) < end) next.load(in, ins);
+      if ((unsigned)(top + i + 1) < end) input.next.load(in, ins);
+      const bool has_residual = call.residual != nullptr && i < rows;
       Pixels<kTileColumns> residual;
-      // The outputs that it adds to, from the row that is done with it to the one that it is the
-      // first of. When sums have been added to, they have moved up by one row.
+      // It is the last of the inputs of the first of these rows, and the first one's of the last.
+      // Whatever is added to sums moves them up, to where they are for the next row.
 #pragma unroll
       for (int y = 0; y < kSize; ++y) {
         const int tap = kSize - 1 - y;
@@ -151,15 +189,10 @@ __device__ void forward(const DepthwiseConvCall& call) {
           for (int k = 0; k < kPair; ++k) sums[x][k] = y < kSize - 1 ? open[y][x][k] : bias[k];
         }
         if (!kSkipsRows<kSize> || (is_there && (unsigned)(i - tap) < (unsigned)rows)) {
-#pragma unroll
-          for (int t = 0; t < kSize; ++t) {
-            const float2 weight = taps[tap * kSize + t];
-#pragma unroll
-            for (int x = 0; x < kTileColumns; ++x) add_product(sums[x], weight, values[x + t]);
-          }
+          input.add_to(sums, taps, tap);
         } else {
-          // An instruction, which moves them: what moves nothing but registers would do so before
-          // the branch, for both sides.
+          // Moves them by an instruction of its own: mere copies would be made before the branch,
+          // for either side.
 #pragma unroll
           for (int x = 0; x < kTileColumns; ++x) {
 #pragma unroll
@@ -168,23 +201,16 @@ __device__ void forward(const DepthwiseConvCall& call) {
         }
         if (y == 0) {
           if (i >= kSize - 1) {
-            if (call.before != nullptr) store((char*)call.before + done, outs, sums);
-            switch (call.activation) {
-#define CASE(name, Name) \
-  case k##Name: activate<Name>(sums); break;
-              CUDNN_OPS_ACTIVATIONS(CASE)
-#undef CASE
-            }
-            store((char*)call.out + done, outs, sums);
+            finish(call, done, outs, sums);
             done += out_line;
           }
-          if (call.residual != nullptr && i < rows) {
+          if (has_residual) {
             residual.load((const char*)call.residual + begun, outs);
             begun += out_line;
           }
           continue;
         }
-        if (y == kSize - 1 && call.residual != nullptr) {
+        if (y == kSize - 1 && has_residual) {
 #pragma unroll
           for (int x = 0; x < kTileColumns; ++x) {
             ((const Numbers&)residual.pixels[x]).add_to(sums[x]);
