@@ -354,9 +354,11 @@ def depthwise_images() -> Iterator[Sample]:
     for name, dtype in TYPES.items():
         for kernel in (3, 5, 7):
             for stride in (1, 2):
-                call = partial(run, dtype, 72, kernel, stride, 0)
+                call = partial(run, dtype, 70, kernel, stride, 0)
                 step = f"rolling_{kernel}" if stride == 1 else f"forward_{kernel}_{stride}"
                 yield f"depthwise_conv_{step}, {name}", call
+        if dtype.itemsize == 2:
+            yield f"depthwise_conv_rolling_3_wide, {name}", partial(run, dtype, 72, 3, 1, 0)
         for kind, channels in (("pairs", 66), ("singles", 5)):
             call = partial(run, dtype, channels, 3, 2, 4)
             yield f"depthwise_conv_forward_{kind}, {name}", call

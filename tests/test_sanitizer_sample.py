@@ -71,7 +71,7 @@ def depthwise_kernels() -> set[str]:
     any_size = {
         f"{step}_{kind}" for step in ("forward", "input", "weight") for kind in ("pairs", "singles")
     }
-    names = sized | any_size | {"add_up"}
+    names = sized | any_size | {"rolling_3_wide", "add_up"}
     return {f"depthwise_conv_{name}" for name in names}
 
 

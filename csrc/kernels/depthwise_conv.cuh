@@ -54,17 +54,17 @@ struct Row {
 template <int kSize>
 constexpr bool kSkipsRows = kSize > 3;
 
-// Two channels as memory has them: in words, since a zero takes one instruction to a word.
-template <class Bits>
-struct alignas(kPair * sizeof(Bits)) PairOf {
-  unsigned words[kPair * sizeof(Bits) / sizeof(unsigned)];
+// Channels as memory has them: in words, since a zero takes one instruction to a word.
+template <int kWidth>
+struct alignas(kWidth * sizeof(Bits)) Words {
+  unsigned words[kWidth * sizeof(Bits) / sizeof(unsigned)];
 };
 
 // Pixels side by side in the rows of one tile, of a thread's two channels. Where they are in a row,
 // and which of them exist, is found out once for all rows.
 template <int kCount>
 struct Strip {
-  using Vector = PairOf<Bits>;
+  using Vector = Words<kPair>;
   const Vector* first;
   long long line;  // in pieces, from one row to the next
   unsigned exists, offsets[kCount];
@@ -110,17 +110,17 @@ __device__ void for_tiles(const DepthwiseConvShape& shape, const Place& place, c
 
 // The block's weights as [taps][channels], in float32: two more numbers to a row spread what
 // threads write over banks.
-template <int kAll>
+template <int kAll, int kWidth = kPair>
 struct Taps {
-  static constexpr int kStep = kPair * kMostPieces + 2;
+  static constexpr int kStep = kWidth * (kMostPieces + 1);
   const float* own;
 
   __device__ Taps(const DepthwiseConvCall& call, const Place& place) {
     extern __shared__ float shared[];
     const auto& shape = call.shape;
-    const int first = (place.piece - place.own) * kPair;
-    const int count = min(shape.pieces * kPair, shape.channels - first);
-    own = shared + place.own * kPair;
+    const int first = (place.piece - place.own) * kWidth;
+    const int count = min(shape.pieces * kWidth, shape.channels - first);
+    own = shared + place.own * kWidth;
     const auto* weight = (const Bits*)call.weight + (long long)first * kAll;
     // Several are on their way at once: blocks have nothing else to do meanwhile.
     constexpr int kBatch = kAll < 25 ? kAll / 2 + 1 : 13;
@@ -140,15 +140,20 @@ struct Taps {
     }
     __syncthreads();
   }
-  __device__ float2 operator[](int tap) const {
-    return *(const float2*)(own + tap * kStep);
+  // Those of a thread's channels.
+  struct alignas(kWidth * sizeof(float)) Own {
+    float channels[kWidth];
+  };
+  __device__ Own operator[](int tap) const {
+    return *(const Own*)(own + tap * kStep);
   }
 };
 
-__device__ inline void add_product(float (&sum)[kPair], float2 weight,
-                                   const float (&value)[kPair]) {
-  sum[0] = fmaf(weight.x, value[0], sum[0]);
-  sum[1] = fmaf(weight.y, value[1], sum[1]);
+template <int kWidth>
+__device__ void add_product(float (&sum)[kWidth], const float (&weight)[kWidth],
+                            const float (&value)[kWidth]) {
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) sum[k] = fmaf(weight[k], value[k], sum[k]);
 }
 
 // The bounds of a launch, in parentheses: threads of a block, and blocks of a multiprocessor.

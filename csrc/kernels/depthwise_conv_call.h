@@ -6,6 +6,8 @@ namespace depthwise_images {
 
 // Channels of a thread where they are even in number.
 constexpr int kPair = 2;
+// The same for kernels that have more of them.
+constexpr int kWide = 4;
 // Pieces of the channels that a block has at most: a warp's.
 constexpr int kMostPieces = 32;
 // Outputs of a thread, for kernels of a size that is known; images are often multiples of 7 wide.

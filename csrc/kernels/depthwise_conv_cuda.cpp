@@ -33,6 +33,8 @@ constexpr int kFloatBytes = sizeof(float);
 struct TypeKernels {
   // Of three, five and seven taps each way: for strides of 1, of 2, and of either.
   DeviceKernel rolling[3], forward[3], weight[2][3];
+  // Of three taps and strides of 1, for four channels of a thread: in half precision alone.
+  DeviceKernel wide;
   // For strides of 2.
   DeviceKernel input[3];
   // Of any geometry, by the channels of a thread.
@@ -48,14 +50,15 @@ struct TypeKernels {
   {CUDNN_OPS_SIZES(images, name, "_1"), CUDNN_OPS_SIZES(images, name, "_2")}
 #define CUDNN_OPS_WIDTHS(images, name) \
   {CUDNN_OPS_KERNEL(images, name "_singles"), CUDNN_OPS_KERNEL(images, name "_pairs")}
-#define CUDNN_OPS_KERNELS(Type)                                           \
-  {CUDNN_OPS_SIZES(kDepthwiseConvRolling##Type##Images, "rolling", ""),   \
-   CUDNN_OPS_SIZES(kDepthwiseConvForward##Type##Images, "forward", "_2"), \
-   CUDNN_OPS_STRIDES(kDepthwiseConvWeight##Type##Images, "weight"),       \
-   CUDNN_OPS_SIZES(kDepthwiseConvInput##Type##Images, "input", ""),       \
-   CUDNN_OPS_WIDTHS(kDepthwiseConvForward##Type##Images, "forward"),      \
-   CUDNN_OPS_WIDTHS(kDepthwiseConvWeight##Type##Images, "weight"),        \
-   CUDNN_OPS_WIDTHS(kDepthwiseConvInput##Type##Images, "input"),          \
+#define CUDNN_OPS_KERNELS(Type)                                             \
+  {CUDNN_OPS_SIZES(kDepthwiseConvRolling##Type##Images, "rolling", ""),     \
+   CUDNN_OPS_SIZES(kDepthwiseConvForward##Type##Images, "forward", "_2"),   \
+   CUDNN_OPS_STRIDES(kDepthwiseConvWeight##Type##Images, "weight"),         \
+   CUDNN_OPS_KERNEL(kDepthwiseConvRolling##Type##Images, "rolling_3_wide"), \
+   CUDNN_OPS_SIZES(kDepthwiseConvInput##Type##Images, "input", ""),         \
+   CUDNN_OPS_WIDTHS(kDepthwiseConvForward##Type##Images, "forward"),        \
+   CUDNN_OPS_WIDTHS(kDepthwiseConvWeight##Type##Images, "weight"),          \
+   CUDNN_OPS_WIDTHS(kDepthwiseConvInput##Type##Images, "input"),            \
    CUDNN_OPS_KERNEL(kDepthwiseConvWeight##Type##Images, "add_up")}
 
 const TypeKernels& kernels_of(at::ScalarType dtype) {
@@ -110,11 +113,11 @@ struct Tiling {
   // Of `tiles` tiles of all images.
   Tiling(const DepthwiseConvShape& shape, int64_t width, int64_t threads, int64_t tiles) {
     // Blocks begin with a sector of memory where there are several side by side.
-    constexpr int64_t kSector = 8;
+    const int64_t sector = width == kWide ? 4 : 8;
     const int64_t all = shape.channels / width;
     strips = divide_up(all, kMostPieces);
     pieces = divide_up(all, strips);
-    if (strips > 1) pieces = divide_up(pieces, kSector) * kSector;
+    if (strips > 1) pieces = divide_up(pieces, sector) * sector;
     rows = threads / pieces;
     sets = divide_up(tiles, rows);
   }
@@ -155,32 +158,29 @@ int64_t tiles_of(DepthwiseConvShape& shape, int64_t down, int64_t across) {
   return shape.batch * down * across;
 }
 
-// Of the taps that a block keeps, of so many pieces: all of them as in Taps of depthwise_conv.cuh,
-// some as in stage_taps() of depthwise_conv_forward.cu.
-int taps_bytes(int64_t pieces, int64_t width, int64_t taps) {
-  constexpr int64_t kSpread = 2;
-  return static_cast<int>(taps * (width * pieces + kSpread) * kFloatBytes);
-}
-int taps_bytes(const DepthwiseConvShape& shape) {
-  return taps_bytes(kMostPieces, kPair, int64_t{shape.taps[1]} * shape.taps[2]);
+// Of the taps that a block keeps, all of them as in Taps of depthwise_conv.cuh.
+int taps_bytes(const DepthwiseConvShape& shape, int64_t width = kPair) {
+  const int64_t taps = int64_t{shape.taps[1]} * shape.taps[2];
+  return static_cast<int>(taps * width * (kMostPieces + 1) * kFloatBytes);
 }
 
 // Cuts columns of tiles, down which threads go row by row, into stretches that take the least time,
 // as far as that can be told from outside. Where there are many threads a multiprocessor computes
 // all the time, its blocks' rows one after another; and begins each with work of some rows. Where
 // there are few, they wait for each row of the input that they read, for as long as the block takes
-// to compute with some: fewer for more taps.
-Tiling cut_columns(DepthwiseConvShape& shape, const DeviceKernel& kernel) {
+// to compute with some: fewer for more taps and channels.
+Tiling cut_columns(DepthwiseConvShape& shape, const DeviceKernel& kernel, int64_t width) {
   constexpr int64_t kBeginning = 2, kMostWait = 5, kManyWaves = 4;
   const int64_t rows = std::max(shape.out_size[1], 1), taps = shape.taps[1];
-  const int64_t wait = kMostWait - taps / 2, processors = current_limits().processors;
+  const int64_t wait = kMostWait - taps / 2 - width / kWide;
+  const int64_t processors = current_limits().processors;
   const int64_t across = divide_up(shape.out_size[2], kTileColumns);
   int64_t least = std::numeric_limits<int64_t>::max();
   for (int64_t parts = 1; parts <= rows; parts += 1 + parts / 8) {
     const int64_t stretch = divide_up(rows, parts), down = divide_up(rows, stretch);
-    const Tiling tiling(shape, kPair, kRollingThreads, shape.batch * down * across);
+    const Tiling tiling(shape, width, kRollingThreads, shape.batch * down * across);
     const int64_t blocks = tiling.strips * tiling.sets;
-    const int64_t resident = kernel.resident_blocks(tiling.threads(), taps_bytes(shape));
+    const int64_t resident = kernel.resident_blocks(tiling.threads(), taps_bytes(shape, width));
     const int64_t computing = divide_up(blocks, processors) * (stretch + kBeginning);
     const int64_t waiting = divide_up(blocks, resident) * (stretch + taps - 1) * wait;
     const int64_t time = std::max(computing, waiting);
@@ -191,7 +191,7 @@ Tiling cut_columns(DepthwiseConvShape& shape, const DeviceKernel& kernel) {
     if (blocks > kManyWaves * resident) break;
   }
   const int64_t tiles = tiles_of(shape, divide_up(rows, shape.stretch), across);
-  return tiling_of(shape, kPair, tiles, kRollingThreads);
+  return tiling_of(shape, width, tiles, kRollingThreads);
 }
 
 void launch(const DeviceKernel& kernel, DepthwiseConvCall& call, const Tiling& tiling,
@@ -202,21 +202,38 @@ void launch(const DeviceKernel& kernel, DepthwiseConvCall& call, const Tiling& t
   kernel.launch(blocks, 1, tiling.threads(), &argument, shared_bytes);
 }
 
+// Whether images can be read and written four channels at a time, by the kernel that does so.
+bool can_be_wide(const DepthwiseConvCall& call, at::ScalarType dtype) {
+  const auto& shape = call.shape;
+  const void* const images[] = {call.input, call.residual, call.before, call.out};
+  uintptr_t addresses = 0;
+  for (const void* image : images) addresses |= reinterpret_cast<uintptr_t>(image);
+  const size_t bytes = c10::elementSize(dtype);
+  return bytes == 2 && shape.taps[1] == 3 && shape.channels % kWide == 0 &&
+         addresses % (kWide * bytes) == 0;
+}
+
 // Of a convolution, or of the gradient of its input as one.
-void launch_forward(DepthwiseConvCall& call, const TypeKernels& kernels) {
+void launch_forward(DepthwiseConvCall& call, at::ScalarType dtype) {
+  const auto& kernels = kernels_of(dtype);
   auto& shape = call.shape;
   const int size = index_of_size(shape);
   const int64_t width = shape.channels % kPair == 0 ? kPair : 1;
   if (size < 0) {
+    constexpr int64_t kSpread = 2;  // as in stage_taps() of depthwise_conv_forward.cu
     const int64_t tiles = tiles_of(shape, int64_t{shape.out_size[0]} * shape.out_size[1],
                                    divide_up(shape.out_size[2], kRun));
     const Tiling tiling = tiling_of(shape, width, tiles);
     return launch(kernels.forward_any[width - 1], call, tiling,
-                  taps_bytes(tiling.pieces, width, std::min(shape.taps[2], kStaged)));
+                  static_cast<int>(std::min(shape.taps[2], kStaged) *
+                                   (width * tiling.pieces + kSpread) * kFloatBytes));
   }
   if (shape.stride[1] == 1) {
-    const auto& kernel = kernels.rolling[size];
-    return launch(kernel, call, cut_columns(shape, kernel), taps_bytes(shape));
+    const bool is_wide = can_be_wide(call, dtype);
+    const int64_t of_thread = is_wide ? kWide : kPair;
+    const auto& kernel = is_wide ? kernels.wide : kernels.rolling[size];
+    return launch(kernel, call, cut_columns(shape, kernel, of_thread),
+                  taps_bytes(shape, of_thread));
   }
   const int64_t tiles = tiles_of(shape, divide_up(shape.out_size[1], kTileRows),
                                  divide_up(shape.out_size[2], kTileColumns));
@@ -264,12 +281,11 @@ void depthwise_conv(const at::Tensor& input, const at::Tensor& weight,
   call.before = before.defined() ? before.mutable_data_ptr() : nullptr;
   call.out = out.mutable_data_ptr();
   call.activation = static_cast<int>(activation);
-  launch_forward(call, kernels_of(input.scalar_type()));
+  launch_forward(call, input.scalar_type());
 }
 
 void depthwise_conv_input(const at::Tensor& grad_out, const at::Tensor& weight,
                           const DepthwiseConvSteps& steps, const at::Tensor& grad_input) {
-  const auto& kernels = kernels_of(grad_out.scalar_type());
   DepthwiseConvCall call{};
   call.input = grad_out.const_data_ptr();
   call.weight = weight.const_data_ptr();
@@ -283,8 +299,9 @@ void depthwise_conv_input(const at::Tensor& grad_out, const at::Tensor& weight,
     }
     call.shape = shape_of(grad_out, grad_input, weight, turned);
     call.is_turned = true;
-    return launch_forward(call, kernels);
+    return launch_forward(call, grad_out.scalar_type());
   }
+  const auto& kernels = kernels_of(grad_out.scalar_type());
   call.shape = shape_of(grad_input, grad_out, weight, steps);
   auto& shape = call.shape;
   const int size = shape.stride[1] == 2 ? index_of_size(shape) : -1;

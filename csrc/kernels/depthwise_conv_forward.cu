@@ -109,10 +109,10 @@ __device__ void forward(const DepthwiseConvCall& call) {
         if (tap < 0 || tap >= kSize) continue;
 #pragma unroll
         for (int t = 0; t < kSize; ++t) {
-          const float2 weight = taps[tap * kSize + t];
+          const auto weight = taps[tap * kSize + t];
 #pragma unroll
           for (int x = 0; x < kTileColumns; ++x) {
-            add_product(outputs.sums[y][x], weight, values[x * kStride + t]);
+            add_product(outputs.sums[y][x], weight.channels, values[x * kStride + t]);
           }
         }
       }

@@ -41,10 +41,10 @@ __device__ void input_gradient(const DepthwiseConvCall& call) {
         if (tap >= kSize) continue;
 #pragma unroll
         for (int t = 0; t < kSize; ++t) {
-          const float2 weight = taps[tap * kSize + t];
+          const auto weight = taps[tap * kSize + t];
 #pragma unroll
           for (int x = 0; x < kHalf; ++x) {
-            add_product(sums[y][2 * x + t % 2], weight, values[x - t / 2 + kReach]);
+            add_product(sums[y][2 * x + t % 2], weight.channels, values[x - t / 2 + kReach]);
           }
         }
       }

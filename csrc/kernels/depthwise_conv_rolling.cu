@@ -1,7 +1,7 @@
 // Depthwise convolutions of images as in depthwise_conv_forward.cu, of a size that is known and
-// with strides of 1. A thread has two channels, and some columns of outputs; it goes down the rows
-// of the input, each of which it reads while it computes with the one before, and adds to the
-// outputs of all rows that are reached from there. Compiled when the package is built
+// with strides of 1. A thread has two channels or four, and some columns of outputs; it goes down
+// the rows of the input, each of which it reads while it computes with the one before, and adds to
+// the outputs of all rows that are reached from there. Compiled when the package is built
 // (cmake/compile_kernels.py); depthwise_conv_cuda.cpp launches it.
 
 #include "depthwise_conv.cuh"
@@ -10,15 +10,16 @@
 
 namespace {
 
-using Pixel = PairOf<Bits>;
-using Numbers = Piece<Type, kPair>;
+template <int kWidth>
+using Numbers = Piece<Type, kWidth>;
 
 // As exact as the results, whose digits are few in half precision.
 using Silu = SiluOf<Type::kDigits>;
 using GeluTanh = GeluTanhOf<Type::kDigits>;
 
 // Outputs side by side, or sums that become them.
-using Sums = float[kTileColumns][kPair];
+template <int kWidth>
+using Sums = float[kTileColumns][kWidth];
 
 // Here the compiler has to have computed this, and what depends on it only from here on: else it
 // would keep in registers what takes one instruction to compute.
@@ -32,12 +33,13 @@ __device__ inline void settle(float& value) {
 }
 
 // Where a thread's channels of some pixels side by side are, and which of those exist.
+template <int kWidth>
 struct Segment {
   unsigned step, exists;  // in bytes, from one to the next; a bit for each
 
   // Counts them from column `left` on, of a row of so many.
   __device__ Segment(const Place& place, int left, int width, int count)
-      : step(place.pieces * (unsigned)sizeof(Pixel)), exists(0) {
+      : step(place.pieces * (unsigned)sizeof(Words<kWidth>)), exists(0) {
 #pragma unroll
     for (int i = 0; i < count; ++i) {
       if ((unsigned)(left + i) < (unsigned)width) exists |= 1u << i;
@@ -60,91 +62,98 @@ struct Segment {
 };
 
 // Pixels of a row, as memory has them.
-template <int kCount>
+template <int kCount, int kWidth>
 struct Pixels {
+  using Pixel = Words<kWidth>;
   Pixel pixels[kCount];
 
-  __device__ void load(const char* row, const Segment& segment) {
-    segment.for_each<kCount>(row, [&](int i, const char* at) { pixels[i] = *(const Pixel*)at; });
+  __device__ void load(const char* row, const Segment<kWidth>& segment) {
+    segment.template for_each<kCount>(
+        row, [&](int i, const char* at) { pixels[i] = *(const Pixel*)at; });
   }
-  __device__ void read(float (&values)[kCount][kPair]) const {
+  __device__ void read(float (&values)[kCount][kWidth]) const {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) ((const Numbers&)pixels[i]).read(values[i]);
+    for (int i = 0; i < kCount; ++i) ((const Numbers<kWidth>&)pixels[i]).read(values[i]);
   }
 };
 
 // A row of the input, as far as it serves a row of outputs. The one after it is on its way.
-template <int kSize>
+template <int kSize, int kWidth>
 struct InputRow {
   static constexpr int kCount = kTileColumns + kSize - 1;
-  float values[kCount][kPair];
-  Pixels<kCount> next = {};  // zeros where there are never any pixels
+  float values[kCount][kWidth];
+  Pixels<kCount, kWidth> next = {};  // zeros where there are never any pixels
 
   __device__ void advance() {
     next.read(values);
     // Before `next` is loaded again: there are registers for one of them, and for the values.
 #pragma unroll
-    for (int i = 0; i < kCount * kPair; ++i) settle(values[i / kPair][i % kPair]);
+    for (int i = 0; i < kCount * kWidth; ++i) settle(values[i / kWidth][i % kWidth]);
   }
   // For a row that there is none of. It is what hardly ever happens, and no choice for each value.
   __device__ void clear() {
 #pragma unroll
-    for (int i = 0; i < kCount * kPair; ++i) {
-      values[i / kPair][i % kPair] = 0;
-      settle(values[i / kPair][i % kPair]);
+    for (int i = 0; i < kCount * kWidth; ++i) {
+      values[i / kWidth][i % kWidth] = 0;
+      settle(values[i / kWidth][i % kWidth]);
     }
   }
   // What it adds to outputs that it meets with one row of the taps.
-  __device__ void add_to(Sums& sums, const Taps<kSize * kSize>& taps, int row) const {
+  __device__ void add_to(Sums<kWidth>& sums, const Taps<kSize * kSize, kWidth>& taps,
+                         int row) const {
 #pragma unroll
     for (int t = 0; t < kSize; ++t) {
-      const float2 weight = taps[row * kSize + t];
+      const auto weight = taps[row * kSize + t];
 #pragma unroll
-      for (int x = 0; x < kTileColumns; ++x) add_product(sums[x], weight, values[x + t]);
+      for (int x = 0; x < kTileColumns; ++x) add_product(sums[x], weight.channels, values[x + t]);
     }
   }
 };
 
-template <class Activation>
-__device__ void activate(Sums& sums) {
+template <class Activation, int kWidth>
+__device__ void activate(Sums<kWidth>& sums) {
 #pragma unroll
-  for (int i = 0; i < kTileColumns * kPair; ++i) {
-    float& sum = sums[i / kPair][i % kPair];
+  for (int i = 0; i < kTileColumns * kWidth; ++i) {
+    float& sum = sums[i / kWidth][i % kWidth];
     sum = Activation::of(sum).x;
   }
 }
 
-__device__ void store(void* data, long long row, const Segment& segment, const Sums& sums) {
-  segment.for_each<kTileColumns>((char*)data + row,
-                                 [&](int x, char* at) { *(Numbers*)at = Numbers::of(sums[x]); });
+template <int kWidth>
+__device__ void store(void* data, long long row, const Segment<kWidth>& segment,
+                      const Sums<kWidth>& sums) {
+  segment.template for_each<kTileColumns>((char*)data + row, [&](int x, char* at) {
+    *(Numbers<kWidth>*)at = Numbers<kWidth>::of(sums[x]);
+  });
 }
 
 // Writes outputs whose sums are complete.
-__device__ void finish(const DepthwiseConvCall& call, long long row, const Segment& segment,
-                       Sums& sums) {
+template <int kWidth>
+__device__ void finish(const DepthwiseConvCall& call, long long row, const Segment<kWidth>& segment,
+                       Sums<kWidth>& sums) {
   const bool is_bare = call.before == nullptr && call.activation == kNone;
   if (is_bare) return store(call.out, row, segment, sums);
   if (call.before != nullptr) store(call.before, row, segment, sums);
   switch (call.activation) {
 #define CASE(name, Name) \
-  case k##Name: activate<Name>(sums); break;
+  case k##Name: activate<Name, kWidth>(sums); break;
     CUDNN_OPS_ACTIVATIONS(CASE)
 #undef CASE
   }
   store(call.out, row, segment, sums);
 }
 
-template <int kSize>
+template <int kSize, int kWidth>
 __device__ void forward(const DepthwiseConvCall& call) {
   const auto& shape = call.shape;
-  const Place place(shape, kPair, blockIdx.x);
-  const Taps<kSize * kSize> taps(call, place);
+  const Place place(shape, kWidth, blockIdx.x);
+  const Taps<kSize * kSize, kWidth> taps(call, place);
   if (place.piece >= place.pieces) return;
-  float bias[kPair] = {};
+  float bias[kWidth] = {};
   if (call.bias != nullptr) {
 #pragma unroll
-    for (int k = 0; k < kPair; ++k) {
-      bias[k] = Type::read(((const Bits*)call.bias)[place.piece * kPair + k]);
+    for (int k = 0; k < kWidth; ++k) {
+      bias[k] = Type::read(((const Bits*)call.bias)[place.piece * kWidth + k]);
     }
   }
   const int height = shape.size[1], width = shape.size[2];
@@ -155,19 +164,19 @@ __device__ void forward(const DepthwiseConvCall& call) {
     // Their inputs are in the rows from `top` to before `end`, of which some need not exist.
     const int top = start - shape.padding[1], left = column - shape.padding[2];
     const unsigned end = max(min(height, top + rows + kSize - 1), 0);
-    const Segment ins(place, left, width, InputRow<kSize>::kCount);
-    const Segment outs(place, column, out_width, kTileColumns);
+    const Segment<kWidth> ins(place, left, width, InputRow<kSize, kWidth>::kCount);
+    const Segment<kWidth> outs(place, column, out_width, kTileColumns);
     const long long line = (long long)width * ins.step, out_line = (long long)out_width * ins.step;
-    const int first = place.piece * sizeof(Pixel);
+    const int first = place.piece * sizeof(Words<kWidth>);
     const auto* in = (const char*)call.input + (image * height + top) * line +
                      (long long)left * ins.step + first;
     // Of the outputs, where the row is that is complete next, and the one that is begun next.
     long long done = (image * out_height + start) * out_line + (long long)column * ins.step + first;
     long long begun = done;
-    InputRow<kSize> input;
+    InputRow<kSize, kWidth> input;
     if ((unsigned)top < end) input.next.load(in, ins);
-    // Sums of the rows of outputs that some inputs have been added to, and some have not.
-    Sums open[kSize - 1] = {};
+    // Sums<kWidth> of the rows of outputs that some inputs have been added to, and some have not.
+    Sums<kWidth> open[kSize - 1] = {};
 #pragma unroll 1
     for (int i = 0; i < rows + kSize - 1; ++i) {
       const bool is_there = (unsigned)(top + i) < end;
@@ -176,17 +185,17 @@ __device__ void forward(const DepthwiseConvCall& call) {
       in += line;
       if ((unsigned)(top + i + 1) < end) input.next.load(in, ins);
       const bool has_residual = call.residual != nullptr && i < rows;
-      Pixels<kTileColumns> residual;
+      Pixels<kTileColumns, kWidth> residual;
       // It is the last of the inputs of the first of these rows, and the first one's of the last.
       // Whatever is added to sums moves them up, to where they are for the next row.
 #pragma unroll
       for (int y = 0; y < kSize; ++y) {
         const int tap = kSize - 1 - y;
-        Sums sums;
+        Sums<kWidth> sums;
 #pragma unroll
         for (int x = 0; x < kTileColumns; ++x) {
 #pragma unroll
-          for (int k = 0; k < kPair; ++k) sums[x][k] = y < kSize - 1 ? open[y][x][k] : bias[k];
+          for (int k = 0; k < kWidth; ++k) sums[x][k] = y < kSize - 1 ? open[y][x][k] : bias[k];
         }
         if (!kSkipsRows<kSize> || (is_there && (unsigned)(i - tap) < (unsigned)rows)) {
           input.add_to(sums, taps, tap);
@@ -196,7 +205,7 @@ __device__ void forward(const DepthwiseConvCall& call) {
 #pragma unroll
           for (int x = 0; x < kTileColumns; ++x) {
 #pragma unroll
-            for (int k = 0; k < kPair; ++k) sums[x][k] += 0.0f;
+            for (int k = 0; k < kWidth; ++k) sums[x][k] += 0.0f;
           }
         }
         if (y == 0) {
@@ -213,13 +222,13 @@ __device__ void forward(const DepthwiseConvCall& call) {
         if (y == kSize - 1 && has_residual) {
 #pragma unroll
           for (int x = 0; x < kTileColumns; ++x) {
-            ((const Numbers&)residual.pixels[x]).add_to(sums[x]);
+            ((const Numbers<kWidth>&)residual.pixels[x]).add_to(sums[x]);
           }
         }
 #pragma unroll
         for (int x = 0; x < kTileColumns; ++x) {
 #pragma unroll
-          for (int k = 0; k < kPair; ++k) open[y - 1][x][k] = sums[x][k];
+          for (int k = 0; k < kWidth; ++k) open[y - 1][x][k] = sums[x][k];
         }
       }
     }
@@ -230,6 +239,20 @@ __device__ void forward(const DepthwiseConvCall& call) {
 
 // A multiprocessor's blocks are as many as have registers for all of this.
 constexpr int kAtOnce = sizeof(Bits) == 2 ? 6 : 5;
-DEPTHWISE_CONV(rolling_3, DepthwiseConvCall, forward<3>, (kRollingThreads, kAtOnce - 1))
-DEPTHWISE_CONV(rolling_5, DepthwiseConvCall, forward<5>, (kRollingThreads, kAtOnce - 2))
-DEPTHWISE_CONV(rolling_7, DepthwiseConvCall, forward<7>, (kRollingThreads, kAtOnce - 3))
+#define ROLLING(name, size, width, blocks)                                  \
+  DEPTHWISE_CONV(rolling_##name, DepthwiseConvCall, (forward<size, width>), \
+                 (kRollingThreads, blocks))
+ROLLING(3, 3, kPair, kAtOnce - 1)
+ROLLING(5, 5, kPair, kAtOnce - 2)
+ROLLING(7, 7, kPair, kAtOnce - 3)
+
+// With few taps much of the work is to find out where numbers are: more channels share it. In
+// single precision there are no registers for that.
+#define IS_HALF_Half 1
+#define IS_HALF_BFloat16 1
+#define IS_HALF_Float 0
+#define JOIN(prefix, type) prefix##type
+#define IS_HALF(type) JOIN(IS_HALF_, type)
+#if IS_HALF(KERNEL_TYPE)
+ROLLING(3_wide, 3, kWide, 3)
+#endif

@@ -98,7 +98,7 @@ __device__ void weight_gradient(const DepthwiseConvWeightCall& call) {
             const int t = c - x * kStride;
             if (t < 0 || t >= kSize) continue;
             const float (&grad_of)[kPair] = grads[y][x];
-            add_product(sums[tap][t], {grad_of[0], grad_of[1]}, values[c]);
+            add_product(sums[tap][t], grad_of, values[c]);
           }
         }
       }

@@ -41,17 +41,18 @@ CASES = (
     Case((1, 8, 9), 5, 1, 1, (2, 3), (1, 2), (0, 2), (2, 1), activation="gelu"),
 )
 #: Where threads go down rows, for each number of taps: stretches of several lengths, tiles that are
-#: not full, images smaller than the kernel, zeros on more sides than taps reach and on none, one
-#: pair of channels, more of them than a block has, and blocks with sets of tiles one after another.
+#: not full, images smaller than the kernel, more zeros than taps reach and none, one pair of
+#: channels and one of four, more of them than a block has, and blocks with sets of tiles one after
+#: another.
 ROLLING = (
     *(
         (sizes, channels, None)
         for sizes in ((1, 13, 8), (30, 9, 8), (90, 9, 6))
-        for channels in (2, 6)
+        for channels in (2, 6, 12)
     ),
     *((sizes, 4, None) for sizes in ((1, 1, 1), (2, 2, 3), (3, 1, 20))),
     *(((2, 9, 16), 4, padding) for padding in ((0, 0), (9, 0), (1, 8))),
-    *((sizes, 66, None) for sizes in ((1, 7, 7), (60, 5, 15))),
+    *((sizes, channels, None) for sizes in ((1, 7, 7), (60, 5, 15)) for channels in (66, 132)),
 )
 TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -65,6 +66,19 @@ def rolling_cases() -> Iterator[Case]:
 
 def check_both(case: Case, dtype: torch.dtype) -> None:
     check_input_gradient(case, dtype, *check_forward(case, dtype))
+
+
+def check_odd_address(dtype: torch.dtype) -> None:
+    """Two channels at a time where four are not at a multiple of their size."""
+    torch.manual_seed(0)
+    x, weight = draw(dtype, 2, 8, 9, 10), draw(dtype, 8, 1, 3, 3)
+    memory = torch.empty(2 + x.numel(), dtype=dtype)
+    moved = to_gpu(memory)[2:].as_strided(x.shape, x.stride())
+    moved.copy_(to_gpu(x))
+    found = cudnn_ops.conv2d(moved, to_gpu(weight), None, padding=1, groups=8)
+    exact = F.conv2d(x.double(), weight.double(), None, padding=1, groups=8)
+    epsilon = torch.finfo(dtype).eps
+    torch.testing.assert_close(from_gpu(found).double(), exact, rtol=2 * epsilon, atol=32 * epsilon)
 
 
 def check_before(taps: int, dtype: torch.dtype) -> None:
@@ -99,6 +113,7 @@ def main() -> None:
                 yield (case, dtype), partial(check_forward, case, dtype)
             for case in rolling_cases():
                 yield (case, dtype), partial(check_both, case, dtype)
+            yield dtype, partial(check_odd_address, dtype)
             for taps in (3, 5, 7):
                 yield (taps, dtype), partial(check_before, taps, dtype)
 

@@ -13,5 +13,5 @@ from tests.deviceless.fake_runtime import launched_on_a_cpu
 def test_what_they_compute(runtime, tmp_path):
     launched = launched_on_a_cpu("tests.deviceless.depthwise_kernels", tmp_path)
     forward = [f"forward_{name}" for name in ("3_2", "5_2", "7_2", "pairs", "singles")]
-    rolling = [f"rolling_{size}" for size in (3, 5, 7)]
+    rolling = [f"rolling_{name}" for name in ("3", "3_wide", "5", "7")]
     assert launched == [f"depthwise_conv_{name}" for name in (*forward, *rolling)]
