@@ -118,24 +118,26 @@ struct Taps {
   __device__ Taps(const DepthwiseConvCall& call, const Place& place) {
     extern __shared__ float shared[];
     const auto& shape = call.shape;
-    const int first = (place.piece - place.own) * kWidth;
-    const int count = min(shape.pieces * kWidth, shape.channels - first);
+    const int channel_of_block = (place.piece - place.own) * kWidth;
+    const unsigned count = kAll * min(shape.pieces * kWidth, shape.channels - channel_of_block);
     own = shared + place.own * kWidth;
-    const auto* weight = (const Bits*)call.weight + (long long)first * kAll;
+    const auto* weight = (const Bits*)call.weight + (long long)channel_of_block * kAll;
+    const int first = call.is_turned ? (kAll - 1) * kStep : 0;
+    const int step = call.is_turned ? -kStep : kStep;
     // Several are on their way at once: blocks have nothing else to do meanwhile.
     constexpr int kBatch = kAll < 25 ? kAll / 2 + 1 : 13;
-    for (int begin = threadIdx.x; begin < count * kAll; begin += kBatch * blockDim.x) {
+    for (unsigned begin = threadIdx.x; begin < count; begin += kBatch * blockDim.x) {
       Bits found[kBatch];
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
-        const int i = begin + b * blockDim.x;
-        if (i < count * kAll) found[b] = weight[i];
+        const unsigned i = begin + b * blockDim.x;
+        if (i < count) found[b] = weight[i];
       }
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
-        const int i = begin + b * blockDim.x, channel = i / kAll, tap = i - channel * kAll;
-        if (i >= count * kAll) break;
-        shared[(call.is_turned ? kAll - 1 - tap : tap) * kStep + channel] = Type::read(found[b]);
+        const unsigned i = begin + b * blockDim.x;
+        const int channel = i / kAll, tap = i % kAll;
+        if (i < count) shared[first + tap * step + channel] = Type::read(found[b]);
       }
     }
     __syncthreads();

@@ -175,7 +175,7 @@ __device__ void forward(const DepthwiseConvCall& call) {
     long long begun = done;
     InputRow<kSize, kWidth> input;
     if ((unsigned)top < end) input.next.load(in, ins);
-    // Sums<kWidth> of the rows of outputs that some inputs have been added to, and some have not.
+    // Sums of the rows of outputs that some inputs have been added to, and some have not.
     Sums<kWidth> open[kSize - 1] = {};
 #pragma unroll 1
     for (int i = 0; i < rows + kSize - 1; ++i) {
