@@ -146,30 +146,41 @@ bool is_for_depthwise_images(const Conv& args) {
   return taps <= std::min(kMostTaps, kMost / args.input.size(1));
 }
 
+// From how many numbers of the input on ours are faster: fewer leave multiprocessors idle, where
+// ours took up to 3 times as long.
+constexpr int64_t kFew = 1 << 16, kSome = 3 << 17, kMany = 1 << 20, kMore = 1 << 21;
+
 // Where our kernels were measured to be faster than cuDNN's bare convolution, which is what torch
 // runs, for half precision on an H200 (benchmarks/bench_depthwise.py, steps): the step, the taps of
-// a side, the stride, and the least number of pixels that the image's shorter side has, over the
-// stride. With 3 taps and a stride of 1 the two take the same, but behind cuDNN's an epilogue is
-// a pass of its own over memory, with which it took 1.4 to 1.6 times as long as ours.
+// a side, the stride, the least number of pixels that the image's shorter side has, over the
+// stride, and the least numbers. Behind cuDNN's an epilogue is a pass of its own over memory, with
+// which it took 1.4 to 3.5 times as long as ours.
 struct FasterDepthwise {
   ConvStep step;
-  int64_t taps, stride, least_side;
+  int64_t taps, stride, least_side, least_numbers = kMany;
   bool needs_epilogue = false;
 };
 
 constexpr FasterDepthwise kFasterDepthwise[] = {
-    {ConvStep::kForward, 3, 1, 1, true},   {ConvStep::kForward, 3, 2, 1},
-    {ConvStep::kForward, 5, 1, 1},         {ConvStep::kForward, 5, 2, 1},
-    {ConvStep::kForward, 7, 1, 1},         {ConvStep::kInputGradient, 3, 1, 1},
-    {ConvStep::kInputGradient, 3, 2, 1},   {ConvStep::kInputGradient, 5, 1, 1},
-    {ConvStep::kInputGradient, 5, 2, 1},   {ConvStep::kInputGradient, 7, 1, 1},
-    {ConvStep::kInputGradient, 7, 2, 1},   {ConvStep::kWeightGradient, 3, 1, 14},
-    {ConvStep::kWeightGradient, 3, 2, 7},  {ConvStep::kWeightGradient, 5, 2, 28},
+    {ConvStep::kForward, 3, 1, 1},
+    {ConvStep::kForward, 3, 1, 1, kFew, true},
+    {ConvStep::kForward, 3, 2, 1},
+    {ConvStep::kForward, 5, 1, 1},
+    {ConvStep::kForward, 5, 1, 1, kFew, true},
+    {ConvStep::kForward, 5, 2, 1},
+    {ConvStep::kForward, 7, 1, 1, kFew},
+    {ConvStep::kInputGradient, 3, 1, 1, kMore},
+    {ConvStep::kInputGradient, 3, 2, 1},
+    {ConvStep::kInputGradient, 5, 1, 1},
+    {ConvStep::kInputGradient, 5, 2, 1},
+    {ConvStep::kInputGradient, 7, 1, 1, kSome},
+    {ConvStep::kInputGradient, 7, 2, 1},
+    {ConvStep::kWeightGradient, 3, 1, 14},
+    {ConvStep::kWeightGradient, 3, 2, 7},
+    {ConvStep::kWeightGradient, 5, 2, 28},
     {ConvStep::kWeightGradient, 7, 1, 56},
 };
 
-// Fewer numbers in an image leave multiprocessors idle: there ours took up to 3 times as long.
-constexpr int64_t kLeastNumbers = int64_t{1} << 20;
 // From here on, with dilation, and in three dimensions cuDNN's kernels are general ones: ours took
 // 0.002 to 0.55 of their time.
 constexpr int64_t kManyTaps = 9;
@@ -181,19 +192,19 @@ bool has_epilogue(const Conv& args) {
 bool is_faster_depthwise(const Conv& args, ConvStep step) {
   const auto& geometry = args.geometry;
   const auto& input = args.input;
-  if (input.element_size() != 2 || input.size(1) % 2 != 0 || input.numel() < kLeastNumbers) {
-    return false;
-  }
-  if (args.dims() == 3) return true;
+  if (input.element_size() != 2 || input.size(1) % 2 != 0) return false;
+  const int64_t numbers = input.numel();
+  if (args.dims() == 3) return numbers >= kMany;
   const int64_t taps = args.weight.size(2), stride = geometry.stride(0);
   if (args.weight.size(3) != taps || geometry.stride(1) != stride) return false;
   const bool is_dilated = geometry.dilation(0) != 1 || geometry.dilation(1) != 1;
-  if (taps > 1 && (is_dilated || taps >= kManyTaps)) return stride == 1;
+  if (taps > 1 && (is_dilated || taps >= kManyTaps)) return stride == 1 && numbers >= kMany;
   const int64_t side = std::min(input.size(2), input.size(3)) / stride;
   return std::any_of(std::begin(kFasterDepthwise), std::end(kFasterDepthwise),
                      [&](const FasterDepthwise& row) {
                        return row.step == step && row.taps == taps && row.stride == stride &&
-                              row.least_side <= side && (!row.needs_epilogue || has_epilogue(args));
+                              row.least_side <= side && row.least_numbers <= numbers &&
+                              (!row.needs_epilogue || has_epilogue(args));
                      });
 }
 
