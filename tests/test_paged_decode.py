@@ -174,7 +174,8 @@ def test_plans(window: tuple[int, int], bottom_right: bool, folder: Path) -> Non
             if window[1] >= 0:
                 last = min(max(count - 1 + shift + window[1] + 1, 0), length)
             units = max(-(-last // 64) - first // 64, 1)
-            total += units * -(-count * group // rows)
+            # One more for the beginning of each.
+            total += (1 + units) * -(-count * group // rows)
         assert found[-1] == total
 
 

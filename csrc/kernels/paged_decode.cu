@@ -2,11 +2,12 @@
 // when the package is built (cmake/compile_kernels.py) for each type of query and cache;
 // paged_decode_cuda.cpp launches it.
 //
-// All units of all sequences and heads of keys are one line, of which each block has an equal part:
-// of one sequence or several, and of long ones several blocks have a part each. Within a block each
-// warp reads tiles of its own, which are on their way while others are computed, so that no warp
-// waits for another before the end of a sequence. Flash-decoding (Dao et al., 2023) with the even
-// division of Stream-K (Osama et al., 2023). Sums are in the same order whichever block ends last.
+// All units of all sequences and heads of keys are one line, of which each block has an equal
+// share: of one sequence or several, and of long ones several blocks have a part each; a beginning
+// counts as a unit, since it takes as long. Within a block each warp reads tiles of its own, which
+// are on their way while others are computed, so that no warp waits for another before the end of a
+// sequence. Flash-decoding (Dao et al., 2023) with the even division of Stream-K (Osama et al.,
+// 2023). Sums are in the same order whichever block ends last.
 
 #include "paged_attend.cuh"
 
@@ -215,15 +216,18 @@ struct Decode : PagedAttend<Query, Cache, kSize, kRows> {
       sequence = PagedSequence(call.work, index);
       const PagedSpan span(call.work, sequence);
       const long long in_sequence = at - sums[index] * heads;
-      const int unit = (int)(in_sequence % span.units);
-      const int part = (int)(in_sequence / span.units);
+      const int in_part = (int)(in_sequence % span.cost());
+      const int part = (int)(in_sequence / span.cost());
       head_kv = part / span.row_blocks;
       row_start = part % span.row_blocks * kRows;
       rows = min(sequence.queries * call.work.group - row_start, kRows);
-      const long long part_begin = at - unit, part_end = part_begin + span.units;
+      const long long part_begin = at - in_part, part_end = part_begin + span.cost();
+      // Whose share would begin with a part's beginning, or before its first unit, has all of it.
+      const bool is_begun_here = in_part <= kPagedBeginning;
+      if (is_begun_here && end - part_begin <= kPagedBeginning) return;
       const long long stop = min(end, part_end);
-      first = span.first + unit;
-      last = first + (int)(stop - at);
+      first = span.first + (is_begun_here ? 0 : in_part - kPagedBeginning);
+      last = span.first + (int)(stop - part_begin) - kPagedBeginning;
       find_bounds();
       send_first_tiles();
       load_queries();
@@ -231,18 +235,19 @@ struct Decode : PagedAttend<Query, Cache, kSize, kRows> {
       __syncthreads();
       attend();
       put_sums();
-      if (part_begin >= begin && part_end <= end) {
+      if (is_begun_here && part_end <= end) {
         for (int i = threadIdx.x; i < rows * (kSize / 4); i += kThreads) {
           const int row = i / (kSize / 4), column = i % (kSize / 4) * 4;
           write(row, column, sums_of_warps(row, column));
         }
       } else {
         // The block of a unit is the last one that begins at it or before.
-        const int first_block = (int)(((part_begin + 1) * blocks - 1) / all);
+        const int first_block = (int)(((part_begin + kPagedBeginning + 1) * blocks - 1) / all);
         const int last_block = (int)((part_end * blocks - 1) / all);
-        put_partial(2LL * block + (part_begin >= begin));
+        put_partial(2LL * block + is_begun_here);
         if (is_last(first_block, last_block)) write_all(first_block, last_block);
       }
+      if (end - stop <= kPagedBeginning) return;
       __syncthreads();
       at = stop;
     }

@@ -3,6 +3,7 @@
 
 constexpr int kPagedUnit = 64;          // tokens of a unit of work
 constexpr int kPagedKeys = 16;          // tokens that a warp takes at once
+constexpr int kPagedBeginning = 1;      // units that take as long as beginning and ending a part
 constexpr int kPagedWarps = 4;          // of a block; together they take a unit
 constexpr int kPagedMostBlocks = 1024;  // of a launch
 constexpr int kPagedMostStages = 4;
@@ -10,8 +11,8 @@ constexpr int kPagedMostStages = 4;
 // and of each warp the highest score and the sum.
 constexpr int kPagedRowWords = 3 + 2 * kPagedWarps;
 
-// A plan has a counter for each block, what it was made for, and batch + 1 sums: how many units
-// come before each sequence, if there were one head of keys.
+// A plan has a counter for each block, what it was made for, and batch + 1 sums: how many units,
+// with those for beginnings, come before each sequence, if there were one head of keys.
 constexpr int kPagedCounters = kPagedMostBlocks;
 constexpr int kPagedHead = 8;  // words
 constexpr int kPagedSums = kPagedCounters + kPagedHead;

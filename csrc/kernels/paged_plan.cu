@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     int sum = 0;
     if (index < call.work.batch) {
       const PagedSpan span(call.work, PagedSequence(call.work, index));
-      sum = span.units * span.row_blocks;
+      sum = span.cost() * span.row_blocks;
     }
     for (int step = 1; step < kLanes; step *= 2) {
       const int other = __shfl_up_sync(~0u, sum, step);

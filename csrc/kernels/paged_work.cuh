@@ -34,7 +34,7 @@ struct PagedSequence {
 // What all queries of a sequence see, in units; at least one, in which is written what belongs to
 // queries without keys.
 struct PagedSpan {
-  int first, units;  // of each block of rows
+  int first, units;  // of each block of rows, a part of the work
   int row_blocks;
 
   __device__ PagedSpan(const PagedWork& work, const PagedSequence& sequence) {
@@ -42,5 +42,9 @@ struct PagedSpan {
     first = sequence.begin(work, 0) / kPagedUnit;
     units = max((sequence.end(work, last) + kPagedUnit - 1) / kPagedUnit - first, 1);
     row_blocks = (sequence.queries * work.group + work.rows - 1) / work.rows;
+  }
+  // Of a part: short ones are no better than a share of long ones.
+  __device__ int cost() const {
+    return kPagedBeginning + units;
   }
 };

@@ -18,8 +18,8 @@ _ops = torch.ops.cudnn_ops
 _paged_plan_op = _ops._paged_plan.default
 
 #: As csrc/kernels/paged_decode_call.h has them: words before the sums, of which the first are
-#: counters; and tokens of a unit of work.
-COUNTERS, HEAD, UNIT = 1024, 8, 64
+#: counters; tokens of a unit of work; and units that take as long as beginning a part of it.
+COUNTERS, HEAD, UNIT, BEGINNING = 1024, 8, 64, 1
 
 
 def paged_plan(
@@ -113,7 +113,7 @@ def plan_in_torch(*args: Any) -> Tensor:
         begin, UNIT, rounding_mode="floor"
     )
     blocks = torch.div(queries * call.group + rows - 1, rows, rounding_mode="floor")
-    sums = (units.clamp_min(1) * blocks).cumsum(0).int()
+    sums = ((BEGINNING + units.clamp_min(1)) * blocks).cumsum(0).int()
     told = 0 if offsets is not None else call.queries
     head = (rows, lengths.shape[0], told, call.group, left, right, int(call.bottom_right), 0)
     words = [lengths.new_full((1,), word) for word in head]
