@@ -28,6 +28,8 @@ TESTS_LIMIT_S = 1800
 BENCHMARK_LIMIT_S = 600
 TIMED_OUT = 124
 NOTHING_SELECTED = 5  # pytest's exit status
+#: Tests that take minutes each begin first: of several processes none would be left with one.
+LONGEST = ["tests/test_sdpa_features_random.py"]
 
 
 @dataclass
@@ -143,6 +145,8 @@ def run_tests(
     """
     files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_*.py"))
     chosen = files[part[0] - 1 :: part[1]] if part[1] > 1 else ["tests"]
+    if jobs > 1:
+        chosen = [file for file in LONGEST if chosen == ["tests"] or file in chosen] + chosen
     phases = [("gpu and not alone", jobs), ("gpu and alone", 1)] if jobs > 1 else [("gpu", 1)]
     total, seconds, is_empty = Outcome(), 0.0, False
     for selected, processes in phases:

@@ -405,7 +405,7 @@ def test_bench_fp8_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_fp8_prefill, "TOKENS", 40)
     monkeypatch.setattr(
         bench_fp8_prefill,
-        "gpu_ms",
+        "step_ms",
         lambda functions, rounds: {
             name: float(bool(function().isfinite().all())) for name, function in functions.items()
         },
@@ -415,7 +415,7 @@ def test_bench_fp8_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {each.data_ptr() for each in both["cudnn_ops"].parameters()} == shared
     rows = Rows(ENV)
     bench_fp8_prefill.run(rows, harness.QUICK_ROUNDS, "cpu")
-    assert harness.pivot(rows.rows, "gpu_ms") == {"prefill of 40": {"cudnn_ops": 1.0, "bf16": 1.0}}
+    assert harness.pivot(rows.rows, "step_ms") == {"prefill of 40": {"cudnn_ops": 1.0, "bf16": 1.0}}
     errors = harness.pivot(rows.rows, "error")["prefill of 40"]
     assert 0 < errors["bf16"] < 0.02 < errors["cudnn_ops"] < 0.2
     logits = torch.ones(1, 97)
