@@ -3,7 +3,7 @@
 `python -m benchmarks.side_by_side zoo --jobs 8 --out FILE` runs each part of bench_zoo in a process
 of its own and puts its rows into the file as it ends. A part that fails, for want of memory beside
 the others as it may be, runs once more with a GPU for itself. What a part prints is in FILE's
-folder.
+folder. `--compiled DIR` keeps what was compiled: parts that `--limit` interrupts can go on.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Runner:
         gpus: their numbers; none where there is no GPU.
         jobs: how many run at a time.
         limit_s: after how many seconds what runs is interrupted and nothing more begins.
+        compiled: a folder where what parts compile stays, for a run after this one.
     """
 
     command: Sequence[str]
@@ -50,6 +51,7 @@ class Runner:
     gpus: Sequence[int]
     jobs: int
     limit_s: float
+    compiled: Path | None = None
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _gpu_of: dict[str, int] = field(default_factory=dict)
 
@@ -76,7 +78,8 @@ class Runner:
         environment = dict(os.environ)
         threads = max((os.cpu_count() or 1) // self.jobs, 1)
         environment["TORCHINDUCTOR_COMPILE_THREADS"] = str(threads)
-        environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / f"cache-{_file_name(part)}")
+        compiled = (self.compiled or folder) / f"cache-{_file_name(part)}"
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(compiled.resolve())
         if self.gpus:
             gpu = self._gpu_of[part] = min(self.gpus, key=used.count)
             environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
@@ -149,6 +152,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--limit", type=float, default=3600.0, metavar="SECONDS", help="after which it ends"
     )
     parser.add_argument("--only", nargs="+", metavar="PART", help="these parts alone")
+    parser.add_argument(
+        "--compiled", type=Path, metavar="DIR", help="keep what is compiled, for a part to go on"
+    )
     args = parser.parse_args(arguments)
     module = import_module(f"benchmarks.bench_{args.benchmark}")
     known = getattr(module, "PARTS", ())
@@ -160,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logs.mkdir(parents=True, exist_ok=True)
     gpus = range(torch.cuda.device_count())
     command = [sys.executable, "-m", module.__name__]
-    runner = Runner(command, args.out, logs, gpus, args.jobs, args.limit)
+    runner = Runner(command, args.out, logs, gpus, args.jobs, args.limit, args.compiled)
     failed = runner.run(args.only or known)
     for part in failed:
         print(f"failed: {part}; {logs / _file_name(part)}.log says why")

@@ -179,6 +179,21 @@ def test_a_limit_ends_what_runs(deaf, tmp_path, monkeypatch):
     assert not runner._running
 
 
+def test_what_parts_compile_is_kept_where_it_is_asked_for(tmp_path):
+    script = tmp_path / "bench.py"
+    script.write_text(
+        "import os\nfrom pathlib import Path\n"
+        "Path(os.environ['TORCHINDUCTOR_CACHE_DIR']).mkdir(parents=True)\n"
+    )
+    kept = tmp_path / "kept"
+    assert _runner([sys.executable, str(script)], tmp_path, compiled=kept).run(["a", "b, c"]) == []
+    names = sorted(path.name for path in kept.iterdir())
+    assert names == ["cache-a", "cache-b__c"]
+    # Else it goes with the run.
+    assert _runner([sys.executable, str(script)], tmp_path).run(["d"]) == []
+    assert sorted(path.name for path in kept.iterdir()) == names
+
+
 def test_who_ends_in_a_turn_stops_nobody(tmp_path):
     sleeper = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
@@ -207,14 +222,14 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Runner, "run", lambda self, parts: ran.append((self, parts)) or ["b"])
     out = tmp_path / "new" / "zoo.json"
     only = ["BERT base, training", "DiT-XL/2, inference"]
-    arguments = ["--out", str(out), "--jobs", "2", "--only"]
+    arguments = ["--out", str(out), "--compiled", str(tmp_path), "--jobs", "2", "--only"]
     assert side_by_side.main(["zoo", *arguments, *only]) == 1
     ((runner, parts),) = ran
-    assert (parts, runner.jobs) == (only, 2)
+    assert (parts, runner.jobs, runner.compiled) == (only, 2, tmp_path)
     assert runner.command[1:] == ["-m", "benchmarks.bench_zoo"]
     assert "failed: b; " in capsys.readouterr().out
     for wrong, message in (
-        (["resnet", *arguments[:2]], "the benchmark resnet has no parts"),
+        (["sdpa", *arguments[:2]], "the benchmark sdpa has no parts"),
         (["zoo", *arguments, "BERT"], "'BERT' is no part of the benchmark zoo"),
     ):
         with pytest.raises(SystemExit):
