@@ -247,7 +247,7 @@ struct Decode : PagedAttend<Query, Cache, kSize, kRows> {
         put_partial(2LL * block + is_begun_here);
         if (is_last(first_block, last_block)) write_all(first_block, last_block);
       }
-      if (end - stop <= kPagedBeginning) return;
+      if (end - stop <= kPagedBeginning) return;  // as above, without looking for the part
       __syncthreads();
       at = stop;
     }
