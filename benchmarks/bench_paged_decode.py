@@ -1,9 +1,10 @@
 """Decoding over a paged cache: bytes of keys and values read a second, host time, and appending.
 
 bf16, one query a sequence or a few, pages of 16 tokens in random order; lengths alike or drawn from
-64 to 4096, in random order or the longest first. `kernel` is the package's own kernel where
-`cudnn_ops` is cuDNN's, and `float8` that kernel over caches of 8 bits, of half as many bytes; both
-with a plan that is made before, once for all layers of a step: what it takes is a case of its own.
+64 to 4096, in random order or the longest first. `kernel` is the package's own kernel, and `float8`
+that kernel over caches of 8 bits, of half as many bytes; both with a plan that is made before, once
+for all layers of a step: what it takes is a case of its own. `cudnn_ops` makes one in each call of
+several queries; of one query it is cuDNN, as `cudnn` is of several.
 All keys and values are numbers of 8 bits, so that all results are alike. Peers read the same keys
 and values from a contiguous cache: torch's flash backend, for sequences that are all as long; and a
 copy on the device, whose bytes are those that it reads and those that it writes. FlashInfer over
@@ -29,6 +30,9 @@ PAGE = 16
 WIDTH = 256  # of the page table: 4096 tokens
 TOKENS_TO_APPEND = 4096
 KERNEL, FLOAT8 = "kernel", "float8"  # our own, over caches of 16 and of 8 bits
+CUDNN = "cudnn"
+#: Who computes, where it is not as was measured: a PagedUse of csrc/ops/attention/paged.
+USES = {KERNEL: 2, CUDNN: 1}
 # Of two results, as a share of the first one's norm.
 TOLERANCE = 2e-2
 
@@ -155,7 +159,7 @@ def flashinfer(p: Problem) -> Callable[[], Tensor] | None:
 def around(name: str) -> Iterator[None]:
     """What an implementation is timed within."""
     with peers.backend(name):
-        torch.ops.cudnn_ops._paged_use_kernel(2 if name == KERNEL else 0)
+        torch.ops.cudnn_ops._paged_use_kernel(USES.get(name, 0))
         try:
             yield
         finally:
@@ -168,6 +172,8 @@ def attentions(shape: Shape, p: Problem) -> Iterator[tuple[str, Callable[[], Ten
     attend = torch.ops.cudnn_ops.paged_attention
     yield OURS, partial(attend, *p, **options)
     yield KERNEL, partial(attend, *p, **options, plan=p.plan(is_causal))
+    if shape.queries > 1:
+        yield CUDNN, partial(attend, *p, **options)
     float8 = p.in_float8()
     yield FLOAT8, partial(attend, *float8, **options, plan=float8.plan(is_causal))
     if shape.has_contiguous_peer:

@@ -163,7 +163,7 @@ def test_bench_paged_decode_rows_make_its_table(monkeypatch: pytest.MonkeyPatch)
     rows = Rows(ENV)
     bench.run(rows, rounds=1)
     header, *lines = tables.paged_decode(rows.rows)
-    names = ("cudnn_ops", "kernel", "float8", "torch_flash", "copy")
+    names = ("cudnn_ops", "kernel", "float8", "torch_flash", "copy", "cudnn")
     assert header[2:-2] == [f"{name} TB/s" for name in names]
     assert [line[0] for line in lines] == [
         "2, 4, 2, 16 100",

@@ -111,6 +111,20 @@ def test_results(case, device, poisoned):
     torch.testing.assert_close(into, out, **close)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+@pytest.mark.parametrize("case", [case for case in CASES if max(case.lengths) > 1], ids=str)
+def test_several_queries_by_plans_of_cudnn(case, device, poisoned):
+    """Of few queries a kernel of ours runs."""
+    t = cases.make(case, torch.bfloat16, device, seed=1)
+    _ops._paged_use_kernel(1)
+    try:
+        out, lse = run(case, t)
+    finally:
+        _ops._paged_use_kernel(0)
+    cases.check(case, t, out, lse)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("block", range(4))
 def test_any_combination(block, device, poisoned):

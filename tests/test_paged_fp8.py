@@ -81,7 +81,7 @@ def test_any_combination(block, device, poisoned):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", SIZES, ids=str)
 def test_our_kernel_for_16_bits(case, dtype, device, poisoned):
-    """As cuDNN's plans, which run as long as it is not measured to be faster."""
+    """As cuDNN's plans, which run where it is not measured to be faster."""
     t = cases.make(case, dtype, "cuda", seed=1)
     _ops._paged_use_kernel(2)
     try:

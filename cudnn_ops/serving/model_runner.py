@@ -321,7 +321,7 @@ class ModelRunner:
             caches = cache.key_cache(layer), cache.value_cache(layer)
             each = query.unflatten(0, (batch, queries)) if queries else query
             options |= masking | cache.descales(layer)
-            if caches[0].dtype == torch.float8_e4m3fn:
+            if caches[0].dtype == torch.float8_e4m3fn or queries > 1:
                 window = tuple(options.get("window_size", (-1, -1)))
                 kind = (query.shape[1], window)
                 if kind not in plans:

@@ -203,19 +203,17 @@ def paged_parts(
         page_table = (page_table, torch.int32)  # type: ignore[assignment]
     table = meta_tensor(page_table, "page_table")  # type: ignore[arg-type]
     batch = table.shape[0]
-    words = _ops._paged_plan_key(
-        query,
-        key_cache,
-        value_cache,
-        table,
-        torch.empty(batch, dtype=torch.int32, device="meta"),
-        cu_seqlens_q=optional_tensor(cu_seqlens_q, "cu_seqlens_q", (batch + 1,), torch.int32),
-        sinks=optional_tensor(sinks, "sinks", query.shape[-2:-1], torch.float32),
-        head_major=is_head_major(kv_layout),
-        with_lse=kind.training,
-        **options,
-    )
-    return one_plan(words)
+    lengths = torch.empty(batch, dtype=torch.int32, device="meta")
+    options |= {
+        "cu_seqlens_q": optional_tensor(cu_seqlens_q, "cu_seqlens_q", (batch + 1,), torch.int32),
+        "sinks": optional_tensor(sinks, "sinks", query.shape[-2:-1], torch.float32),
+        "head_major": is_head_major(kv_layout),
+    }
+    given = (query, key_cache, value_cache, table, lengths)
+    if _ops._paged_runs_kernel(*given, **options):
+        why = "a kernel of cudnn_ops runs: for few queries of a sequence it is faster than cuDNN's"
+        return [iter([Attempt(without_plan=why)])]
+    return one_plan(_ops._paged_plan_key(*given, with_lse=kind.training, **options))
 
 
 def _paged_without_plan(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> Attempt:

@@ -57,6 +57,34 @@ def test_what_has_no_band_needs_one_plan():
         assert request((5, 1, 4, 64), False, **options) == single
 
 
+@pytest.mark.parametrize(
+    ("queries", "size", "packed", "ours"),
+    [
+        *((1, 64, False, False), (2, 64, False, True), (16, 128, False, True)),
+        *((17, 64, False, False), (4, 32, False, False)),
+        *((1, 64, True, False), (16, 64, True, True), (17, 64, True, False)),
+    ],
+)
+def test_few_queries_are_ours(queries, size, packed, ours):
+    """Up to 32 rows, with the two heads of a group, of head sizes that there are kernels for."""
+    cache = ((100, 16, 2, size), torch.bfloat16)
+    shape, options = (5, queries, 4, size), dict(CAUSAL)
+    if packed:
+        shape = (5 * queries, 4, size)
+        options |= {"cu_seqlens_q": True, "max_seqlen_q": queries}
+    answer = explain(
+        "paged_attention",
+        (shape, torch.bfloat16),
+        *(cache, cache),
+        page_table=(5, 20),
+        device="h200",
+        **options,
+    )
+    assert answer.supported, answer.reason
+    assert (answer.engine == "cudnn_ops") == ours
+    assert ("for few queries of a sequence it is faster" in answer.reason) == ours
+
+
 def test_calls_without_queries_have_no_plan():
     with pytest.raises(ValueError, match="without queries or keys there is no plan"):
         request((5, 0, 4, 64), True)

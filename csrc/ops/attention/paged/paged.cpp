@@ -296,6 +296,8 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   m.def(("_paged_attention_out" + arguments + ", Tensor(a!) out) -> ()").c_str(), tags);
   m.def(("_paged_check" + arguments + ", Tensor? out=None) -> ()").c_str(),
         cudnn_ops::kernel<cudnn_ops::paged_check>, tags);
+  m.def(("_paged_runs_kernel" + arguments + ") -> bool").c_str(),
+        cudnn_ops::kernel<cudnn_ops::paged_runs_kernel>);
   m.def(("_paged_plan_key" + arguments + ", bool with_lse=False) -> int[]").c_str(),
         cudnn_ops::kernel<cudnn_ops::paged_plan_key>);
   const std::string append =

@@ -13,4 +13,7 @@ void set_paged_use(PagedUse use);
 // cuDNN has no plan for caches of 8 bits: they are always ours.
 bool is_decoded_by_kernel(const Paged& args);
 
+// The same for arguments that were not checked, and for tensors without memory.
+bool paged_runs_kernel(const Paged& args);
+
 }  // namespace cudnn_ops
