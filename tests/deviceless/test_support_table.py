@@ -50,7 +50,8 @@ def test_the_documentation_says_what_cudnn_says(device, fresh_cache):
         )
         answers = list(support_table.support_table(device, table))
         for answer in answers:
-            assert answer.supported == (not answer.reason)
+            is_ours = answer.reason.startswith("a kernel of cudnn_ops runs")
+            assert answer.supported == (is_ours or not answer.reason)
         _, (_, *found) = support_table.as_lines(answers, table)
         assert found == [cells[i] for i in told_apart(cells)], feature
 
@@ -121,7 +122,8 @@ def test_every_cell_of_every_table_is_a_question():
                 options = {k: v for k, v in options.items() if k != "grad_mask"}
                 kind = support_table.Kind(training=operator.has_backward)
                 for attempts in operator.parts(kind, operands, dict(options)):
-                    assert next(attempts).words
+                    attempt = next(attempts)
+                    assert attempt.words or attempt.without_plan
 
 
 @pytest.mark.usefixtures("small")
