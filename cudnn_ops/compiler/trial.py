@@ -32,10 +32,10 @@ _FUSED = {
     *("narrow", "flatten", "unflatten", "contiguous"),
 }
 _FUSED_FUNCTIONS = {F.adaptive_avg_pool2d}
-_IMAGES = (torch.channels_last, torch.channels_last_3d)
 #: Of those, what has sums: a kernel of its own, which what reads its result does not join.
 _SUMS = {"mean", "var", "layer_norm", "rms_norm"}
 _PARTS = {"split", "chunk", "unbind"}
+_IMAGES = (torch.channels_last, torch.channels_last_3d)
 
 
 class Trial(NamedTuple):

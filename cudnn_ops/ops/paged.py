@@ -81,8 +81,8 @@ def paged_attention(
     and their order are (:func:`paged_plan` does so once for all layers). Keys and values are
     widened to float16 exactly. The kernel reads the keys once for every 32 rows, which are queries
     times the query heads of a key head. It supports head sizes 64 and 128, equal for keys and
-    values. In caches of 16 bits it computes two queries of a sequence or more, up to 32 rows, which
-    it is faster for than cuDNN.
+    values. With caches of 16 bits it also runs for two or more queries of each sequence, up to 32
+    rows in all: it is faster than cuDNN there.
 
     Args:
         query: [batch, length, heads, head size]; or packed, [tokens, heads, head size], with

@@ -37,7 +37,7 @@ def paged_plan(
     """Divides the work of :func:`paged_attention` evenly, once for all layers of a step.
 
     Where a kernel of this package computes it (caches of ``float8_e4m3fn``, and several queries of
-    each sequence, up to 32 with the heads of a group), each block of the GPU gets as many tokens as
+    each sequence, up to 32 with the heads of a group), each block of the GPU gets as much work as
     every other, whatever the lengths and their order are: long sequences are split. One small
     kernel adds the lengths up; the host reads none of them, so a captured CUDA graph may hold both
     and be replayed while they change.

@@ -50,7 +50,9 @@ def test_the_documentation_says_what_cudnn_says(device, fresh_cache):
         )
         answers = list(support_table.support_table(device, table))
         for answer in answers:
+            # Where there is nothing to ask cuDNN for, and no more than this.
             is_ours = answer.reason.startswith("a kernel of cudnn_ops runs")
+            assert not is_ours or (feature, answer.direction) == ("paged, few queries", "forward")
             assert answer.supported == (is_ours or not answer.reason)
         _, (_, *found) = support_table.as_lines(answers, table)
         assert found == [cells[i] for i in told_apart(cells)], feature
@@ -115,7 +117,7 @@ def test_the_command_prints_it(capsys):
 
 def test_every_cell_of_every_table_is_a_question():
     for table in support_table.TABLES.values():
-        for row in table.rows.values():
+        for name, row in table.rows.items():
             for column in table.columns.values():
                 op, operands, options = table.ask(row, column)
                 operator = support_table.find_operator(op)
@@ -123,7 +125,8 @@ def test_every_cell_of_every_table_is_a_question():
                 kind = support_table.Kind(training=operator.has_backward)
                 for attempts in operator.parts(kind, operands, dict(options)):
                     attempt = next(attempts)
-                    assert attempt.words or attempt.without_plan
+                    # Of few queries over pages a kernel of ours runs, with some head sizes.
+                    assert attempt.words or (name == "paged, few queries" and attempt.without_plan)
 
 
 @pytest.mark.usefixtures("small")
