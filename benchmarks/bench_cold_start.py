@@ -6,6 +6,7 @@ built, as torch's cuDNN backend has to do in every process, or come from the pac
 """
 
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -68,15 +69,21 @@ def run(rows: Rows, rounds: int) -> None:
     with tempfile.TemporaryDirectory() as warm, tempfile.TemporaryDirectory() as packaged:
         child("cudnn_ops", warm)  # fills the store
         build_packaged(Path(packaged))
-        for _ in range(max(rounds // 15, 2)):
-            for name, state, store, plans in (
-                ("cudnn_ops", "warm store", warm, NO_PLANS),
-                ("cudnn_ops", "no store", "", NO_PLANS),
-                ("cudnn_ops", FROM_PACKAGE, "", packaged),
-                ("torch_cudnn", "no store", "", NO_PLANS),
-            ):
-                sample = child(name, store, packaged=plans)
-                samples.setdefault((name, state), []).append(sample)
+        try:
+            for _ in range(max(rounds // 15, 2)):
+                for name, state, store, plans in (
+                    ("cudnn_ops", "warm store", warm, NO_PLANS),
+                    ("cudnn_ops", "no store", "", NO_PLANS),
+                    ("cudnn_ops", FROM_PACKAGE, "", packaged),
+                    ("torch_cudnn", "no store", "", NO_PLANS),
+                ):
+                    sample = child(name, store, packaged=plans)
+                    samples.setdefault((name, state), []).append(sample)
+        finally:  # who interrupts minutes of starting processes keeps what there is
+            add_medians(samples, rows)
+
+
+def add_medians(samples: Mapping[tuple[str, str], Sequence[Sequence[float]]], rows: Rows) -> None:
     for (name, state), found in samples.items():
         first_cuda, first, second, _, *built = (
             median(column) for column in zip(*found, strict=True)

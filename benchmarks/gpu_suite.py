@@ -141,7 +141,8 @@ def run_tests(
 ) -> tuple[Outcome, float]:
     """All tests or a part of them, by one process or several at once.
 
-    Of several, those that need the GPUs for themselves come last, one after the other.
+    Several share out the GPUs (tests/conftest.py); the tests that need all of them, or one for
+    themselves, come last, one after the other.
     """
     files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_*.py"))
     chosen = files[part[0] - 1 :: part[1]] if part[1] > 1 else ["tests"]
@@ -167,9 +168,15 @@ def _run_pytest(arguments: Sequence[str], jobs: int) -> tuple[Outcome, int, floa
     """What it counted, its exit status, and its seconds."""
     # One test after another to whoever is free: some take a minute, and most no time.
     spread = ["-n", str(jobs), "--maxschedchunk", "1"] if jobs > 1 else []
-    # Else each process would start as many others as there are cores, to compile with.
-    threads = str(max((os.cpu_count() or 1) // jobs, 1))
-    variables = {"TORCHINDUCTOR_COMPILE_THREADS": threads} if jobs > 1 else {}
+    variables = {}
+    if jobs > 1:
+        # Else each process would start as many others as there are cores, to compile with.
+        threads = max((os.cpu_count() or 1) // jobs, 1)
+        gpus = ",".join(map(str, range(torch.cuda.device_count())))
+        variables = {
+            "TORCHINDUCTOR_COMPILE_THREADS": str(threads),
+            "CUDNN_OPS_TEST_GPUS": os.environ.get("CUDA_VISIBLE_DEVICES", gpus),
+        }
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         command = ["-m", "pytest", "-q", f"--junit-xml={report}", *spread, *arguments]

@@ -22,6 +22,12 @@ os.environ["CUDNN_OPS_CACHE_DIR"] = ""
 # and torch cannot know.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="cudnn_ops-tests-")
 
+# Of several GPUs, as benchmarks/gpu_suite.py names them, each of several processes has one.
+if "PYTEST_XDIST_WORKER" in os.environ and os.environ.get("CUDNN_OPS_TEST_GPUS"):
+    _GPUS = os.environ["CUDNN_OPS_TEST_GPUS"].split(",")
+    _WORKER = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    os.environ["CUDA_VISIBLE_DEVICES"] = _GPUS[_WORKER % len(_GPUS)]
+
 import pytest
 import torch
 

@@ -260,6 +260,11 @@ def adaptive_norms() -> Iterator[Sample]:
             else:
                 _backward(cudnn_ops.adaptive_rms_norm(rows(tokens), scale, offset, weight=weight))
 
+    def many(dtype: torch.dtype, columns: int) -> None:
+        x, update = (_tensor(2, 261, columns, dtype=dtype) for _ in range(2))
+        gate, scale, offset = (_tensor(2, columns, dtype=dtype) for _ in range(3))
+        cudnn_ops.gate_add_adaptive_layer_norm(x, update, gate, scale, offset)
+
     for name, dtype in TYPES.items():
         widths = [16 // dtype.itemsize * count for count in _VECTORS]
         for columns in (*widths, *_NUMBERS):
@@ -268,6 +273,9 @@ def adaptive_norms() -> Iterator[Sample]:
                     f"adaptive_norm_forward and adaptive_norm_backward, {name}, {columns} columns",
                     partial(run, dtype, columns, columns % 2, is_gated),
                 )
+        # Several rows at once.
+        for columns in (*(16 // dtype.itemsize * count for count in (48, 96, 128, 160)), 45):
+            yield f"adaptive_norm_forward, {name}, {columns} columns", partial(many, dtype, columns)
 
 
 def convolutions() -> Iterator[Sample]:

@@ -67,12 +67,15 @@ def test_tests_are_spread_over_processes(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(gpu_suite, "run", run)
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     _, seconds = gpu_suite.run_tests(["-k", "one"], jobs=3)
     assert seconds == 2.0
     (beside, variables), (alone, no_variables) = asked
     assert beside[beside.index("-n") + 1] == "3"
     assert "gpu and not alone" in beside
-    assert variables == {"TORCHINDUCTOR_COMPILE_THREADS": "2"}  # the cores are shared too
+    # The cores are shared too, and the GPUs.
+    assert variables == {"TORCHINDUCTOR_COMPILE_THREADS": "2", "CUDNN_OPS_TEST_GPUS": "0,1"}
     assert "gpu and alone" in alone
     assert "-n" not in alone
     assert not no_variables

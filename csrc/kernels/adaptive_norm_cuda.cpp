@@ -22,7 +22,7 @@ namespace {
 
 // By their pieces: 16 bytes, and one number.
 struct ForwardKernels {
-  DeviceKernel wide[3], narrow[2], any[2];
+  DeviceKernel wide[3], narrow[2], any[2], together[4], numbers_together;
 };
 
 struct BackwardKernels {
@@ -30,14 +30,16 @@ struct BackwardKernels {
 };
 
 #define CUDNN_OPS_KERNEL(images, name) {images, "adaptive_norm_" name, true}
-#define CUDNN_OPS_FORWARD(images)                                                             \
-  {                                                                                           \
-    {CUDNN_OPS_KERNEL(images, "forward_16_2"), CUDNN_OPS_KERNEL(images, "forward_16_4"),      \
-     CUDNN_OPS_KERNEL(images, "forward_16_8")},                                               \
-        {CUDNN_OPS_KERNEL(images, "forward_n_2"), CUDNN_OPS_KERNEL(images, "forward_n_8")}, { \
-      CUDNN_OPS_KERNEL(images, "forward_any_16"), CUDNN_OPS_KERNEL(images, "forward_any_n")   \
-    }                                                                                         \
-  }
+#define CUDNN_OPS_FORWARD(images)                                                           \
+  {{CUDNN_OPS_KERNEL(images, "forward_16_2"), CUDNN_OPS_KERNEL(images, "forward_16_4"),     \
+    CUDNN_OPS_KERNEL(images, "forward_16_8")},                                              \
+   {CUDNN_OPS_KERNEL(images, "forward_n_2"), CUDNN_OPS_KERNEL(images, "forward_n_8")},      \
+   {CUDNN_OPS_KERNEL(images, "forward_any_16"), CUDNN_OPS_KERNEL(images, "forward_any_n")}, \
+   {CUDNN_OPS_KERNEL(images, "forward_2_together"),                                         \
+    CUDNN_OPS_KERNEL(images, "forward_3_together"),                                         \
+    CUDNN_OPS_KERNEL(images, "forward_4_together"),                                         \
+    CUDNN_OPS_KERNEL(images, "forward_5_together")},                                        \
+   CUDNN_OPS_KERNEL(images, "forward_n_together")}
 #define CUDNN_OPS_BOTH(images, name) \
   {CUDNN_OPS_KERNEL(images, name "_16"), CUDNN_OPS_KERNEL(images, name "_n")}
 #define CUDNN_OPS_SPREAD(images, name)                                             \
@@ -297,14 +299,17 @@ void adaptive_norm_forward(const AdaptiveNormOfRows& given, const at::Tensor& ou
   call.mean = data_of<float>(mean);
   call.rstd = data_of<float>(rstd);
   const AdaptiveNormProblem problem = operands.problem(call, args.input, 0);
-  const NormForwardLaunch launch = norm_forward_launch(problem);
+  const AdaptiveNormForwardLaunch launch = adaptive_norm_forward_launch(problem);
   call.group = launch.how.group;
   const auto& kernels = forward_kernels(type_index(args.input.scalar_type()));
   const bool is_wide = problem.piece_bytes == 16;
   const unsigned vectors = launch.how.vectors;
-  const auto& kernel = vectors == 0 ? kernels.any[is_wide ? 0 : 1]
-                       : is_wide    ? kernels.wide[vectors / 4]
-                                    : kernels.narrow[vectors / 8];
+  const auto& alone = vectors == 0 ? kernels.any[is_wide ? 0 : 1]
+                      : is_wide    ? kernels.wide[vectors / 4]
+                                   : kernels.narrow[vectors / 8];
+  const auto& kernel = !launch.is_together ? alone
+                       : is_wide           ? kernels.together[vectors - 2]
+                                           : kernels.numbers_together;
   void* argument = &call;
   kernel.launch(launch.blocks, 1, launch.threads, &argument);
 }

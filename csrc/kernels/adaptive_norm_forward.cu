@@ -2,13 +2,16 @@
 // that a row belongs to. Compiled when the package is built (cmake/compile_kernels.py), once for
 // each type of the rows; adaptive_norm_cuda.cpp launches it.
 //
-// Rows lie in registers as in norm_forward.cu, and blocks come and go as there: those of one sample
-// follow one another, and read its scale and shift from the first cache.
+// Rows lie in registers as in norm_forward.cu, and blocks come and go as there. Where samples have
+// rows enough, threads that share a row have several of a sample at once: they read its scale and
+// shift once for all of them, and wait for each other's sums once.
 
 #include "adaptive_norm.cuh"
 #include "norm_moments.cuh"
 
 namespace {
+
+constexpr unsigned kMostTogether = 512;  // threads that share several rows
 
 __device__ float first_of(const AdaptiveNormCall& call, unsigned row, unsigned sample) {
   const float input = Type::read(*row_of(call.input, row));
@@ -138,6 +141,148 @@ __device__ void forward(const AdaptiveNormCall& call) {
   }
 }
 
+// The moments of kRows rows that a thread has pieces of; `has(v)`: whether it has a piece v of
+// each.
+template <int kRows, int kVectors, int kWidth, class Has, class First>
+__device__ void moments_of_rows(Piece<Type, kWidth> (&pieces)[kRows][kVectors],
+                                const AdaptiveNormCall& call, const Has& has, const First& first,
+                                Moments (&moments)[kRows], float (*scratch)[kRows][32]) {
+  const float per_column = 1.0f / call.columns;
+  float sums[kRows] = {};
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) moments[r].mean = 0;
+  if (call.is_layer) {
+    float bases[kRows] = {};
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if constexpr (kVectors * kWidth * kMostTogether > kExactColumns) bases[r] = first(r);
+      const Mean mean_of(call.columns, per_column, bases[r]);
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        if (!has(v)) continue;
+        float values[kWidth];
+        pieces[r][v].read(values);
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) mean_of.add(values[k], sums[r]);
+      }
+    }
+    sum_up(sums, call.group, scratch[0]);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      stay_packed(pieces[r]);
+      moments[r].mean = Mean(call.columns, per_column, bases[r]).of(sums[r]);
+      sums[r] = 0;
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (!has(v)) continue;
+      float values[kWidth];
+      pieces[r][v].read(values);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        sums[r] += (values[k] - moments[r].mean) * (values[k] - moments[r].mean);
+      }
+    }
+  }
+  sum_up(sums, call.group, scratch[1]);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    stay_packed(pieces[r]);
+    moments[r].rstd = rsqrtf(sums[r] * per_column + call.eps);
+  }
+}
+
+// kRows rows of a sample, kVectors pieces of each a thread. Of pieces of 16 bytes every thread has
+// all but the last one (adaptive_norm_launch.cpp). A sample's last rows may be fewer: what is
+// computed in their place is that of its last row, and not written.
+template <int kBytes, int kVectors, int kRows>
+__device__ void forward_together(const AdaptiveNormCall& call) {
+  constexpr int kWidth = kBytes / sizeof(Bits);
+  using Vector = Piece<Type, kWidth>;
+  __shared__ float scratch[2][kRows][32];
+  const unsigned group = call.group, vectors = call.columns / kWidth;
+  const unsigned samples = call.rows / call.tokens, turns = (call.tokens + kRows - 1) / kRows;
+  const unsigned turn = blockIdx.x * (blockDim.x / group) + threadIdx.x / group;
+  const unsigned sample = min(turn / turns, samples - 1), last = (sample + 1) * call.tokens - 1;
+  const unsigned start = sample * call.tokens + (turn - sample * turns) * kRows;
+  const auto row = [&](int r) { return min(start + r, last); };
+  const auto at = [&](int v) { return threadIdx.x % group + v * group; };
+  const auto has = [&](int v) { return (kBytes == 16 && v + 1 < kVectors) || at(v) < vectors; };
+  wait_for_inputs();
+  let_next_start();
+  Vector pieces[kRows][kVectors];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const auto* input = (const Vector*)row_of(call.input, row(r));
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (has(v)) pieces[r][v] = load_whole(input + at(v));
+    }
+  }
+  if (call.update.data != nullptr) {
+    const Parameter gate = gate_of(call, sample);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (!has(v)) continue;
+      float gates[kWidth];
+      gate.read(at(v), gates);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        float values[kWidth], other[kWidth];
+        pieces[r][v].read(values);
+        ((const Vector*)row_of(call.update, row(r)))[at(v)].read(other);
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) values[k] += gates[k] * other[k];
+        pieces[r][v] = Vector::of(values);  // the norm is of what is written
+        if (start + r <= last) {
+          ((Vector*)call.sum)[(long long)row(r) * vectors + at(v)] = pieces[r][v];
+        }
+      }
+    }
+  }
+  const auto first = [&](int r) { return first_of(call, row(r), sample); };
+  Moments moments[kRows];
+  moments_of_rows(pieces, call, has, first, moments, scratch);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (threadIdx.x % group == 0 && start + r <= last) keep_moments(call, row(r), moments[r]);
+  }
+  const Parameter scale = factor_of(call, sample), shift = shift_of(call, sample);
+  const Parameter weight = weight_of(call), bias = bias_of(call);
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (!has(v)) continue;
+    float scales[kWidth], shifts[kWidth];
+    scale.read(at(v), scales);
+    shift.read(at(v), shifts);
+    if (call.weight != nullptr || call.bias != nullptr) {
+      float weights[kWidth], biases[kWidth];
+      weight.read(at(v), weights);
+      bias.read(at(v), biases);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        shifts[k] += biases[k] * scales[k];
+        scales[k] *= weights[k];
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      float values[kWidth];
+      pieces[r][v].read(values);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        values[k] = (values[k] - moments[r].mean) * moments[r].rstd * scales[k] + shifts[k];
+      }
+      if (start + r <= last) {
+        ((Vector*)call.out)[(long long)row(r) * vectors + at(v)] = Vector::of(values);
+      }
+    }
+  }
+}
+
 // Rows of any size, a block each, read twice or three times. Each thread reads only pieces that it
 // has written or that are the input's.
 template <int kBytes>
@@ -201,6 +346,11 @@ __device__ void forward_any(const AdaptiveNormCall& call) {
     __VA_ARGS__(call);                                                      \
   }
 
+ADAPTIVE_NORM(forward_2_together, 512, 1, forward_together<16, 2, 4>)
+ADAPTIVE_NORM(forward_3_together, 512, 1, forward_together<16, 3, 2>)
+ADAPTIVE_NORM(forward_4_together, 512, 1, forward_together<16, 4, 2>)
+ADAPTIVE_NORM(forward_5_together, 512, 1, forward_together<16, 5, 2>)
+ADAPTIVE_NORM(forward_n_together, 512, 1, forward_together<n, 8, 4>)
 ADAPTIVE_NORM(forward_16_2, 1024, 1, forward<16, 2>)
 ADAPTIVE_NORM(forward_16_4, 512, 2, forward<16, 4>)
 ADAPTIVE_NORM(forward_16_8, 512, 1, forward<16, 8>)
