@@ -37,7 +37,7 @@ def cases_of(dtype: torch.dtype) -> Iterator[AdaptiveNormCase]:
             yield replace(case, shift_by=300.0 if dtype == torch.float32 else 3.0)
             has_bias = "float32" if case.is_layer else ""
             yield replace(case, weight="same", bias=has_bias, wide=True, layout="sliced")
-    yield AdaptiveNormCase((2, 19, 768))
+    yield from (AdaptiveNormCase((2, 19, size)) for size in (768, 517))
     yield AdaptiveNormCase((2, 300, 320), scale="", shift="", gated=True, weight="same")
     yield AdaptiveNormCase((2, 300, 512), scale="", gated=True, gate="batch", bias="same")
     yield AdaptiveNormCase((2, 31, 9, 512), scale="first", shift="batch", layout="flat")
