@@ -274,7 +274,7 @@ def adaptive_norms() -> Iterator[Sample]:
                     partial(run, dtype, columns, columns % 2, is_gated),
                 )
         # Several rows at once.
-        for columns in (*(16 // dtype.itemsize * count for count in (48, 96, 128, 160)), 45):
+        for columns in (*(16 // dtype.itemsize * count for count in (96, 128, 160)), 45):
             yield f"adaptive_norm_forward, {name}, {columns} columns", partial(many, dtype, columns)
 
 

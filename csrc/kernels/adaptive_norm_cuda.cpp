@@ -22,7 +22,7 @@ namespace {
 
 // By their pieces: 16 bytes, and one number.
 struct ForwardKernels {
-  DeviceKernel wide[3], narrow[2], any[2], together[4], numbers_together;
+  DeviceKernel wide[3], narrow[2], any[2], together[3], numbers_together;
 };
 
 struct BackwardKernels {
@@ -35,8 +35,7 @@ struct BackwardKernels {
     CUDNN_OPS_KERNEL(images, "forward_16_8")},                                              \
    {CUDNN_OPS_KERNEL(images, "forward_n_2"), CUDNN_OPS_KERNEL(images, "forward_n_8")},      \
    {CUDNN_OPS_KERNEL(images, "forward_any_16"), CUDNN_OPS_KERNEL(images, "forward_any_n")}, \
-   {CUDNN_OPS_KERNEL(images, "forward_2_together"),                                         \
-    CUDNN_OPS_KERNEL(images, "forward_3_together"),                                         \
+   {CUDNN_OPS_KERNEL(images, "forward_3_together"),                                         \
     CUDNN_OPS_KERNEL(images, "forward_4_together"),                                         \
     CUDNN_OPS_KERNEL(images, "forward_5_together")},                                        \
    CUDNN_OPS_KERNEL(images, "forward_n_together")}
@@ -308,7 +307,7 @@ void adaptive_norm_forward(const AdaptiveNormOfRows& given, const at::Tensor& ou
                       : is_wide    ? kernels.wide[vectors / 4]
                                    : kernels.narrow[vectors / 8];
   const auto& kernel = !launch.is_together ? alone
-                       : is_wide           ? kernels.together[vectors - 2]
+                       : is_wide           ? kernels.together[vectors - 3]
                                            : kernels.numbers_together;
   void* argument = &call;
   kernel.launch(launch.blocks, 1, launch.threads, &argument);

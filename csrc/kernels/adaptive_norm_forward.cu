@@ -346,7 +346,6 @@ __device__ void forward_any(const AdaptiveNormCall& call) {
     __VA_ARGS__(call);                                                      \
   }
 
-ADAPTIVE_NORM(forward_2_together, 512, 1, forward_together<16, 2, 4>)
 ADAPTIVE_NORM(forward_3_together, 512, 1, forward_together<16, 3, 2>)
 ADAPTIVE_NORM(forward_4_together, 512, 1, forward_together<16, 4, 2>)
 ADAPTIVE_NORM(forward_5_together, 512, 1, forward_together<16, 5, 2>)

@@ -1,54 +1,46 @@
 #include "kernels/adaptive_norm_launch.h"
 
 #include <algorithm>
+#include <bit>
 
 namespace cudnn_ops {
 namespace {
 
-constexpr int64_t kWarp = 32;
+constexpr unsigned kWarp = 32;
 constexpr unsigned kWide = 16;  // bytes of a piece
 
-// Threads by whole warps that share a row and have `vectors` pieces of it each.
-int64_t group_of(int64_t pieces, unsigned vectors) {
-  return divide_up(divide_up(pieces, vectors), kWarp) * kWarp;
+// Threads for rows of which each has `vectors` pieces, or all but the last one: a power of two that
+// share a row, four warps of them in a block, or whole warps, which are a block.
+NormSpread spread_over(unsigned bytes, unsigned vectors, int64_t pieces) {
+  const auto least = static_cast<unsigned>(divide_up(pieces, vectors));
+  if (least <= kWarp) return {bytes, vectors, std::bit_ceil(least), 4 * kWarp};
+  const auto group = static_cast<unsigned>(divide_up(least, kWarp) * kWarp);
+  return {bytes, vectors, group, group};
 }
 
 // As few threads without work as there can be, and of those that have as few one with four pieces
 // each or nearly so. Every thread has all of its pieces but the last one.
-NormSpread spread_together(int64_t pieces) {
-  constexpr int64_t kMostThreads = 512;
-  NormSpread best{kWide, 0, 0, 0};
-  for (const unsigned vectors : {4u, 5u, 3u, 2u}) {
-    const int64_t group = group_of(pieces, vectors);
-    if (group > kMostThreads || divide_up(pieces, group) != vectors) continue;
-    if (best.vectors != 0 && group * vectors >= int64_t{best.group} * best.vectors) continue;
-    best.vectors = vectors;
-    best.group = static_cast<unsigned>(group);
+NormSpread spread_together(unsigned bytes, int64_t pieces) {
+  if (bytes != kWide) return spread_over(bytes, 8, pieces);
+  NormSpread best{bytes, 0, 0, 0};
+  for (const unsigned vectors : {4u, 5u, 3u}) {
+    const NormSpread one = spread_over(bytes, vectors, pieces);
+    if (divide_up(pieces, one.group) != vectors) continue;
+    if (best.vectors == 0 || one.group * vectors < best.group * best.vectors) best = one;
   }
-  // Several warps that share a row are a block; of rows that a warp has, four are one.
-  best.threads = best.group > kWarp ? best.group : 4 * best.group;
   return best;
-}
-
-// Of pieces of one number, eight each.
-NormSpread spread_numbers(unsigned bytes, int64_t pieces) {
-  constexpr unsigned kVectors = 8, kMostThreads = 512;
-  const auto group = static_cast<unsigned>(group_of(pieces, kVectors));
-  return {bytes, group > kMostThreads ? 0 : kVectors, group, group};
 }
 
 }  // namespace
 
 AdaptiveNormForwardLaunch adaptive_norm_forward_launch(const AdaptiveNormProblem& problem) {
   // Few rows have more threads each, and samples of fewer rows leave threads without one.
-  constexpr int64_t kFewRows = 512, kTokens = 8;
-  const bool is_wide = problem.piece_bytes == kWide;
+  constexpr int64_t kFewRows = 512, kTokens = 8, kMostThreads = 512;
   const int64_t pieces = problem.columns * problem.number_bytes / problem.piece_bytes;
-  if (problem.rows > kFewRows && problem.tokens >= kTokens && pieces > kWarp) {
-    const NormSpread how =
-        is_wide ? spread_together(pieces) : spread_numbers(problem.piece_bytes, pieces);
-    if (how.vectors > 0) {
-      const int64_t rows = is_wide && how.vectors > 2 ? 2 : 4;  // as in adaptive_norm_forward.cu
+  if (problem.rows > kFewRows && problem.tokens >= kTokens) {
+    const NormSpread how = spread_together(problem.piece_bytes, pieces);
+    if (how.vectors > 0 && how.threads <= kMostThreads) {
+      const int64_t rows = how.bytes == kWide ? 2 : 4;  // as in adaptive_norm_forward.cu
       const int64_t turns = problem.rows / problem.tokens * divide_up(problem.tokens, rows);
       return {how, divide_up(turns, how.threads / how.group), static_cast<int>(how.threads), true};
     }

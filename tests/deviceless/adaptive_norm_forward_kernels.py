@@ -24,7 +24,7 @@ TYPES = (torch.float16, torch.bfloat16, torch.float32)
 #: Samples and their rows: in pairs and fours, with some left, and few rows in all.
 ROWS = ((3, 173), (66, 8), (1, 515), (40, 3), (2, 19))
 #: Pieces of 16 bytes: all that a thread can have, parts of warps, and several warps.
-PIECES = (33, 96, 128, 144, 225)
+PIECES = (3, 8, 33, 96, 128, 144, 225)
 #: Rows that no thread loads more than one number of at a time.
 NUMBERS = (45, 517)
 
