@@ -482,6 +482,12 @@ TABLES = {
         "GPU time in ms, from bf16 to bf16; B, Hq, Hkv, S, D. x is the other's time over ours.",
         "fp8",
     ),
+    "fp8_prefill": Table(
+        steps,
+        "Milliseconds of a prefill with the host's time.",
+        "fp8_prefill",
+        samples=0.25,
+    ),
     "linear": Table(linear, "GPU time in ms, bf16.", "linear", samples=1 / 3),
     "mlp": Table(mlp, "GPU time of forward and backward in ms, bf16.", "linear", samples=1 / 3),
     "resnet": Table(
