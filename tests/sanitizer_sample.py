@@ -115,6 +115,10 @@ _VECTORS, _HALVES, _NUMBERS = (
 )
 
 
+#: Rows enough for kernels that few have no use for, and the vectors that these have.
+_MANY, _OF_MANY = 513, (150, 180)
+
+
 def norms() -> Iterator[Sample]:
     def run(layer: bool, dtype: torch.dtype, columns: int, shift: int) -> None:
         norm: Callable[..., Tensor] = cudnn_ops.layer_norm if layer else cudnn_ops.rms_norm
@@ -138,12 +142,19 @@ def norms() -> Iterator[Sample]:
         weight = _tensor(columns, dtype=dtype).requires_grad_()
         _backward(norm(*inputs, [columns], weight))
 
+    def run_many(layer: bool, dtype: torch.dtype, columns: int) -> None:
+        norm: Callable[..., Tensor] = cudnn_ops.layer_norm if layer else cudnn_ops.rms_norm
+        norm(_tensor(_MANY, columns, dtype=dtype), [columns], _tensor(columns, dtype=dtype))
+
     for name, dtype in TYPES.items():
         size = dtype.itemsize
         widths = [16 // size * count for count in _VECTORS]
         widths += [*(8 // size * count for count in _HALVES), *_NUMBERS]
         for layer in (False, True):
             kind = "layer_norm" if layer else "rms_norm"
+            for columns in (16 // size * count for count in _OF_MANY):
+                call = partial(run_many, layer, dtype, columns)
+                yield f"{kind}_forward, {name}, {_MANY} rows of {columns} columns", call
             for columns in widths:
                 call = partial(run, layer, dtype, columns, columns % 2)
                 yield f"{kind}_forward and {kind}_backward, {name}, {columns} columns", call
@@ -260,9 +271,12 @@ def adaptive_norms() -> Iterator[Sample]:
             else:
                 _backward(cudnn_ops.adaptive_rms_norm(rows(tokens), scale, offset, weight=weight))
 
-    def many(dtype: torch.dtype, columns: int) -> None:
-        x, update = (_tensor(2, 261, columns, dtype=dtype) for _ in range(2))
-        gate, scale, offset = (_tensor(2, columns, dtype=dtype) for _ in range(3))
+    def run_many(dtype: torch.dtype, columns: int, tokens: int) -> None:
+        """Operands of one type, as models have them, and with a weight."""
+        x, update = (_tensor(1, tokens, columns, dtype=dtype) for _ in range(2))
+        gate, scale, offset = (_tensor(1, columns, dtype=dtype) for _ in range(3))
+        for weight in (None, gate[0]):
+            cudnn_ops.adaptive_rms_norm(x, scale, offset, weight=weight)
         cudnn_ops.gate_add_adaptive_layer_norm(x, update, gate, scale, offset)
 
     for name, dtype in TYPES.items():
@@ -273,9 +287,10 @@ def adaptive_norms() -> Iterator[Sample]:
                     f"adaptive_norm_forward and adaptive_norm_backward, {name}, {columns} columns",
                     partial(run, dtype, columns, columns % 2, is_gated),
                 )
-        # Several rows at once.
-        for columns in (*(16 // dtype.itemsize * count for count in (96, 128, 160)), 45):
-            yield f"adaptive_norm_forward, {name}, {columns} columns", partial(many, dtype, columns)
+        for count, tokens in ((50, 3), (300, 3), (2100, 3), *((n, _MANY) for n in _OF_MANY)):
+            columns = 16 // dtype.itemsize * count
+            call = partial(run_many, dtype, columns, tokens)
+            yield f"adaptive_norm_forward, {name}, {tokens} rows of {columns} columns", call
 
 
 def convolutions() -> Iterator[Sample]:

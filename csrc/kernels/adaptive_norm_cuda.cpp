@@ -20,25 +20,38 @@
 namespace cudnn_ops {
 namespace {
 
+// By the number of a thread's pieces (index_of), for operands of any kind and for the usual ones.
+struct WideKernels {
+  DeviceKernel any[5], usual[5], gated[5];
+};
+
 // By their pieces: 16 bytes, and one number.
 struct ForwardKernels {
-  DeviceKernel wide[3], narrow[2], any[2], together[3], numbers_together;
+  WideKernels wide;
+  DeviceKernel narrow[2], any[2];
 };
+
+int index_of(unsigned vectors) {
+  return vectors == 2 ? 0 : vectors == 8 ? 4 : static_cast<int>(vectors) - 3;
+}
 
 struct BackwardKernels {
   DeviceKernel spread[2][3], rows[2], sums[2][2], totals[2];  // first by whether they are gated
 };
 
 #define CUDNN_OPS_KERNEL(images, name) {images, "adaptive_norm_" name, true}
-#define CUDNN_OPS_FORWARD(images)                                                           \
-  {{CUDNN_OPS_KERNEL(images, "forward_16_2"), CUDNN_OPS_KERNEL(images, "forward_16_4"),     \
-    CUDNN_OPS_KERNEL(images, "forward_16_8")},                                              \
-   {CUDNN_OPS_KERNEL(images, "forward_n_2"), CUDNN_OPS_KERNEL(images, "forward_n_8")},      \
-   {CUDNN_OPS_KERNEL(images, "forward_any_16"), CUDNN_OPS_KERNEL(images, "forward_any_n")}, \
-   {CUDNN_OPS_KERNEL(images, "forward_3_together"),                                         \
-    CUDNN_OPS_KERNEL(images, "forward_4_together"),                                         \
-    CUDNN_OPS_KERNEL(images, "forward_5_together")},                                        \
-   CUDNN_OPS_KERNEL(images, "forward_n_together")}
+#define CUDNN_OPS_WIDE(images, name)                                         \
+  {CUDNN_OPS_KERNEL(images, name "_2"), CUDNN_OPS_KERNEL(images, name "_4"), \
+   CUDNN_OPS_KERNEL(images, name "_5"), CUDNN_OPS_KERNEL(images, name "_6"), \
+   CUDNN_OPS_KERNEL(images, name "_8")}
+#define CUDNN_OPS_FORWARD(images)                                                             \
+  {                                                                                           \
+    {CUDNN_OPS_WIDE(images, "forward_16"), CUDNN_OPS_WIDE(images, "forward_usual"),           \
+     CUDNN_OPS_WIDE(images, "forward_gated")},                                                \
+        {CUDNN_OPS_KERNEL(images, "forward_n_2"), CUDNN_OPS_KERNEL(images, "forward_n_8")}, { \
+      CUDNN_OPS_KERNEL(images, "forward_any_16"), CUDNN_OPS_KERNEL(images, "forward_any_n")   \
+    }                                                                                         \
+  }
 #define CUDNN_OPS_BOTH(images, name) \
   {CUDNN_OPS_KERNEL(images, name "_16"), CUDNN_OPS_KERNEL(images, name "_n")}
 #define CUDNN_OPS_SPREAD(images, name)                                             \
@@ -221,6 +234,13 @@ AdaptiveNormOfRows of_one_type(const AdaptiveNormOfRows& args) {
   return same;
 }
 
+// As the kernels for them take them for granted.
+bool has_usual_operands(const AdaptiveNormCall& call, bool is_float) {
+  return call.scale.data != nullptr && call.shift.data != nullptr &&
+         call.is_scale_float == is_float && call.is_shift_float == is_float &&
+         call.weight == nullptr && call.bias == nullptr;
+}
+
 // The sums of the backward's rows, where they are wanted: memory for the parts, and their total.
 class Sums {
  public:
@@ -298,17 +318,17 @@ void adaptive_norm_forward(const AdaptiveNormOfRows& given, const at::Tensor& ou
   call.mean = data_of<float>(mean);
   call.rstd = data_of<float>(rstd);
   const AdaptiveNormProblem problem = operands.problem(call, args.input, 0);
-  const AdaptiveNormForwardLaunch launch = adaptive_norm_forward_launch(problem);
+  const NormForwardLaunch launch = norm_forward_launch(problem);
   call.group = launch.how.group;
   const auto& kernels = forward_kernels(type_index(args.input.scalar_type()));
   const bool is_wide = problem.piece_bytes == 16;
   const unsigned vectors = launch.how.vectors;
-  const auto& alone = vectors == 0 ? kernels.any[is_wide ? 0 : 1]
-                      : is_wide    ? kernels.wide[vectors / 4]
-                                   : kernels.narrow[vectors / 8];
-  const auto& kernel = !launch.is_together ? alone
-                       : is_wide           ? kernels.together[vectors - 3]
-                                           : kernels.numbers_together;
+  const auto& wide = !has_usual_operands(call, is_float(args.input)) ? kernels.wide.any
+                     : problem.is_gated                              ? kernels.wide.gated
+                                                                     : kernels.wide.usual;
+  const auto& kernel = vectors == 0 ? kernels.any[is_wide ? 0 : 1]
+                       : is_wide    ? wide[index_of(vectors)]
+                                    : kernels.narrow[vectors / 8];
   void* argument = &call;
   kernel.launch(launch.blocks, 1, launch.threads, &argument);
 }

@@ -1,53 +1,8 @@
 #include "kernels/adaptive_norm_launch.h"
 
 #include <algorithm>
-#include <bit>
 
 namespace cudnn_ops {
-namespace {
-
-constexpr unsigned kWarp = 32;
-constexpr unsigned kWide = 16;  // bytes of a piece
-
-// Threads for rows of which each has `vectors` pieces, or all but the last one: a power of two that
-// share a row, four warps of them in a block, or whole warps, which are a block.
-NormSpread spread_over(unsigned bytes, unsigned vectors, int64_t pieces) {
-  const auto least = static_cast<unsigned>(divide_up(pieces, vectors));
-  if (least <= kWarp) return {bytes, vectors, std::bit_ceil(least), 4 * kWarp};
-  const auto group = static_cast<unsigned>(divide_up(least, kWarp) * kWarp);
-  return {bytes, vectors, group, group};
-}
-
-// As few threads without work as there can be, and of those that have as few one with four pieces
-// each or nearly so. Every thread has all of its pieces but the last one.
-NormSpread spread_together(unsigned bytes, int64_t pieces) {
-  if (bytes != kWide) return spread_over(bytes, 8, pieces);
-  NormSpread best{bytes, 0, 0, 0};
-  for (const unsigned vectors : {4u, 5u, 3u}) {
-    const NormSpread one = spread_over(bytes, vectors, pieces);
-    if (divide_up(pieces, one.group) != vectors) continue;
-    if (best.vectors == 0 || one.group * vectors < best.group * best.vectors) best = one;
-  }
-  return best;
-}
-
-}  // namespace
-
-AdaptiveNormForwardLaunch adaptive_norm_forward_launch(const AdaptiveNormProblem& problem) {
-  // Few rows have more threads each, and samples of fewer rows leave threads without one.
-  constexpr int64_t kFewRows = 512, kTokens = 8, kMostThreads = 512;
-  const int64_t pieces = problem.columns * problem.number_bytes / problem.piece_bytes;
-  if (problem.rows > kFewRows && problem.tokens >= kTokens) {
-    const NormSpread how = spread_together(problem.piece_bytes, pieces);
-    if (how.vectors > 0 && how.threads <= kMostThreads) {
-      const int64_t rows = how.bytes == kWide ? 2 : 4;  // as in adaptive_norm_forward.cu
-      const int64_t turns = problem.rows / problem.tokens * divide_up(problem.tokens, rows);
-      return {how, divide_up(turns, how.threads / how.group), static_cast<int>(how.threads), true};
-    }
-  }
-  const NormForwardLaunch alone = norm_forward_launch(problem);
-  return {alone.how, alone.blocks, alone.threads, false};
-}
 
 AdaptiveNormBackwardLaunch adaptive_norm_backward_launch(const AdaptiveNormProblem& problem,
                                                          const DeviceLimits& limits) {

@@ -12,15 +12,6 @@ struct AdaptiveNormProblem : NormProblem {
   bool is_gated;   // the backward reads the update too
 };
 
-struct AdaptiveNormForwardLaunch {
-  NormSpread how;
-  int64_t blocks;
-  int threads;
-  bool is_together;  // the threads of a row have several rows of a sample
-};
-
-AdaptiveNormForwardLaunch adaptive_norm_forward_launch(const AdaptiveNormProblem& problem);
-
 struct AdaptiveNormBackwardLaunch {
   NormSpread how;  // of no pieces: kernels for rows of any size
   int64_t shared_bytes;

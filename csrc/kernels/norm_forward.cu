@@ -164,6 +164,8 @@ __device__ void forward_any(const NormCall& call) {
 
 NORM(forward, 16, 2, 1024, 2)
 NORM(forward, 16, 4, 512, 3)
+NORM(forward, 16, 5, 256, 4)
+NORM(forward, 16, 6, 256, 4)
 NORM(forward, 16, 8, 512, 2)
 NORM(forward, 8, 1, 256, 8)
 NORM(forward, 8, 4, 1024, 1)

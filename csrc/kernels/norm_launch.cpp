@@ -34,6 +34,9 @@ NormSpread spread_forward(unsigned bytes, int64_t pieces, int64_t rows) {
   if (bytes < 16) return spread_small(bytes, pieces, /*most_threads=*/1024);
   if (pieces <= 4 * kWarp) return within_warp(bytes, pieces <= 8 ? 2 : 4, pieces);
   constexpr int64_t kMost = 512, kFewRows = 512;
+  // Within a warp they need no barrier.
+  if (rows > kFewRows && pieces <= 5 * kWarp) return within_warp(bytes, 5, pieces);
+  if (rows > kFewRows && pieces <= 6 * kWarp) return within_warp(bytes, 6, pieces);
   if (rows <= kFewRows && pieces <= 4 * kMost) return within_block(bytes, 2, pieces);
   if (pieces <= 4 * kMost) return within_block(bytes, 4, pieces);
   return pieces <= 8 * kMost ? within_block(bytes, 8, pieces) : kAnyRows;

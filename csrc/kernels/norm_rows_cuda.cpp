@@ -62,11 +62,13 @@ NormProblem problem_of(const NormCall& call, unsigned number_bytes, uint64_t row
 
 // The kernels that keep a row in registers, by type, kind and the index of their spread. Not every
 // direction uses every index.
-constexpr int kSpreads = 10;
+constexpr int kSpreads = 12;
 
 int index_of(const NormSpread& how) {
-  if (how.bytes == 16)
-    return how.vectors == 1 ? 0 : how.vectors == 2 ? 1 : how.vectors == 4 ? 2 : 7;
+  if (how.bytes == 16) {
+    constexpr int kIndices[] = {-1, 0, 1, -1, 2, 10, 11, -1, 7};  // by the number of pieces
+    return kIndices[how.vectors];
+  }
   return (how.bytes == 8 ? 3 : 5) + (how.vectors <= 2 ? 0 : 1);
 }
 
@@ -83,8 +85,9 @@ using Kernels = DeviceKernel[2][kSpreads];
     {images, name "_16_1", true}, {images, name "_16_2", true}, {images, name "_16_4", true},  \
         {images, name "_8_1", true}, {images, name "_8_4", true}, {images, name "_n_2", true}, \
         {images, name "_n_8", true}, {images, name "_16_8", true},                             \
-        {images, name "_16_4_stages_2", true}, {                                               \
-      images, name "_16_4_stages_1", true                                                      \
+        {images, name "_16_4_stages_2", true}, {images, name "_16_4_stages_1", true},          \
+        {images, name "_16_5", true}, {                                                        \
+      images, name "_16_6", true                                                               \
     }                                                                                          \
   }
 #define CUDNN_OPS_KINDS(images, direction) \

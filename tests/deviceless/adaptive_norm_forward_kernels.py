@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -21,25 +22,29 @@ from tests.deviceless.cpu_kernels import Kernels, from_gpu, to_gpu
 
 _ops = torch.ops.cudnn_ops
 TYPES = (torch.float16, torch.bfloat16, torch.float32)
-#: Samples and their rows: in pairs and fours, with some left, and few rows in all.
-ROWS = ((3, 173), (66, 8), (1, 515), (40, 3), (2, 19))
-#: Pieces of 16 bytes: all that a thread can have, parts of warps, and several warps.
-PIECES = (3, 8, 33, 96, 128, 144, 225)
+#: Samples, their rows and the pieces of 16 bytes in a row: parts of a warp, all numbers of pieces
+#: that a thread has, several warps, and rows that no threads hold.
+PIECES = (
+    *((3, 5, 5), (66, 8, 33), (2, 19, 96), (3, 173, 144), (13, 40, 160), (1, 515, 161)),
+    *((40, 13, 192), (2, 19, 225), (1, 515, 225), (2, 3, 300), (1, 3, 2100), (2, 2, 4200)),
+)
 #: Rows that no thread loads more than one number of at a time.
-NUMBERS = (45, 517)
+NUMBERS = ((3, 19, 45), (13, 40, 45), (2, 19, 517), (1, 3, 9001))
 
 
 def cases_of(dtype: torch.dtype) -> Iterator[AdaptiveNormCase]:
-    columns = [16 // dtype.itemsize * count for count in PIECES]
-    for index, size in enumerate([*columns, *NUMBERS]):
-        for (batch, tokens), is_gated in ((ROWS[index % 3], False), (ROWS[(index + 1) % 5], True)):
-            case = AdaptiveNormCase((batch, tokens, size), is_layer=index % 4 > 0, gated=is_gated)
-            yield replace(case, shift_by=300.0 if dtype == torch.float32 else 3.0)
-            has_bias = "float32" if case.is_layer else ""
-            yield replace(case, weight="same", bias=has_bias, wide=True, layout="sliced")
-    yield from (AdaptiveNormCase((2, 19, size)) for size in (768, 517))
-    yield AdaptiveNormCase((2, 300, 320), scale="", shift="", gated=True, weight="same")
-    yield AdaptiveNormCase((2, 300, 512), scale="", gated=True, gate="batch", bias="same")
+    wide = [(*rows, 16 // dtype.itemsize * count) for *rows, count in PIECES]
+    around = 300.0 if dtype == torch.float32 else 3.0
+    for (index, shape), is_gated in product(enumerate([*wide, *NUMBERS]), (False, True)):
+        case = AdaptiveNormCase(shape, gated=is_gated, is_layer=index % 3 > 0)
+        yield replace(case, shift_by=around, layout=("dense", "sliced")[index % 2])
+        has_bias = "float32" if case.is_layer else ""
+        yield replace(case, weight="same", bias=has_bias, wide=index % 2 > 0, layout="part")
+    sum = AdaptiveNormCase((2, 30, 320), gated=True)
+    yield replace(sum, scale="", shift="", weight="same")
+    yield replace(sum, scale="", gate="batch", bias="same")
+    yield replace(sum, shift="", gate="token")
+    yield replace(sum, scale="token", shift="token", gate="token")
     yield AdaptiveNormCase((2, 31, 9, 512), scale="first", shift="batch", layout="flat")
 
 
@@ -76,9 +81,9 @@ def check(case: AdaptiveNormCase, dtype: torch.dtype) -> None:
 
 def check_equal(value: float, columns: int, dtype: torch.dtype) -> None:
     """Equal numbers are their own mean, large ones too."""
-    x = to_gpu(torch.full((2, 300, columns), value, dtype=dtype))
-    scale = to_gpu(torch.ones(2, columns, dtype=dtype))
-    out, *_ = _ops._adaptive_norm(x, None, None, scale, None, None, None, 1e-6, True, False)
+    x = to_gpu(torch.full((2, 30, columns), value, dtype=dtype))
+    zeros = to_gpu(torch.zeros(2, columns, dtype=dtype))
+    out, *_ = _ops._adaptive_norm(x, None, None, zeros, zeros, None, None, 1e-6, True, False)
     assert not from_gpu(out).any()
 
 
@@ -92,7 +97,7 @@ def main() -> None:
             for case in cases_of(dtype):
                 yield f"{case} {dtype}", partial(check, case, dtype)
             for value in (10000.123, 3e38, -3e38)[: 1 if dtype == torch.float16 else 3]:
-                for columns in (264, 1152, 517):
+                for columns in (264, 1152, 1536, 517):
                     name = f"{value} in {columns} {dtype}"
                     yield name, partial(check_equal, value, columns, dtype)
 

@@ -280,6 +280,7 @@ def run_adaptive_norms(recorder: Recorder, device: torch.device) -> None:
                 (x[:, None], memory(device, torch.float32, rows, width)),
             ):
                 words = ("adaptive norm", dtype, rows, width, start, len(modulation))
+                alone = (None, None, 1e-6, True, True)
                 options = (weight, weight, 1e-6, True, True)
                 stats = stats.view(samples.shape[:2])
                 for update in (None, samples):
@@ -287,6 +288,7 @@ def run_adaptive_norms(recorder: Recorder, device: torch.device) -> None:
                     tensors = (samples, update, gate, modulation, modulation)
                     with recorder.calling(*words):
                         _ops._adaptive_norm.default(*tensors, *options)
+                        _ops._adaptive_norm.default(*tensors, *alone)
                     is_gated = update is not None
                     for mask in (
                         (True, is_gated, is_gated, True, True, True, True),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -12,6 +14,6 @@ from tests.deviceless.fake_runtime import launched_on_a_cpu
 @pytest.mark.parametrize("runtime", ["cuda"] if torch.version.cuda else [])
 def test_what_they_compute(runtime, tmp_path):
     launched = launched_on_a_cpu("tests.deviceless.adaptive_norm_forward_kernels", tmp_path)
-    together = {f"adaptive_norm_forward_{vectors}_together" for vectors in (3, 4, 5, "n")}
-    alone = {f"adaptive_norm_forward_{which}" for which in ("16_2", "16_4", "n_8")}
-    assert together | alone <= set(launched)
+    wide = product(("16", "usual", "gated"), (2, 4, 5, 6, 8))
+    names = [*(f"{which}_{vectors}" for which, vectors in wide), "n_2", "n_8", "any_16", "any_n"]
+    assert launched == sorted(f"adaptive_norm_forward_{name}" for name in names)
