@@ -113,6 +113,8 @@ _VECTORS, _HALVES, _NUMBERS = (
     (5, 101, 1001),
     (7, 201, 1001, 9001),
 )
+#: Vectors of which a thread of an adaptive norm's backward has three, and five.
+_UNEVEN = (90, 150)
 
 
 #: Rows enough for kernels that few have no use for, and the vectors that these have.
@@ -254,22 +256,32 @@ def folded_norms() -> Iterator[Sample]:
 
 
 def adaptive_norms() -> Iterator[Sample]:
-    """Of few rows of each width, as parts of two samples and as numbers of each token."""
+    """Of few rows of each width, as parts of some samples and as numbers of each token."""
 
     def run(dtype: torch.dtype, columns: int, shift: int, is_gated: bool) -> None:
+        # Of odd rows as many as end at a multiple of 16 bytes, as the sum does.
+        samples = 8 if shift else 2
+
         def rows(tokens: int) -> Tensor:
-            return _tensor(2, tokens, columns, dtype=dtype, shift=shift).requires_grad_()
+            shape = (samples, tokens, columns)
+            return _tensor(*shape, dtype=dtype, shift=shift, spare=_SPARE).requires_grad_()
 
         for tokens, counted in ((11, 1), (3, 3)):
             scale, offset, gate = (rows(counted) for _ in range(3))
-            weight, bias = (_tensor(columns, dtype=dtype).requires_grad_() for _ in range(2))
+            # Samples of a row have kernels of their own where nothing is added up over these.
+            has_weight = tokens != counted
+            weight, bias = (
+                _tensor(columns, dtype=dtype).requires_grad_() if has_weight else None
+                for _ in range(2)
+            )
+            out: Tensor | tuple[Tensor, ...]
             if is_gated:
                 out = cudnn_ops.gate_add_adaptive_layer_norm(
                     rows(tokens), rows(tokens), gate, scale, offset, weight=weight, bias=bias
                 )
-                _backward(out)
             else:
-                _backward(cudnn_ops.adaptive_rms_norm(rows(tokens), scale, offset, weight=weight))
+                out = cudnn_ops.adaptive_rms_norm(rows(tokens), scale, offset, weight=weight)
+            _backward(out, spare=_SPARE)
 
     def run_many(dtype: torch.dtype, columns: int, tokens: int) -> None:
         """Operands of one type, as models have them, and with a weight."""
@@ -280,7 +292,7 @@ def adaptive_norms() -> Iterator[Sample]:
         cudnn_ops.gate_add_adaptive_layer_norm(x, update, gate, scale, offset)
 
     for name, dtype in TYPES.items():
-        widths = [16 // dtype.itemsize * count for count in _VECTORS]
+        widths = [16 // dtype.itemsize * count for count in (*_VECTORS, *_UNEVEN)]
         for columns in (*widths, *_NUMBERS):
             for is_gated in (False, True):
                 yield (

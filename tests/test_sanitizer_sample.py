@@ -59,7 +59,7 @@ def test_every_source_is_in_the_sample():
     assert not missing
     assert len(norm_kernels()) > 30
     assert len(group_norm_kernels()) == 67
-    assert len(adaptive_norm_kernels()) == 33
+    assert len(adaptive_norm_kernels()) == 46
 
 
 def depthwise_kernels() -> set[str]:

@@ -76,6 +76,109 @@ __device__ void write_piece(void* to, bool is_float, const AdaptiveNormCall& cal
   }
 }
 
+constexpr int kMostWarps = 16;  // of a row
+
+// Before the first sum_up_both().
+template <int kCount>
+__device__ void clear(float (&scratch)[kCount][kMostWarps]) {
+  for (unsigned i = threadIdx.x; i < kCount * kMostWarps; i += blockDim.x) {
+    scratch[i / kMostWarps][i % kMostWarps] = 0;
+  }
+  __syncthreads();
+}
+template <int kCount>
+__device__ void clear(float (&scratch)[kCount][2][kMostWarps]) {
+  for (auto& one : scratch) clear(one);
+}
+
+// Two sums at once, as sum_up() gives them, by fewer instructions: first half of the threads goes
+// on with one and half with the other, and no warp adds up by lanes what the warps have. What
+// `scratch` has of warps that are not there is zero.
+__device__ void sum_up_both(float (&sums)[2], unsigned group, float (*scratch)[kMostWarps]) {
+  if (group == 1) return;
+  const unsigned half = min(group, 32u) / 2;
+  const bool is_second = (threadIdx.x & half) != 0;
+  float sum = is_second ? sums[1] : sums[0];
+  sum += __shfl_xor_sync(~0u, is_second ? sums[0] : sums[1], half);
+  if (half == 16) {
+#pragma unroll
+    for (unsigned distance = 8; distance > 0; distance /= 2) {
+      sum += __shfl_xor_sync(~0u, sum, distance);
+    }
+  } else {
+    sum = sum_within_warp(sum, half);
+  }
+  if (group <= 32) {
+    const float other = __shfl_xor_sync(~0u, sum, half);
+    sums[0] = is_second ? other : sum;
+    sums[1] = is_second ? sum : other;
+    return;
+  }
+  if (threadIdx.x % 16 == 0) scratch[is_second][threadIdx.x / 32] = sum;
+  __syncthreads();
+  sums[0] = sums[1] = 0;
+  for (unsigned warp = 0; warp < group / 32; warp += 4) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float parts[4];
+      ((const Piece<Float, 4>*)scratch[i])[warp / 4].read(parts);
+      sums[i] += (parts[0] + parts[1]) + (parts[2] + parts[3]);
+    }
+  }
+}
+
+// Numbers of factors a thread keeps in registers, beside its sums.
+constexpr int kMostKept = 8;
+
+// What the normed numbers of a sample are multiplied by, in a thread's columns: in registers, or
+// where that would leave a multiprocessor fewer threads in shared memory.
+template <int kVectors, int kWidth>
+class Factors {
+ public:
+  __device__ explicit Factors(void* memory) : shared_((Part*)memory) {
+  }
+  __device__ void keep(int v, const float (&values)[kWidth]) {
+#pragma unroll
+    for (int k = 0; k < kWidth; k += kPart) {
+      if constexpr (kIsShared) {
+        float part[kPart];
+#pragma unroll
+        for (int i = 0; i < kPart; ++i) part[i] = values[k + i];
+        *place(v, k) = Part::of(part);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kPart; ++i) own_[v][k + i] = values[k + i];
+      }
+    }
+  }
+  __device__ void read(int v, float (&values)[kWidth]) const {
+#pragma unroll
+    for (int k = 0; k < kWidth; k += kPart) {
+      if constexpr (kIsShared) {
+        float part[kPart];
+        place(v, k)->read(part);
+#pragma unroll
+        for (int i = 0; i < kPart; ++i) values[k + i] = part[i];
+      } else {
+#pragma unroll
+        for (int i = 0; i < kPart; ++i) values[k + i] = own_[v][k + i];
+      }
+    }
+  }
+
+ private:
+  static constexpr bool kIsShared = kVectors * kWidth > kMostKept;
+  static constexpr int kPart = kWidth < 4 ? kWidth : 4;
+  using Part = Piece<Float, kPart>;
+
+  __device__ Part* place(int v, int k) const {
+    return shared_ + (v * kWidth + k) / kPart * blockDim.x + threadIdx.x;
+  }
+
+  Part* shared_;
+  float own_[kIsShared ? 1 : kVectors][kWidth];
+};
+
 // Sums over rows of a sample, in the columns of a piece: of the output's gradient times the normed
 // input, of that gradient alone, and where there is a gate of the sum's gradient times the update.
 template <int kSums, int kWidth>
@@ -139,16 +242,21 @@ __device__ void keep_sums(const AdaptiveNormCall& call, unsigned worker, unsigne
   }
 }
 
-// The end: adds up the parts of a sample's sums, or those of weight or bias, for a strip of 32
-// columns a block. Blocks of samples come first, where there are parts, `strips` of them each.
+// The end: adds up the parts of a sample's sums, or those of weight or bias, for some columns a
+// block. Blocks of samples come first, where there are parts, as many for each as it has columns:
+// of each column `split` threads, of warps side by side.
 template <int kSums>
 __device__ void totals(const AdaptiveNormCall& call) {
-  const unsigned strips = (call.columns + 31) / 32, strip = blockIdx.x % strips;
+  constexpr unsigned kThreads = 512;
+  __shared__ float by_thread[kSums][kThreads];
+  const unsigned split = call.split, columns = kThreads / split;
+  const unsigned strips = (call.columns + columns - 1) / columns;
   const unsigned sample = blockIdx.x / strips;
   const unsigned samples = call.partial == nullptr ? 0 : call.rows / call.tokens;
   wait_for_inputs();  // also where there is nothing to do: the next kernel waits for this one alone
   if (sample >= samples) {
-    const unsigned kind = sample - samples;
+    const unsigned narrow = (call.columns + 31) / 32, block = blockIdx.x - samples * strips;
+    const unsigned kind = block / narrow;
     void* to = kind == 0 ? call.grad_weight : call.grad_bias;
     if (to == nullptr) return;
     const bool is_float = kind == 0 ? call.is_weight_float : call.is_bias_float;
@@ -159,26 +267,45 @@ __device__ void totals(const AdaptiveNormCall& call) {
           const float value[1] = {sum};
           write_piece(to, is_float, call, 0, column, value);
         },
-        strip);
+        block % narrow);
   }
   const unsigned first = sample * call.tokens / call.stretch;
   const unsigned last = (sample * call.tokens + call.tokens - 1) / call.stretch;
   if (first == last) return;  // its worker has written them
-  // The sample begins in the first worker's rows, be it at the beginning.
-  float sums[kSums][1];
-  unsigned at = 0;
-  bool has_column = false;
-  for (int kind = 0; kind < kSums; ++kind) {
-    if (kind > 0) __syncthreads();
-    add_up_rows_at(
-        [&](unsigned row) { return partial_of(call, first + row, row == 0, kSums, kind); },
-        last - first + 1, call.columns,
-        [&](unsigned column, float sum) {
-          sums[kind][0] = sum;
-          at = column;
-          has_column = true;
-        },
-        strip);
+  const unsigned warp = threadIdx.x / 32;
+  const unsigned at = blockIdx.x % strips * columns + warp / split * 32 + threadIdx.x % 32;
+  float sums[kSums][1] = {};
+  if (at < call.columns) {
+    constexpr unsigned kAhead = 8;  // that memory is asked for at once, of each kind
+    for (unsigned from = first + warp % split; from <= last; from += kAhead * split) {
+      float numbers[kAhead][kSums] = {};
+#pragma unroll
+      for (unsigned i = 0; i < kAhead; ++i) {
+        const unsigned worker = from + i * split;
+        if (worker > last) continue;
+        // The sample begins in the first worker's rows, be it at the beginning.
+        const float* parts = partial_of(call, worker, worker == first, kSums, 0) + at;
+#pragma unroll
+        for (int kind = 0; kind < kSums; ++kind) numbers[i][kind] = parts[kind * call.columns];
+      }
+#pragma unroll
+      for (unsigned i = 0; i < kAhead; ++i) {
+#pragma unroll
+        for (int kind = 0; kind < kSums; ++kind) sums[kind][0] += numbers[i][kind];
+      }
+    }
   }
-  if (has_column) write_gradients<kSums, 1>(call, sample, at, sums);
+  if (split > 1) {
+#pragma unroll
+    for (int kind = 0; kind < kSums; ++kind) by_thread[kind][threadIdx.x] = sums[kind][0];
+    __syncthreads();
+    if (warp % split != 0) return;
+#pragma unroll
+    for (int kind = 0; kind < kSums; ++kind) {
+      for (unsigned other = 1; other < split; ++other) {
+        sums[kind][0] += by_thread[kind][threadIdx.x + 32 * other];
+      }
+    }
+  }
+  if (at < call.columns) write_gradients<kSums, 1>(call, sample, at, sums);
 }

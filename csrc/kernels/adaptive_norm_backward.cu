@@ -2,43 +2,49 @@
 // once for each type of the rows; adaptive_norm_cuda.cpp launches it.
 //
 // Workers go from row to row as the blocks of norm_backward.cu do, the next rows on their way
-// through shared memory. What belongs to a column stays in registers: the factor from sample to
+// through shared memory. What belongs to a column stays with its thread: the factor from sample to
 // sample, and the sums (adaptive_norm.cuh).
 
-#include "adaptive_norm.cuh"
+#include "adaptive_norm_any.cuh"
 #include "row_pipeline.cuh"
 
 namespace {
 
-// Numbers a thread keeps in registers beside those that it works on.
-constexpr int kMostKept = 16;
-
+// Rows go through shared memory: each thread reads its pieces there twice, so that its registers
+// have the sums alone and a multiprocessor has room for more threads.
 template <int kBytes, int kVectors, int kStages, bool kIsGated>
 __device__ void backward(const AdaptiveNormCall& call) {
   constexpr int kWidth = kBytes / sizeof(Bits);
-  constexpr int kSums = kIsGated ? 3 : 2;
-  constexpr bool kKeeps = kVectors * kWidth <= kMostKept;
-  constexpr int kKept = kKeeps ? kVectors : 1;
+  // The widest rows of gated sums leave no room for what can be read where it lies.
+  constexpr bool kIsWidest = kIsGated && kVectors == 4;
+  constexpr int kSums = kIsGated ? 3 : 2, kTensors = kIsWidest ? 3 : kIsGated ? 4 : 2;
   using Vector = Piece<Type, kWidth>;
-  using Pipe = Pipeline<kBytes, kVectors, kStages, kSums>;
-  __shared__ float scratch[2][2][32];
-  const unsigned group = call.group, thread = threadIdx.x % group;
+  using Pipe = Pipeline<kBytes, kVectors, kStages, kTensors>;
+  alignas(16) __shared__ float scratch[2][2][kMostWarps];
+  // A warp's, where it has five pieces a thread.
+  const unsigned group = kVectors == 5 ? 32 : call.group, thread = threadIdx.x % group;
   const unsigned vectors = call.columns / kWidth;
   const unsigned worker = blockIdx.x * (blockDim.x / group) + threadIdx.x / group;
   const unsigned first = worker * call.stretch;
   const unsigned end = worker < call.workers ? min(first + call.stretch, call.rows) : 0;
-  const Pipe pipe{group, 0};
+  const Pipe pipe{group, call.row_bytes};
   const auto load = [&](unsigned row, unsigned stage) {
     if (row < end) {
       pipe.load(stage, 0, row_of(call.input, row), vectors);
       pipe.load(stage, 1, row_of(call.grad_out, row), vectors);
-      if constexpr (kIsGated) pipe.load(stage, 2, row_of(call.update, row), vectors);
+      if constexpr (kIsGated) {
+        pipe.load(stage, 2, row_of(call.update, row), vectors);
+      }
+      if (kTensors > 3 && call.grad_sum.data != nullptr) {
+        pipe.load(stage, 3, row_of(call.grad_sum, row), vectors);
+      }
     }
     Pipe::commit();
   };
   const float per_column = 1.0f / call.columns;
   Sums<kSums, kWidth> sums[kVectors];
-  float factors[kKept][kWidth], normed[kKept][kWidth], slopes[kKept][kWidth];
+  Factors<kVectors, kWidth> factors(pipe.behind());
+  clear(scratch);
   wait_for_inputs();
   let_next_start();
 #pragma unroll
@@ -52,19 +58,25 @@ __device__ void backward(const AdaptiveNormCall& call) {
   };
   load_moments(first);
   unsigned sample = 0, next = 0;  // the rows of the sample end before row `next`
+  unsigned stage = 0, freed = kStages - 1;
   for (unsigned turn = 0; turn < call.stretch; ++turn) {
-    const unsigned row = first + turn, stage = turn % kStages;
+    const unsigned row = first + turn;
     const bool is_row = row < end;
-    load(row + kStages - 1, (turn + kStages - 1) % kStages);
+    // Threads that have copied the row together have all done with the one before it once they
+    // have met, and not earlier.
+    if constexpr (Pipe::kIsWhole) pipe.template wait<kStages - 2>();
+    load(row + kStages - 1, freed);
     // The first row of a sample, or the worker's.
     if (is_row && (row == next || turn == 0)) {
       sample = row / call.tokens;
       next = (sample + 1) * call.tokens;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        if constexpr (kKeeps) {
-          const unsigned at = thread + v * group;
-          if (at < vectors) read_factors(call, sample, at, factors[v]);
+        const unsigned at = thread + v * group;
+        float values[kWidth] = {};
+        if constexpr (!kIsWidest) {
+          if (at < vectors) read_factors(call, sample, at, values);
+          factors.keep(v, values);
         }
 #pragma unroll
         for (int i = 0; i < kSums; ++i) {
@@ -75,61 +87,66 @@ __device__ void backward(const AdaptiveNormCall& call) {
     }
     const float rstd = next_rstd, mean = next_mean;
     load_moments(row + 1);
-    pipe.wait();
-    const auto inputs = pipe.pieces(stage, 0, nullptr);
-    const auto grads = pipe.pieces(stage, 1, nullptr);
-    const auto read = [&](int v, int kept) {
-      inputs[v].read(normed[kept]);
-      grads[v].read(slopes[kept]);
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k) normed[kept][k] = (normed[kept][k] - mean) * rstd;
-      if constexpr (!kKeeps) read_factors(call, sample, thread + v * group, factors[kept]);
+    if constexpr (!Pipe::kIsWhole) pipe.wait();
+    const auto read = [&](int v, int tensor, const NormRows& rows, float (&values)[kWidth]) {
+      pipe.pieces(stage, tensor, Pipe::kIsWhole ? row_of(rows, row) : nullptr)[v].read(values);
+    };
+    const auto read_own = [&](int v, float (&values)[kWidth]) {
+      if constexpr (kIsWidest) {
+        read_factors(call, sample, thread + v * group, values);
+      } else {
+        factors.read(v, values);
+      }
     };
     float of_row[2] = {};
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      const int kept = kKeeps ? v : 0;
       if (!is_row || thread + v * group >= vectors) continue;
-      read(v, kept);
+      float normed[kWidth], slopes[kWidth], own[kWidth];
+      read(v, 0, call.input, normed);
+      read(v, 1, call.grad_out, slopes);
+      read_own(v, own);
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
-        sums[v][0][k] += slopes[kept][k] * normed[kept][k];
-        sums[v][1][k] += slopes[kept][k];
-        slopes[kept][k] *= factors[kept][k];
-        of_row[0] += slopes[kept][k] * normed[kept][k];
-        of_row[1] += slopes[kept][k];
+        normed[k] = (normed[k] - mean) * rstd;
+        sums[v][0][k] += slopes[k] * normed[k];
+        sums[v][1][k] += slopes[k];
+        slopes[k] *= own[k];
+        of_row[0] += slopes[k] * normed[k];
+        of_row[1] += slopes[k];
       }
     }
-    sum_up(of_row, group, scratch[turn % 2]);
-    if (!is_row) continue;
-    const float along = of_row[0] * per_column * rstd;
-    const float shift = call.is_layer ? of_row[1] * per_column * rstd : 0;
-    const auto* more =
-        call.grad_sum.data == nullptr ? nullptr : (const Vector*)row_of(call.grad_sum, row);
+    sum_up_both(of_row, group, scratch[turn % 2]);
+    // Of the input less its mean, and of all alike.
+    const float along = -of_row[0] * per_column * rstd * rstd;
+    const float shift = call.is_layer ? -of_row[1] * per_column * rstd : 0;
     const long long dense = (long long)row * vectors;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      const int kept = kKeeps ? v : 0;
       const unsigned at = thread + v * group;
-      if (at >= vectors) continue;
-      if constexpr (!kKeeps) {
-        read(v, kept);
-#pragma unroll
-        for (int k = 0; k < kWidth; ++k) slopes[kept][k] *= factors[kept][k];
-      }
-      float result[kWidth] = {};
-      if (more != nullptr) {
-        const Vector piece = more[at];
-        piece.read(result);
-      }
+      if (!is_row || at >= vectors) continue;
+      float inputs[kWidth], slopes[kWidth], own[kWidth], result[kWidth];
+      read(v, 0, call.input, inputs);
+      read(v, 1, call.grad_out, slopes);
+      read_own(v, own);
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
-        result[k] += slopes[kept][k] * rstd - normed[kept][k] * along - shift;
+        result[k] = (inputs[k] - mean) * along + shift + slopes[k] * own[k] * rstd;
+      }
+      if (call.grad_sum.data != nullptr) {
+        float more[kWidth];
+        if constexpr (kTensors > 3) {
+          read(v, 3, call.grad_sum, more);
+        } else {
+          ((const Vector*)row_of(call.grad_sum, row))[at].read(more);
+        }
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) result[k] += more[k];
       }
       if (call.out != nullptr) ((Vector*)call.out)[dense + at] = Vector::of(result);
       if constexpr (kIsGated) {
         float updates[kWidth];
-        pipe.pieces(stage, 2, nullptr)[v].read(updates);
+        read(v, 2, call.update, updates);
 #pragma unroll
         for (int k = 0; k < kWidth; ++k) sums[v][2][k] += result[k] * updates[k];
         if (call.grad_update != nullptr) {
@@ -144,154 +161,132 @@ __device__ void backward(const AdaptiveNormCall& call) {
         keep_sums<kSums, kWidth>(call, worker, sample, at, sums[v]);
       }
     }
+    freed = stage;
+    stage = stage + 1 == kStages ? 0 : stage + 1;
   }
 }
 
-// Rows that no kernel above has room for, or whose pieces are single numbers, read twice: the
-// input's gradient of a row a block, and what the sums need of the row.
-template <int kBytes>
-__device__ void backward_rows(const AdaptiveNormCall& call) {
-  using Row = AnyRow<kBytes>;
-  using Vector = typename Row::Vector;
-  constexpr int kWidth = Row::kWidth;
-  __shared__ float scratch[2][32];
-  const unsigned row = blockIdx.x, sample = row / call.tokens, vectors = call.columns / kWidth;
-  wait_for_inputs();
-  const auto* input = (const Vector*)row_of(call.input, row);
-  const auto* grad_out = (const Vector*)row_of(call.grad_out, row);
-  const auto* more =
-      call.grad_sum.data == nullptr ? nullptr : (const Vector*)row_of(call.grad_sum, row);
-  const float rstd = call.rstd[row], mean = call.is_layer ? call.mean[row] : 0;
-  float of_row[2] = {};
-  Row::each(input, vectors, [&](const float (&x)[kWidth], unsigned at) {
-    float slopes[kWidth], factors[kWidth];
-    grad_out[at].read(slopes);
-    read_factors(call, sample, at, factors);
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
-      const float slope = slopes[k] * factors[k];
-      of_row[0] += slope * (x[k] - mean) * rstd;
-      of_row[1] += slope;
-    }
-  });
-  sum_up(of_row, blockDim.x, scratch);
-  const float along = of_row[0] / call.columns;
-  const float shift = call.is_layer ? of_row[1] / call.columns : 0;
-  if (call.slopes != nullptr && threadIdx.x == 0) {
-    call.slopes[2 * (long long)row] = along;
-    call.slopes[2 * (long long)row + 1] = shift;
-  }
-  if (call.out == nullptr && call.grad_update == nullptr) return;
-  const Parameter gate = gate_of(call, sample);
-  const long long dense = (long long)row * vectors;
-  Row::each(input, vectors, [&](const float (&x)[kWidth], unsigned at) {
-    float slopes[kWidth], factors[kWidth], gates[kWidth], result[kWidth] = {};
-    grad_out[at].read(slopes);
-    read_factors(call, sample, at, factors);
-    if (more != nullptr) more[at].read(result);
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
-      result[k] += (slopes[k] * factors[k] - (x[k] - mean) * rstd * along - shift) * rstd;
-    }
-    if (call.out != nullptr) ((Vector*)call.out)[dense + at] = Vector::of(result);
-    if (call.grad_update == nullptr) return;
-    gate.read(at, gates);
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) result[k] *= gates[k];
-    ((Vector*)call.grad_update)[dense + at] = Vector::of(result);
-  });
-}
-
-constexpr int kWarps = 16;  // of a block that sums up
-
-// Sums over the rows of one worker and sample, in a strip of columns: of a piece a lane, and every
-// kWarps-th row a warp.
-template <int kSums, int kWidth>
-__device__ void add_up_stretch(const AdaptiveNormCall& call, unsigned sample, unsigned first,
-                               unsigned end, unsigned at, Sums<kSums, kWidth>& sums) {
+// Samples of a single row: there is nothing to add up over rows, so that blocks come and go with
+// their rows in registers, as those of norm_forward.cu do.
+template <int kBytes, int kVectors, bool kIsGated>
+__device__ void backward_single(const AdaptiveNormCall& call) {
+  constexpr int kWidth = kBytes / sizeof(Bits);
   using Vector = Piece<Type, kWidth>;
-  for (unsigned row = first + threadIdx.x / 32; row < end; row += kWarps) {
-    const float rstd = call.rstd[row], mean = call.is_layer ? call.mean[row] : 0;
-    float normed[kWidth], slopes[kWidth];
-    ((const Vector*)row_of(call.input, row))[at].read(normed);
-    ((const Vector*)row_of(call.grad_out, row))[at].read(slopes);
+  alignas(16) __shared__ float scratch[2][kMostWarps];
+  const unsigned group = call.group, thread = threadIdx.x % group;
+  const unsigned row = blockIdx.x * (blockDim.x / group) + threadIdx.x / group;
+  const unsigned vectors = row < call.rows ? call.columns / kWidth : 0;
+  const bool has_more = call.grad_sum.data != nullptr;
+  clear(scratch);
+  wait_for_inputs();
+  let_next_start();
+  // What is read comes before what is written: the compiler cannot know that it is not the same
+  // memory.
+  Vector inputs[kVectors], grads[kVectors], updates[kVectors], more[kVectors];
+  float slopes[kVectors][kWidth], gates[kIsGated ? kVectors : 1][kWidth];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const unsigned at = thread + v * group;
+    if (at >= vectors) continue;
+    inputs[v] = load_whole((const Vector*)row_of(call.input, row) + at);
+    grads[v] = load_whole((const Vector*)row_of(call.grad_out, row) + at);
+    if (has_more) more[v] = load_whole((const Vector*)row_of(call.grad_sum, row) + at);
+    if constexpr (kIsGated) updates[v] = load_whole((const Vector*)row_of(call.update, row) + at);
+    read_factors(call, row, at, slopes[v]);
+  }
+  const bool is_row = row < call.rows;
+  const float rstd = is_row ? call.rstd[row] : 0;
+  const float mean = is_row && call.is_layer ? call.mean[row] : 0;
+  float of_row[2] = {};
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const unsigned at = thread + v * group;
+    if (at >= vectors) continue;
+    float normed[kWidth];
+    Sums<2, kWidth> own;
+    inputs[v].read(normed);
+    grads[v].read(own[1]);
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) {
       normed[k] = (normed[k] - mean) * rstd;
-      sums[0][k] += slopes[k] * normed[k];
-      sums[1][k] += slopes[k];
+      own[0][k] = own[1][k] * normed[k];
+      slopes[v][k] *= own[1][k];
+      of_row[0] += slopes[v][k] * normed[k];
+      of_row[1] += slopes[v][k];
     }
-    if constexpr (kSums > 2) {
-      if (call.grad_gate == nullptr) continue;
-      float updates[kWidth], factors[kWidth], result[kWidth] = {};
-      ((const Vector*)row_of(call.update, row))[at].read(updates);
-      read_factors(call, sample, at, factors);
-      if (call.grad_sum.data != nullptr) {
-        ((const Vector*)row_of(call.grad_sum, row))[at].read(result);
-      }
-      const float along = call.slopes[2ll * row], shift = call.slopes[2ll * row + 1];
+    write_gradients<2, kWidth>(call, row, at, own);
+  }
+  if constexpr (kIsGated) {
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) {
-        result[k] += (slopes[k] * factors[k] - normed[k] * along - shift) * rstd;
-        sums[2][k] += result[k] * updates[k];
-      }
+    for (int v = 0; v < kVectors; ++v) {
+      if (thread + v * group < vectors) gate_of(call, row).read(thread + v * group, gates[v]);
     }
   }
-}
-
-// The sums of backward_rows()' rows: of every worker, in the blocks' rows, a strip of columns a
-// block.
-template <int kBytes, int kSums>
-__device__ void backward_sums(const AdaptiveNormCall& call) {
-  constexpr int kWidth = kBytes / sizeof(Bits);
-  __shared__ float shared[kWarps][kWidth][32];
-  const unsigned strips = (call.columns / kWidth + 31) / 32;
-  const unsigned worker = blockIdx.x / strips, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const unsigned at = blockIdx.x % strips * 32 + lane;
-  const bool is_there = at < call.columns / kWidth;
-  const unsigned end = min(worker * call.stretch + call.stretch, call.rows);
-  wait_for_inputs();
-  for (unsigned first = worker * call.stretch; first < end;) {
-    const unsigned sample = first / call.tokens, stop = min((sample + 1) * call.tokens, end);
-    Sums<kSums, kWidth> sums = {};
-    if (is_there) add_up_stretch<kSums, kWidth>(call, sample, first, stop, at, sums);
+  sum_up_both(of_row, group, scratch);
+  const float along = -of_row[0] / call.columns * rstd * rstd;
+  const float shift = call.is_layer ? -of_row[1] / call.columns * rstd : 0;
+  const long long dense = (long long)row * vectors;
 #pragma unroll
-    for (int kind = 0; kind < kSums; ++kind) {
-      __syncthreads();
+  for (int v = 0; v < kVectors; ++v) {
+    const unsigned at = thread + v * group;
+    if (at >= vectors) continue;
+    float result[kWidth];
+    inputs[v].read(result);
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) shared[warp][k][lane] = sums[kind][k];
-      __syncthreads();
-      if (warp > 0) continue;
+    for (int k = 0; k < kWidth; ++k) {
+      result[k] = (result[k] - mean) * along + shift + slopes[v][k] * rstd;
+    }
+    if (has_more) more[v].add_to(result);
+    if (call.out != nullptr) ((Vector*)call.out)[dense + at] = Vector::of(result);
+    if constexpr (kIsGated) {
+      float products[kWidth];
+      updates[v].read(products);
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
-        sums[kind][k] = 0;
-        for (int other = 0; other < kWarps; ++other) sums[kind][k] += shared[other][k][lane];
+        products[k] *= result[k];
+        result[k] *= gates[v][k];
+      }
+      write_piece(call.grad_gate, call.is_grad_gate_float, call, row, at, products);
+      if (call.grad_update != nullptr) {
+        ((Vector*)call.grad_update)[dense + at] = Vector::of(result);
       }
     }
-    if (warp == 0 && is_there) keep_sums<kSums, kWidth>(call, worker, sample, at, sums);
-    first = stop;
   }
 }
 
 }  // namespace
 
-#define ADAPTIVE_NORM(name, threads, ...)                                   \
-  extern "C" __global__ void __launch_bounds__(threads, 1)                  \
+#define ADAPTIVE_NORM(name, threads, blocks, ...)                           \
+  extern "C" __global__ void __launch_bounds__(threads, blocks)             \
       adaptive_norm_##name(const __grid_constant__ AdaptiveNormCall call) { \
     __VA_ARGS__(call);                                                      \
   }
 
-ADAPTIVE_NORM(backward_16_1, 256, backward<16, 1, 3, false>)
-ADAPTIVE_NORM(backward_16_2, 512, backward<16, 2, 3, false>)
-ADAPTIVE_NORM(backward_16_4, 512, backward<16, 4, 2, false>)
-ADAPTIVE_NORM(gated_backward_16_1, 256, backward<16, 1, 3, true>)
-ADAPTIVE_NORM(gated_backward_16_2, 512, backward<16, 2, 3, true>)
-ADAPTIVE_NORM(gated_backward_16_4, 512, backward<16, 4, 2, true>)
-ADAPTIVE_NORM(backward_rows_16, 512, backward_rows<16>)
-ADAPTIVE_NORM(backward_rows_n, 512, backward_rows<n>)
-ADAPTIVE_NORM(backward_sums_16, 512, backward_sums<16, 2>)
-ADAPTIVE_NORM(backward_sums_n, 512, backward_sums<n, 2>)
-ADAPTIVE_NORM(gated_backward_sums_16, 512, backward_sums<16, 3>)
-ADAPTIVE_NORM(gated_backward_sums_n, 512, backward_sums<n, 3>)
-ADAPTIVE_NORM(totals, 512, totals<2>)
-ADAPTIVE_NORM(gated_totals, 512, totals<3>)
+// How many threads a multiprocessor has room for is what adaptive_norm_launch.cpp counts on.
+ADAPTIVE_NORM(backward_16_1, 256, 4, backward<16, 1, 3, false>)
+ADAPTIVE_NORM(backward_16_2, 384, 2, backward<16, 2, 3, false>)
+ADAPTIVE_NORM(backward_16_3, 320, 2, backward<16, 3, 2, false>)
+ADAPTIVE_NORM(backward_16_4, 512, 1, backward<16, 4, 2, false>)
+ADAPTIVE_NORM(backward_16_5, 64, 8, backward<16, 5, 2, false>)
+ADAPTIVE_NORM(backward_n_2, 256, 4, backward<n, 2, 3, false>)
+ADAPTIVE_NORM(backward_n_8, 512, 2, backward<n, 8, 3, false>)
+ADAPTIVE_NORM(gated_backward_16_1, 256, 3, backward<16, 1, 3, true>)
+ADAPTIVE_NORM(gated_backward_16_2, 320, 2, backward<16, 2, 2, true>)
+ADAPTIVE_NORM(gated_backward_16_3, 512, 1, backward<16, 3, 2, true>)
+ADAPTIVE_NORM(gated_backward_16_4, 512, 1, backward<16, 4, 2, true>)
+ADAPTIVE_NORM(gated_backward_n_2, 256, 4, backward<n, 2, 3, true>)
+ADAPTIVE_NORM(gated_backward_n_8, 512, 1, backward<n, 8, 3, true>)
+ADAPTIVE_NORM(backward_single_16_1, 256, 4, backward_single<16, 1, false>)
+ADAPTIVE_NORM(backward_single_16_2, 384, 2, backward_single<16, 2, false>)
+ADAPTIVE_NORM(backward_single_16_4, 512, 1, backward_single<16, 4, false>)
+ADAPTIVE_NORM(gated_backward_single_16_1, 256, 3, backward_single<16, 1, true>)
+ADAPTIVE_NORM(gated_backward_single_16_2, 320, 2, backward_single<16, 2, true>)
+ADAPTIVE_NORM(gated_backward_single_16_4, 512, 1, backward_single<16, 4, true>)
+ADAPTIVE_NORM(backward_rows_16, 512, 1, backward_rows<16>)
+ADAPTIVE_NORM(backward_rows_n, 512, 1, backward_rows<n>)
+ADAPTIVE_NORM(backward_sums_16, 512, 1, backward_sums<16, 2>)
+ADAPTIVE_NORM(backward_sums_n, 512, 1, backward_sums<n, 2>)
+ADAPTIVE_NORM(gated_backward_sums_16, 512, 1, backward_sums<16, 3>)
+ADAPTIVE_NORM(gated_backward_sums_n, 512, 1, backward_sums<n, 3>)
+ADAPTIVE_NORM(totals, 512, 1, totals<2>)
+ADAPTIVE_NORM(gated_totals, 512, 1, totals<3>)

@@ -14,9 +14,11 @@ struct AdaptiveNormCall {
   void *grad_gate, *grad_scale, *grad_shift, *grad_weight, *grad_bias;
   float* partial;    // [workers, 2, sums, columns]: see adaptive_norm.cuh
   float* parameter;  // [weight and bias, workers, columns]; null: neither gradient is wanted
-  float* slopes;     // [rows, 2]: see adaptive_norm_backward.cu; null: not wanted
+  float* slopes;     // [rows, 2]: see adaptive_norm_any.cuh; null: not wanted
   unsigned rows, columns, tokens;  // `tokens` rows have one gate, scale and shift: a sample's
-  unsigned group;  // threads that share a row: the block, or a power of two of one warp's
+  unsigned group;      // threads that share a row: the block, or a power of two of one warp's
+  unsigned row_bytes;  // that a row takes in shared memory where it is copied whole
+  unsigned split;      // the threads that share a column's parts in the end, a power of two
   unsigned stretch, workers;  // the backward's: rows of a worker, and workers for all rows
   float eps;
   bool is_layer;

@@ -35,8 +35,10 @@ int index_of(unsigned vectors) {
   return vectors == 2 ? 0 : vectors == 8 ? 4 : static_cast<int>(vectors) - 3;
 }
 
+// First by whether they are gated.
 struct BackwardKernels {
-  DeviceKernel spread[2][3], rows[2], sums[2][2], totals[2];  // first by whether they are gated
+  DeviceKernel wide[5], gated_wide[4], narrow[2][2], single[2][3];  // by the pieces of a thread
+  DeviceKernel rows[2], sums[2][2], totals[2];
 };
 
 #define CUDNN_OPS_KERNEL(images, name) {images, "adaptive_norm_" name, true}
@@ -54,12 +56,21 @@ struct BackwardKernels {
   }
 #define CUDNN_OPS_BOTH(images, name) \
   {CUDNN_OPS_KERNEL(images, name "_16"), CUDNN_OPS_KERNEL(images, name "_n")}
-#define CUDNN_OPS_SPREAD(images, name)                                             \
+#define CUDNN_OPS_WIDE(images, name)                                              \
+  CUDNN_OPS_KERNEL(images, name "_16_1"), CUDNN_OPS_KERNEL(images, name "_16_2"), \
+      CUDNN_OPS_KERNEL(images, name "_16_3"), CUDNN_OPS_KERNEL(images, name "_16_4")
+#define CUDNN_OPS_NARROW(images, name) \
+  {CUDNN_OPS_KERNEL(images, name "_n_2"), CUDNN_OPS_KERNEL(images, name "_n_8")}
+#define CUDNN_OPS_SINGLE(images, name)                                             \
   {CUDNN_OPS_KERNEL(images, name "_16_1"), CUDNN_OPS_KERNEL(images, name "_16_2"), \
    CUDNN_OPS_KERNEL(images, name "_16_4")}
 #define CUDNN_OPS_BACKWARD(images)                                                                \
   {                                                                                               \
-    {CUDNN_OPS_SPREAD(images, "backward"), CUDNN_OPS_SPREAD(images, "gated_backward")},           \
+    {CUDNN_OPS_WIDE(images, "backward"), CUDNN_OPS_KERNEL(images, "backward_16_5")},              \
+        {CUDNN_OPS_WIDE(images, "gated_backward")},                                               \
+        {CUDNN_OPS_NARROW(images, "backward"), CUDNN_OPS_NARROW(images, "gated_backward")},       \
+        {CUDNN_OPS_SINGLE(images, "backward_single"),                                             \
+         CUDNN_OPS_SINGLE(images, "gated_backward_single")},                                      \
         CUDNN_OPS_BOTH(images, "backward_rows"),                                                  \
         {CUDNN_OPS_BOTH(images, "backward_sums"), CUDNN_OPS_BOTH(images, "gated_backward_sums")}, \
     {                                                                                             \
@@ -219,7 +230,8 @@ struct Operands {
     bits |= reinterpret_cast<uintptr_t>(call.weight) | reinterpret_cast<uintptr_t>(call.bias);
     return {{call.rows, call.columns, number_bytes, bits % 16 == 0 ? 16 : number_bytes},
             call.tokens,
-            call.update.data != nullptr};
+            call.update.data != nullptr,
+            call.grad_weight != nullptr || call.grad_bias != nullptr};
   }
 };
 
@@ -263,14 +275,16 @@ class Sums {
     call.parameter = has_parameters_ ? data + parts : nullptr;
   }
 
-  void add_up(AdaptiveNormCall& call, const DeviceKernel& totals) const {
+  void add_up(AdaptiveNormCall& call, const AdaptiveNormProblem& problem,
+              const DeviceKernel& kernel) const {
     if (!memory_.defined()) return;
-    constexpr int kThreads = 512;
     constexpr int64_t kStrip = 32;
-    const int64_t samples = has_parts_ ? call.rows / call.tokens : 0;
+    const auto totals = adaptive_norm_totals(problem, call.stretch);
+    call.split = static_cast<unsigned>(totals.split);
+    const int64_t samples = has_parts_ ? totals.strips * (call.rows / call.tokens) : 0;
+    const int64_t parameters = has_parameters_ ? 2 * divide_up(call.columns, kStrip) : 0;
     void* argument = &call;
-    totals.launch(divide_up(call.columns, kStrip) * (samples + (has_parameters_ ? 2 : 0)), 1,
-                  kThreads, &argument);
+    kernel.launch(samples + parameters, 1, kAdaptiveNormTotalsThreads, &argument);
   }
 
  private:
@@ -278,6 +292,33 @@ class Sums {
   bool has_parameters_ = false, has_parts_ = false;
   at::Tensor memory_;
 };
+
+// By kernels that have each row in shared memory, or where it is a sample of its own in registers.
+void backward_of_tile(AdaptiveNormCall& call, const AdaptiveNormProblem& problem,
+                      const AdaptiveNormBackwardLaunch& launch, const BackwardKernels& kernels,
+                      const at::Tensor& like) {
+  const int gated = problem.is_gated ? 1 : 0;
+  const unsigned vectors = launch.how.vectors;
+  const auto threads = static_cast<int>(launch.how.threads);
+  const auto shared = static_cast<int>(launch.shared_bytes);
+  const int64_t of_block = launch.how.threads / launch.how.group;
+  void* argument = &call;
+  call.group = launch.how.group;
+  call.row_bytes = launch.row_bytes;
+  if (launch.is_single) {
+    const auto& kernel = kernels.single[gated][vectors / 2];
+    kernel.launch(divide_up(problem.rows, of_block), 1, threads, &argument);
+    return;
+  }
+  const auto& kernel = problem.piece_bytes != 16 ? kernels.narrow[gated][vectors / 8]
+                       : problem.is_gated        ? kernels.gated_wide[vectors - 1]
+                                                 : kernels.wide[vectors - 1];
+  const auto shares =
+      adaptive_norm_shares(problem, kernel.resident_blocks(threads, shared) * of_block);
+  const Sums sums(call, shares, problem.is_gated, like);
+  kernel.launch(divide_up(shares.workers, of_block), 1, threads, &argument, shared);
+  sums.add_up(call, problem, kernels.totals[gated]);
+}
 
 // By kernels that read the rows twice, and for the sums once more.
 void backward_of_any(AdaptiveNormCall& call, const AdaptiveNormProblem& problem,
@@ -301,7 +342,7 @@ void backward_of_any(AdaptiveNormCall& call, const AdaptiveNormProblem& problem,
   if (!has_sums) return;
   kernels.sums[is_gated ? 1 : 0][is_wide ? 0 : 1].launch(strips * shares.workers, 1, kThreads,
                                                          &argument);
-  sums.add_up(call, kernels.totals[is_gated ? 1 : 0]);
+  sums.add_up(call, problem, kernels.totals[is_gated ? 1 : 0]);
 }
 
 }  // namespace
@@ -366,17 +407,7 @@ void adaptive_norm_backward(const AdaptiveNormOfRows& given, const at::Tensor& g
   if (launch.how.vectors == 0) {
     backward_of_any(call, problem, kernels, args.input);
   } else {
-    const auto& kernel = kernels.spread[is_gated ? 1 : 0][launch.how.vectors / 2];
-    const auto threads = static_cast<int>(launch.how.threads);
-    const auto shared = static_cast<int>(launch.shared_bytes);
-    const int64_t of_block = launch.how.threads / launch.how.group;
-    const auto shares =
-        adaptive_norm_shares(problem, kernel.resident_blocks(threads, shared) * of_block);
-    call.group = launch.how.group;
-    const Sums sums(call, shares, is_gated, args.input);
-    void* argument = &call;
-    kernel.launch(divide_up(shares.workers, of_block), 1, threads, &argument, shared);
-    sums.add_up(call, kernels.totals[is_gated ? 1 : 0]);
+    backward_of_tile(call, problem, launch, kernels, args.input);
   }
   samples.finish(gate, grads.gate);
   samples.finish(scale, grads.scale);

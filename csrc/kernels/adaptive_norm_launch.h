@@ -8,12 +8,15 @@
 namespace cudnn_ops {
 
 struct AdaptiveNormProblem : NormProblem {
-  int64_t tokens;  // rows of a sample
-  bool is_gated;   // the backward reads the update too
+  int64_t tokens;       // rows of a sample
+  bool is_gated;        // the backward reads the update too
+  bool has_parameters;  // it adds up the gradients of weight and bias
 };
 
 struct AdaptiveNormBackwardLaunch {
-  NormSpread how;  // of no pieces: kernels for rows of any size
+  NormSpread how;      // of no pieces: kernels for rows of any size
+  bool is_single;      // by kernels for samples of one row, whose blocks come and go
+  unsigned row_bytes;  // the size of a row in shared memory, where it is copied whole
   int64_t shared_bytes;
 };
 
@@ -28,5 +31,15 @@ struct AdaptiveNormShares {
 
 // `at_once`: how many workers the GPU runs at the same time.
 AdaptiveNormShares adaptive_norm_shares(const AdaptiveNormProblem& problem, int64_t at_once);
+
+// Of the kernel that adds up the parts of samples: the threads that share a column's, a power of
+// two, and the blocks for a sample.
+struct AdaptiveNormTotals {
+  int64_t split, strips;
+};
+
+constexpr int kAdaptiveNormTotalsThreads = 512;
+
+AdaptiveNormTotals adaptive_norm_totals(const AdaptiveNormProblem& problem, int64_t stretch);
 
 }  // namespace cudnn_ops

@@ -52,11 +52,16 @@ struct Pipeline {
     }
   }
   static __device__ void commit() {
+#if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;");
+#endif
   }
-  // For all but the `kStages` - 1 last that were committed.
+  // For all but the `kPending` last that were committed.
+  template <int kPending = kStages - 1>
   __device__ void wait() const {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
     if constexpr (kIsWhole) {
       if (group > 32) {
         __syncthreads();
@@ -64,6 +69,11 @@ struct Pipeline {
         __syncwarp();
       }
     }
+  }
+  // The memory behind all rows, at a multiple of 16 bytes.
+  __device__ void* behind() const {
+    return kIsWhole ? shared() + kStages * kTensors * (blockDim.x / group) * row_bytes
+                    : shared() + kStages * kTensors * kVectors * blockDim.x * kBytes;
   }
 
  private:

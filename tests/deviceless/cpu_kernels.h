@@ -161,6 +161,10 @@ inline void __syncthreads() {
   the_block.meet(the_block.whole, blockDim.x);
 }
 
+inline void __syncwarp() {
+  the_block.meet_warp();
+}
+
 template <class T>
 T __shfl_xor_sync(unsigned, T value, unsigned distance) {
   the_block.values[threadIdx.x] = bits_as<unsigned>(value);

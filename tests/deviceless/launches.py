@@ -292,6 +292,7 @@ def run_adaptive_norms(recorder: Recorder, device: torch.device) -> None:
                     is_gated = update is not None
                     for mask in (
                         (True, is_gated, is_gated, True, True, True, True),
+                        (True, is_gated, is_gated, True, True, False, False),
                         (True, False, False, True, True, False, False),
                     ):
                         with recorder.calling(*words, mask):
