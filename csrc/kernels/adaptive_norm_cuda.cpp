@@ -42,14 +42,14 @@ struct BackwardKernels {
 };
 
 #define CUDNN_OPS_KERNEL(images, name) {images, "adaptive_norm_" name, true}
-#define CUDNN_OPS_WIDE(images, name)                                         \
+#define CUDNN_OPS_SPREAD(images, name)                                       \
   {CUDNN_OPS_KERNEL(images, name "_2"), CUDNN_OPS_KERNEL(images, name "_4"), \
    CUDNN_OPS_KERNEL(images, name "_5"), CUDNN_OPS_KERNEL(images, name "_6"), \
    CUDNN_OPS_KERNEL(images, name "_8")}
 #define CUDNN_OPS_FORWARD(images)                                                             \
   {                                                                                           \
-    {CUDNN_OPS_WIDE(images, "forward_16"), CUDNN_OPS_WIDE(images, "forward_usual"),           \
-     CUDNN_OPS_WIDE(images, "forward_gated")},                                                \
+    {CUDNN_OPS_SPREAD(images, "forward_16"), CUDNN_OPS_SPREAD(images, "forward_usual"),       \
+     CUDNN_OPS_SPREAD(images, "forward_gated")},                                              \
         {CUDNN_OPS_KERNEL(images, "forward_n_2"), CUDNN_OPS_KERNEL(images, "forward_n_8")}, { \
       CUDNN_OPS_KERNEL(images, "forward_any_16"), CUDNN_OPS_KERNEL(images, "forward_any_n")   \
     }                                                                                         \
