@@ -2,13 +2,16 @@
 // all that an operator does on the host. One function for each operator in kOperators, made from
 // the type of the operator's own function and from its schema; it has the overload of torch.ops
 // too, and calls that wherever there may be more to a call than its arguments: modes, tracers,
-// transforms, tensors of other classes, values that are not plain ones, mistakes.
+// transforms, tensors of other classes, values that are not plain ones, mistakes. Public functions
+// call some of the operators (cudnn_ops/ops/call.py), and code that inductor generates calls those
+// that have kernels, which its graphs are made of (cudnn_ops/ops/inductor.py).
 //
 // A module of its own, by Python's limited API: the operators' library has no Python in it.
 
 #include "python/values.h"
 
 #include "ops/adaptive_norm/adaptive_norm.h"
+#include "ops/attention/attention.h"
 #include "ops/attention/dense/sdpa.h"
 #include "ops/attention/packed/varlen.h"
 #include "ops/attention/paged/paged.h"
@@ -18,6 +21,7 @@
 #include "ops/gated/gated.h"
 #include "ops/group_norm/group_norm.h"
 #include "ops/linear/linear.h"
+#include "ops/moe/moe.h"
 #include "ops/norm/norm.h"
 #include "ops/rotary/rotary.h"
 
@@ -103,8 +107,8 @@ template <class Result, class... Parameters>
 class Callable<Result(Parameters...)> {
  public:
   // A function of Python's, or null with Python's error set. Both live as long as the process.
-  static PyObject* make(const c10::OperatorHandle& handle, PyObject* overload) {
-    auto* self = new Callable(handle, overload);
+  static PyObject* make(const c10::OperatorHandle& handle, PyObject* overload, bool is_first_read) {
+    auto* self = new Callable(handle, overload, is_first_read);
     PyObject* capsule = PyCapsule_New(self, nullptr, nullptr);
     return capsule == nullptr ? nullptr : PyCFunction_NewEx(&self->method_, capsule, nullptr);
   }
@@ -114,9 +118,10 @@ class Callable<Result(Parameters...)> {
   using Slots = std::tuple<typename Slot<Parameters>::type...>;
   using Objects = std::array<PyObject*, kCount>;
 
-  Callable(const c10::OperatorHandle& handle, PyObject* overload)
+  Callable(const c10::OperatorHandle& handle, PyObject* overload, bool is_first_read)
       : handle_(handle.typed<Result(Parameters...)>()),
         overload_(overload),
+        is_first_read_(is_first_read),
         name_(handle.schema().name().substr(handle.schema().name().rfind(':') + 1)) {
     Py_INCREF(overload);
     method_.ml_name = name_.c_str();
@@ -154,8 +159,12 @@ class Callable<Result(Parameters...)> {
         self.run(slots);
         Py_INCREF(Py_None);
         return Py_None;
-      } else {
+      } else if constexpr (std::is_same_v<Result, at::Tensor>) {
         return result(self.run(slots));
+      } else {
+        auto results = self.run(slots);
+        if (!self.is_first_read_) return result(std::move(results));
+        return result(std::tuple(std::move(std::get<0>(results))));
       }
     } catch (...) {
       ::torch::translate_exception_to_python(std::current_exception());
@@ -203,6 +212,7 @@ class Callable<Result(Parameters...)> {
 
   c10::TypedOperatorHandle<Result(Parameters...)> handle_;
   PyObject* overload_;
+  bool is_first_read_;  // of several results, so that Python needs no objects for the others
   std::string name_;
   Objects names_{};
   Py_ssize_t positional_ = 0;
@@ -218,16 +228,43 @@ using OfFields = typename Unpacked<Args>::template Function<Result>;
 
 struct FastOperator {
   std::string_view name, overload;
-  PyObject* (*make)(const c10::OperatorHandle& handle, PyObject* overload);
+  PyObject* (*make)(const c10::OperatorHandle& handle, PyObject* overload, bool is_first_read);
 };
 
 constexpr FastOperator kOperators[] = {
+    {"_adaptive_norm", "", Callable<OfFields<AdaptiveNormResults, AdaptiveNormForward>>::make},
+    {"_adaptive_norm_backward", "", Callable<OfFields<AdaptiveNormGradients, AdaptiveNormBackward>>::make},
+    {"_attention_rng_state", "", Callable<OfFields<at::Tensor, RngState>>::make},
+    {"_batch_norm_backward", "", Callable<OfFields<BatchNormGradients, BatchNormBackward>>::make},
+    {"_batch_norm_inference", "", Callable<OfFields<at::Tensor, BatchNorm>>::make},
+    {"_batch_norm_training", "", Callable<OfFields<BatchNormResults, BatchNorm>>::make},
+    {"_conv", "", Callable<OfFields<ConvResults, ConvForward>>::make},
     {"_conv1d", "", Callable<decltype(packed_conv<1>)>::make},
     {"_conv2d", "", Callable<decltype(packed_conv<2>)>::make},
     {"_conv3d", "", Callable<decltype(packed_conv<3>)>::make},
+    {"_conv_backward", "", Callable<OfFields<ConvGradients, ConvMaskedBackward>>::make},
     {"_conv_transpose1d", "", Callable<decltype(packed_conv_transpose<1>)>::make},
     {"_conv_transpose2d", "", Callable<decltype(packed_conv_transpose<2>)>::make},
     {"_conv_transpose3d", "", Callable<decltype(packed_conv_transpose<3>)>::make},
+    {"_gated", "", Callable<OfFields<at::Tensor, Gated>>::make},
+    {"_gated_", "", Callable<OfFields<void, Gated>>::make},
+    {"_gated_backward", "", Callable<OfFields<GatedGradients, GatedBackward>>::make},
+    {"_group_norm", "", Callable<OfFields<GroupNormResults, GroupNormForward>>::make},
+    {"_group_norm_backward", "", Callable<OfFields<GroupNormGradients, GroupNormBackward>>::make},
+    {"_grouped_linear", "", Callable<OfFields<at::Tensor, GroupedLinear>>::make},
+    {"_grouped_linear_backward", "", Callable<OfFields<MoeGradients, GroupedLinearBackward>>::make},
+    {"_linear", "", Callable<OfFields<LinearResults, LinearForward>>::make},
+    {"_linear_backward", "", Callable<OfFields<LinearGradients, LinearMaskedBackward>>::make},
+    {"_mlp", "", Callable<OfFields<MlpResults, MlpForward>>::make},
+    {"_mlp_backward", "", Callable<OfFields<MlpGradients, MlpMaskedBackward>>::make},
+    {"_moe_combine", "", Callable<OfFields<at::Tensor, MoeCombine>>::make},
+    {"_moe_combine_backward", "", Callable<OfFields<MoeGradients, MoeCombineBackward>>::make},
+    {"_moe_permute", "", Callable<OfFields<MoePermuted, MoePermute>>::make},
+    {"_norm", "", Callable<OfFields<NormResults, NormForward>>::make},
+    {"_norm_backward", "", Callable<OfFields<NormGradients, NormBackward>>::make},
+    {"_rotary", "", Callable<OfFields<RotaryResults, Rotary>>::make},
+    {"_sdpa_backward", "", Callable<OfFields<Gradients, SdpaBackward>>::make},
+    {"_varlen_backward", "", Callable<OfFields<VarlenGradients, VarlenBackward>>::make},
     {"adaptive_layer_norm", "", Callable<decltype(adaptive_layer_norm)>::make},
     {"adaptive_rms_norm", "", Callable<decltype(adaptive_rms_norm)>::make},
     {"add_group_norm", "", Callable<decltype(add_group_norm)>::make},
@@ -255,18 +292,22 @@ constexpr FastOperator kOperators[] = {
     {"varlen_attention_with_lse", "", Callable<OfFields<OutAndLse, Varlen>>::make},
 };
 
-// callable(name, overload_name, overload): what calls that overload of torch.ops.
+// callable(name, overload_name, overload, is_first_read=False): what calls that overload of
+// torch.ops.
 PyObject* callable(PyObject* /*module*/, PyObject* args) {
   const char *name = nullptr, *overload_name = nullptr;
   PyObject* overload = nullptr;
-  if (!PyArg_ParseTuple(args, "ssO", &name, &overload_name, &overload)) return nullptr;
+  int is_first_read = 0;
+  if (!PyArg_ParseTuple(args, "ssO|p", &name, &overload_name, &overload, &is_first_read)) {
+    return nullptr;
+  }
   for (const auto& op : kOperators) {
     if (op.name != name || op.overload != overload_name) continue;
     try {
       const std::string full = std::string("cudnn_ops::") + name;
       const auto handle =
           c10::Dispatcher::singleton().findSchemaOrThrow(full.c_str(), overload_name);
-      return op.make(handle, overload);
+      return op.make(handle, overload, is_first_read != 0);
     } catch (...) {
       ::torch::translate_exception_to_python(std::current_exception());
       return nullptr;

@@ -14,6 +14,7 @@
 #include <c10/util/OptionalArrayRef.h>
 #include <c10/util/SmallVector.h>
 
+#include <array>
 #include <optional>
 #include <string_view>
 #include <tuple>
@@ -125,6 +126,21 @@ bool read(PyObject* given, c10::SmallVector<T, size>& value) {
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* number = is_list ? PyList_GetItem(given, i) : PyTuple_GetItem(given, i);
     if (!read(number, value[static_cast<size_t>(i)])) return false;
+  }
+  return true;
+}
+
+// Which results are wanted.
+template <size_t size>
+bool read(PyObject* given, std::array<bool, size>& value) {
+  const PyTypeObject* type = Py_TYPE(given);
+  if (type != &PyList_Type && type != &PyTuple_Type) return false;
+  const bool is_list = type == &PyList_Type;
+  const Py_ssize_t count = is_list ? PyList_Size(given) : PyTuple_Size(given);
+  if (count != static_cast<Py_ssize_t>(size)) return false;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* flag = is_list ? PyList_GetItem(given, i) : PyTuple_GetItem(given, i);
+    if (!read(flag, value[static_cast<size_t>(i)])) return false;
   }
   return true;
 }

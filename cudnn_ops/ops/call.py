@@ -1,4 +1,6 @@
-"""How public functions call their operators: past torch.ops, where that makes no difference.
+"""How operators are called past torch.ops, where that makes no difference.
+
+Public functions call them so, and the code that inductor generates.
 
 Torch.ops needs one to three microseconds of host time to parse a call, more than a kernel's launch
 takes. ``_fast.abi3.so`` (``csrc/python``) does without where arguments are plain and nothing else
@@ -7,6 +9,7 @@ wants to see the call.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -40,6 +43,35 @@ def fast(op: torch._ops.OpOverload) -> Callable[..., Any]:
     call = _fast.callable(schema.name.removeprefix("cudnn_ops::"), schema.overload_name, op)
     _FAST[call] = op
     return call
+
+
+@functools.cache
+def graph_call(name: str, overload_name: str, is_first_read: bool = False) -> Callable[..., Any]:
+    """What calls an overload with the least host time, for generated code, which has the names.
+
+    It is the overload itself where there is nothing faster: the code may be of another process,
+    in which there was.
+
+    Args:
+        name: of the operator, without its namespace.
+        overload_name: empty where the operator has one overload.
+        is_first_read: of several results nobody reads those behind the first, and they may be
+            missing in the tuple.
+    """
+    op = getattr(getattr(torch.ops.cudnn_ops, name), overload_name or "default")
+    if _fast is None:
+        return op
+    try:
+        return _fast.callable(name, overload_name, op, is_first_read)
+    except LookupError:
+        return op
+
+
+def has_graph_call(op: torch._ops.OpOverload) -> bool:
+    """Whether there is something faster than the overload for generated code."""
+    schema = op._schema
+    name = schema.name.removeprefix("cudnn_ops::")
+    return graph_call(name, schema.overload_name) is not op
 
 
 def show_to_dynamo(dynamo: ModuleType) -> None:

@@ -6,6 +6,8 @@ where the log is off. The message holds the operator's arguments with everything
 and each residual connection before the operator doubles it: behind 18 of them compiling took 25
 seconds longer. An operator that has its fallback already needs no message. (vLLM met the same: vllm
 42129.)
+
+Where there is a fast call of an operator, generated code makes that call.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from __future__ import annotations
 from types import ModuleType
 
 import torch
+
+from cudnn_ops.ops.call import has_graph_call
 
 
 def register(lowering: ModuleType) -> None:
@@ -23,12 +27,17 @@ def register(lowering: ModuleType) -> None:
     """
     if not hasattr(lowering, "make_fallback"):
         return  # it is being imported, and at its end this is called once more
+    from cudnn_ops.ops.inductor_kernel import lowering_of  # it imports inductor
+
     for operator in operators():
         if operator in lowering.lowerings or operator in lowering.decompositions:
             continue
         tag = lowering.get_layout_constraint_tag(operator, with_default=True)
         constraint = lowering.tag_to_layout_constraint(tag)
         lowering.make_fallback(operator, layout_constraint=constraint, warn=False)
+        if has_graph_call(operator):
+            place = lowering.register_lowering(operator, type_promotion_kind=None)
+            place(lowering_of(operator))
 
 
 def operators() -> list[torch._ops.OpOverload]:
