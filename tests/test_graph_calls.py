@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 import cudnn_ops
 from cudnn_ops import _fast
@@ -84,6 +85,10 @@ def _run_others() -> None:
     cudnn_ops.moe_combine(out, positions, weights).sum().backward()
     cudnn_ops.scaled_dot_product_attention(*[torch.randn(1, 2, 4, 8)] * 3, dropout_p=0.5)
     _ops._gated_(torch.randn(2, 8), torch.randn(2, 8), 1)
+    weights, rows = [torch.randn(3, 2, 1, 1), torch.randn(3, 4, 3, 3)], [torch.rand(3) for _ in "ab"]
+    none = [None, rows[0]]
+    _ops._fold_batch_norms(weights, none, rows, rows, none, rows, [1e-3, 1])
+    _ops._fold_batch_norms(weights[:1] * 20, *[rows[:1] * 20] * 5, [1e-3] * 20)
 
 
 CALLS = record()
@@ -95,7 +100,7 @@ ONE_EACH = list({call[0]: call for call in reversed(CALLS)}.values())
 #: Arguments that fast calls do not read, or what seldom is called.
 SLOW = {
     *("_dequantize_fp8", "_quantize_fp8", "_rotary_fp8", "_rows_fp8", "_sdpa_fp8", "_sdpa_mxfp8"),
-    *("_sdpa_fp8_backward", "_varlen_fp8", "_fold_batch_norms", "_ring_attention"),
+    *("_sdpa_fp8_backward", "_varlen_fp8", "_ring_attention"),
     *("_ring_attention_backward", "_merge_attention_state_", "_paged_attention_out", "_paged_plan"),
 }
 
@@ -127,7 +132,7 @@ def test_results(call):
     fast, seen = counting(op)
     # What is written to is another tensor each time.
     runs = [
-        outcome(function, *torch.utils._pytree.tree_map(_copied, (args, kwargs)))
+        outcome(function, *tree_map(_copied, (args, kwargs)))
         for function in (op, fast)
     ]
     assert runs[0] == runs[1]
@@ -148,23 +153,24 @@ def test_only_the_first_result(call):
     if isinstance(expected, tuple):
         assert len(found) == 1
         expected, found = expected[0], found[0]
-    if expected is not None:
-        assert torch.equal(found, expected)
-        assert found.stride() == expected.stride()
+    for one, right in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+        if right is not None:
+            assert torch.equal(one, right)
+            assert one.stride() == right.stride()
 
 
 @pytest.mark.parametrize("call", ONE_EACH, ids=_name)
 def test_wrong_values(call):
     op, args, kwargs = call
     fast = graph_call(*names_of(op))
-    tensor = next(value for value in args if isinstance(value, Tensor)).clone()
+    tensor = next(value for value in tree_leaves(args) if isinstance(value, Tensor)).clone()
     for place in range(len(args)):
         for value in (*mistakes(tensor), [True] * 9, [True, 1], (True, True, True)):
             if isinstance(value, Tensor) and value.is_meta:
                 continue  # results have memory, and nobody writes there
             wrong = [*args]
             wrong[place] = value
-            copies = [torch.utils._pytree.tree_map(_plain_copied, wrong) for _ in range(2)]
+            copies = [tree_map(_plain_copied, wrong) for _ in range(2)]
             found = [outcome(f, c, kwargs) for f, c in zip((op, fast), copies, strict=True)]
             assert found[0] == found[1], (place, value)
 
@@ -180,7 +186,7 @@ def test_modes_see_what_they_would(call, mode):
 
     def run(function: Callable[..., Any]) -> Any:
         with mode() as entered:
-            found = outcome(function, *torch.utils._pytree.tree_map(_copied, (args, kwargs)))
+            found = outcome(function, *tree_map(_copied, (args, kwargs)))
         return found, entered.seen
 
     found, seen = run(graph_call(*names_of(op)))

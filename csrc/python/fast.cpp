@@ -16,6 +16,7 @@
 #include "ops/attention/packed/varlen.h"
 #include "ops/attention/paged/paged.h"
 #include "ops/batch_norm/batch_norm.h"
+#include "ops/batch_norm/fold.h"
 #include "ops/conv/conv.h"
 #include "ops/conv/conv_transpose.h"
 #include "ops/gated/gated.h"
@@ -100,6 +101,11 @@ PyObject* call_through_torch(PyObject* overload, const Given& given) {
   return result;
 }
 
+template <class Result>
+constexpr bool is_tuple = false;
+template <class... Results>
+constexpr bool is_tuple<std::tuple<Results...>> = true;
+
 template <class Function>
 class Callable;
 
@@ -159,12 +165,12 @@ class Callable<Result(Parameters...)> {
         self.run(slots);
         Py_INCREF(Py_None);
         return Py_None;
-      } else if constexpr (std::is_same_v<Result, at::Tensor>) {
-        return result(self.run(slots));
-      } else {
+      } else if constexpr (is_tuple<Result>) {
         auto results = self.run(slots);
         if (!self.is_first_read_) return result(std::move(results));
         return result(std::tuple(std::move(std::get<0>(results))));
+      } else {
+        return result(self.run(slots));
       }
     } catch (...) {
       ::torch::translate_exception_to_python(std::current_exception());
@@ -246,6 +252,7 @@ constexpr FastOperator kOperators[] = {
     {"_conv_transpose1d", "", Callable<decltype(packed_conv_transpose<1>)>::make},
     {"_conv_transpose2d", "", Callable<decltype(packed_conv_transpose<2>)>::make},
     {"_conv_transpose3d", "", Callable<decltype(packed_conv_transpose<3>)>::make},
+    {"_fold_batch_norms", "", Callable<FoldBatchNorms>::make},
     {"_gated", "", Callable<OfFields<at::Tensor, Gated>>::make},
     {"_gated_", "", Callable<OfFields<void, Gated>>::make},
     {"_gated_backward", "", Callable<OfFields<GatedGradients, GatedBackward>>::make},

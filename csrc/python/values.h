@@ -7,6 +7,7 @@
 
 #include "python/limited.h"
 
+#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/SymInt.h>
@@ -18,7 +19,9 @@
 #include <optional>
 #include <string_view>
 #include <tuple>
+#include <type_traits>
 #include <utility>
+#include <vector>
 
 // Of libtorch_python, whose header asks for all of Python's API.
 PyObject* THPVariable_Wrap(at::TensorBase&& tensor);
@@ -116,6 +119,9 @@ inline bool read(PyObject* given, std::string_view& value) {
   return true;
 }
 
+template <class T>
+bool read(PyObject* given, std::optional<T>& value);
+
 template <class T, unsigned size>
 bool read(PyObject* given, c10::SmallVector<T, size>& value) {
   const PyTypeObject* type = Py_TYPE(given);
@@ -151,6 +157,16 @@ bool read(PyObject* given, std::optional<T>& value) {
   return given == Py_None || read(given, value.emplace());
 }
 
+// A list of a new one's: copies of lists share their items.
+inline bool read(PyObject* given, c10::List<std::optional<at::Tensor>>& value) {
+  c10::SmallVector<std::optional<at::Tensor>, kNumbers> items;
+  if (!read(given, items)) return false;
+  value = c10::List<std::optional<at::Tensor>>();
+  value.reserve(items.size());
+  for (auto& item : items) value.push_back(std::move(item));
+  return true;
+}
+
 // The default of a schema.
 template <class T>
 void read(const c10::IValue& given, T& value) {
@@ -161,7 +177,9 @@ inline void read(const c10::IValue& given, std::string_view& value) {
 }
 template <class T, unsigned size>
 void read(const c10::IValue& given, c10::SmallVector<T, size>& value) {
-  for (const int64_t number : given.toIntVector()) value.push_back(number);
+  if constexpr (std::is_constructible_v<T, int64_t>) {  // no list of tensors has a default
+    for (const int64_t number : given.toIntVector()) value.push_back(T(number));
+  }
 }
 template <class T, unsigned size>
 void read(const c10::IValue& given, std::optional<c10::SmallVector<T, size>>& value) {
@@ -171,6 +189,18 @@ void read(const c10::IValue& given, std::optional<c10::SmallVector<T, size>>& va
 // A new reference to what Python gets; null with Python's error set.
 inline PyObject* result(at::Tensor&& tensor) {
   return THPVariable_Wrap(std::move(tensor));
+}
+
+inline PyObject* result(std::vector<at::Tensor>&& tensors) {
+  PyObject* list = PyList_New(static_cast<Py_ssize_t>(tensors.size()));
+  for (size_t i = 0; list != nullptr && i < tensors.size(); ++i) {
+    PyObject* item = result(std::move(tensors[i]));
+    if (item == nullptr || PyList_SetItem(list, static_cast<Py_ssize_t>(i), item) != 0) {
+      Py_DECREF(list);
+      list = nullptr;
+    }
+  }
+  return list;
 }
 
 template <class... Tensors>

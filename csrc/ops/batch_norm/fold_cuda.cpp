@@ -1,20 +1,16 @@
 // Batch norms in evaluation, folded into the convolutions before them, on CUDA.
 
 #include "kernels/batch_norm_fold.h"
+#include "ops/batch_norm/fold.h"
 
-#include <ATen/core/List.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
-
-#include <vector>
 
 namespace cudnn_ops {
 namespace {
 
 constexpr const char* kFold = "cudnn_ops::_fold_batch_norms: ";
-
-using OptionalTensors = c10::List<std::optional<at::Tensor>>;
 
 at::MemoryFormat format_of(const at::Tensor& weight) {
   return weight.dim() == 4   ? at::MemoryFormat::ChannelsLast
