@@ -83,12 +83,13 @@ def _run_others() -> None:
     out = cudnn_ops.grouped_linear(rows, weight, offsets)
     weights = torch.rand(6, 2).double().requires_grad_()
     cudnn_ops.moe_combine(out, positions, weights).sum().backward()
-    cudnn_ops.scaled_dot_product_attention(*[torch.randn(1, 2, 4, 8)] * 3, dropout_p=0.5)
+    query = torch.randn(1, 2, 4, 8)
+    cudnn_ops.scaled_dot_product_attention(query, query, query, dropout_p=0.5)
     _ops._gated_(torch.randn(2, 8), torch.randn(2, 8), 1)
-    weights, rows = [torch.randn(3, 2, 1, 1), torch.randn(3, 4, 3, 3)], [torch.rand(3) for _ in "ab"]
-    none = [None, rows[0]]
-    _ops._fold_batch_norms(weights, none, rows, rows, none, rows, [1e-3, 1])
-    _ops._fold_batch_norms(weights[:1] * 20, *[rows[:1] * 20] * 5, [1e-3] * 20)
+    kernels, row = [torch.randn(3, 2, 1, 1), torch.randn(3, 4, 3, 3)], torch.rand(3)
+    both, one = [row, row], [None, row]
+    _ops._fold_batch_norms(kernels, one, both, both, one, both, [1e-3, 1])
+    _ops._fold_batch_norms(kernels[:1] * 20, *[[row] * 20] * 5, [1e-3] * 20)
 
 
 CALLS = record()
@@ -131,10 +132,7 @@ def test_results(call):
     op, args, kwargs = call
     fast, seen = counting(op)
     # What is written to is another tensor each time.
-    runs = [
-        outcome(function, *tree_map(_copied, (args, kwargs)))
-        for function in (op, fast)
-    ]
+    runs = [outcome(function, *tree_map(_copied, (args, kwargs))) for function in (op, fast)]
     assert runs[0] == runs[1]
     assert seen == [0]
 
@@ -198,7 +196,7 @@ def test_subclasses_see_what_they_would():
     op, args, kwargs = next(call for call in ONE_EACH if call[0] is _ops._conv.default)
     Subclass.seen.clear()
     graph_call("_conv", "", is_first_read=True)(args[0].as_subclass(Subclass), *args[1:], **kwargs)
-    assert [seen[0] for seen in Subclass.seen][0] is op
+    assert Subclass.seen[0][0] is op
 
 
 class Block(nn.Module):
@@ -217,7 +215,7 @@ class Block(nn.Module):
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     torch._dynamo.reset()
     dynamic = options.pop("dynamic", None)
-    chosen = {"swap": ["convolution"], "inductor": options}
+    chosen: Any = {"swap": ["convolution"], "inductor": options}
     return torch.compile(
         function, backend="cudnn_ops", options=chosen, fullgraph=True, dynamic=dynamic
     )

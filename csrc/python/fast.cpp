@@ -239,7 +239,8 @@ struct FastOperator {
 
 constexpr FastOperator kOperators[] = {
     {"_adaptive_norm", "", Callable<OfFields<AdaptiveNormResults, AdaptiveNormForward>>::make},
-    {"_adaptive_norm_backward", "", Callable<OfFields<AdaptiveNormGradients, AdaptiveNormBackward>>::make},
+    {"_adaptive_norm_backward", "",
+     Callable<OfFields<AdaptiveNormGradients, AdaptiveNormBackward>>::make},
     {"_attention_rng_state", "", Callable<OfFields<at::Tensor, RngState>>::make},
     {"_batch_norm_backward", "", Callable<OfFields<BatchNormGradients, BatchNormBackward>>::make},
     {"_batch_norm_inference", "", Callable<OfFields<at::Tensor, BatchNorm>>::make},
