@@ -131,7 +131,10 @@ __device__ void backward(const AdaptiveNormCall& call) {
       read_own(v, own);
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
-        result[k] = (inputs[k] - mean) * along + shift + slopes[k] * own[k] * rstd;
+        const float slope = slopes[k] * own[k];
+        result[k] = (inputs[k] - mean) * along + shift;
+        // Of a row of one number nothing is left if this is rounded as `shift` was, and not fused.
+        result[k] += kWidth == 1 ? __fmul_rn(slope, rstd) : slope * rstd;
       }
       if (call.grad_sum.data != nullptr) {
         float more[kWidth];

@@ -59,6 +59,9 @@ inline void max_NaN_f32(float& most, float one, float other) {
 inline float __expf(float value) {
   return std::exp(value);
 }
+inline float __fmul_rn(float x, float y) {
+  return x * y;
+}
 inline float __frcp_rn(float value) {
   return 1 / value;
 }
