@@ -76,6 +76,19 @@ def test_numbers_of_each_token(shape, gated, device, poisoned):
             cases.check(case, cases.make(case, torch.bfloat16, device, seed=1))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_gradient_of_a_shift_of_each_token_is_the_outputs(device):
+    """It is nothing to compute, unless it lies otherwise than a gradient should."""
+    x, scale, shift = (torch.randn(2, 5, 24, device=device).requires_grad_() for _ in range(3))
+    by = torch.randn(2, 5, 25, device=device)
+    for grad_out in (by[..., :24].contiguous(), by[..., :24]):
+        out = cudnn_ops.adaptive_layer_norm(x, scale, shift)
+        (grad,) = torch.autograd.grad(out, shift, grad_out)
+        assert torch.equal(grad, grad_out)
+        assert grad.is_contiguous()
+        assert (grad.data_ptr() == grad_out.data_ptr()) == grad_out.is_contiguous()
+
+
 @GPU
 @pytest.mark.parametrize("kilobytes", [163, 99, 8])
 def test_with_less_shared_memory(kilobytes, device, poisoned):

@@ -16,6 +16,14 @@ const Operator<AdaptiveNormGradients, AdaptiveNormBackward>& adaptive_norm_backw
   return op;
 }
 
+// Whether the shift's gradient is the output's: it has numbers of each row, and is added to it.
+bool is_gradient_of_shift(const at::Tensor& grad_out, const AdaptiveNormSaved& saved) {
+  const auto& shift = saved.shift;
+  return grad_out.defined() && shift && shift->scalar_type() == grad_out.scalar_type() &&
+         shift->dim() == grad_out.dim() && shift->sym_sizes() == grad_out.sym_sizes() &&
+         grad_out.is_contiguous();
+}
+
 variable_list adaptive_norm_gradients(const variable_list& grads,
                                       const Wanted<kAdaptiveNormInputs>& wanted,
                                       const AdaptiveNormSaved& saved) {
@@ -24,7 +32,12 @@ variable_list adaptive_norm_gradients(const variable_list& grads,
   if (saved.update && grads[1].defined()) args.grad_sum = grads[1];
   args.saved.mean = saved.mean.contiguous();
   args.saved.rstd = saved.rstd.contiguous();
-  return only_wanted(wanted, adaptive_norm_backward_op().call(args));
+  constexpr size_t kShift = 4;
+  const bool has_shift = wanted[kShift] && is_gradient_of_shift(grads[0], saved);
+  if (has_shift) args.output_mask[kShift] = false;
+  variable_list found = only_wanted(wanted, adaptive_norm_backward_op().call(args));
+  if (has_shift) found[kShift] = grads[0];
+  return found;
 }
 
 using AdaptiveNormBackwardNode = BackwardNode<kAdaptiveNormBackward, adaptive_norm_gradients>;
