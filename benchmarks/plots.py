@@ -31,6 +31,7 @@ COLORS = {
     "polymorphic": "#c3e3b2",
     "kernel": "#2f6b14",
     "float8": "#8cc56f",
+    "cudnn": "#3b75af",
     "torch_cudnn": "#3b75af",
     "torch_flash": "#8a63b0",
     "torch_efficient": "#c85c8e",
