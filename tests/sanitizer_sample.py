@@ -156,7 +156,7 @@ def norms() -> Iterator[Sample]:
             kind = "layer_norm" if layer else "rms_norm"
             for columns in (16 // size * count for count in _OF_MANY):
                 call = partial(run_many, layer, dtype, columns)
-                yield f"{kind}_forward, {name}, {_MANY} rows of {columns} columns", call
+                yield f"{kind}_forward of {_MANY} rows, {name}, {columns} columns", call
             for columns in widths:
                 call = partial(run, layer, dtype, columns, columns % 2)
                 yield f"{kind}_forward and {kind}_backward, {name}, {columns} columns", call
@@ -302,7 +302,7 @@ def adaptive_norms() -> Iterator[Sample]:
         for count, tokens in ((50, 3), (300, 3), (2100, 3), *((n, _MANY) for n in _OF_MANY)):
             columns = 16 // dtype.itemsize * count
             call = partial(run_many, dtype, columns, tokens)
-            yield f"adaptive_norm_forward, {name}, {tokens} rows of {columns} columns", call
+            yield f"adaptive_norm_forward of {tokens} rows, {name}, {columns} columns", call
 
 
 def convolutions() -> Iterator[Sample]:

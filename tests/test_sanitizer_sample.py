@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from tests.deviceless.kernel_images import images_of_library
 from tests.sanitizer_sample import samples
 
 KERNELS = Path(__file__).parents[1] / "csrc" / "kernels"
@@ -62,6 +63,19 @@ def test_every_source_is_in_the_sample():
     assert len(adaptive_norm_kernels()) == 46
 
 
+def names_of_kernels() -> set[str]:
+    """Of the samples that are named for one: the others have more than a word before a comma."""
+    return {name.split(",")[0] for name, _ in samples() if re.match(r"\w+(,|$)", name)}
+
+
+# A torch without CUDA has no kernels of ours.
+@pytest.mark.skipif(not torch.version.cuda, reason="this torch is built without CUDA")
+def test_samples_are_named_for_kernels():
+    kernels = {name for image in images_of_library() for name in image.kernels}
+    assert len(kernels) > 500
+    assert names_of_kernels() <= kernels
+
+
 def depthwise_kernels() -> set[str]:
     sized = {
         kind.format(size)
@@ -82,7 +96,7 @@ def test_the_sample_runs_the_kernels_that_it_is_named_for():
             call()
         torch.cuda.synchronize()
     ran = Counter(event.key.split("(")[0] for event in profiled.key_averages())
-    named = {name.split(",")[0] for name, _ in samples() if re.match(r"\w+(,|$)", name)}
+    named = names_of_kernels()
     backward = {f"{name}_backward" for name in named if name.startswith(("gated", "moe_combine"))}
     rows = "depthwise_conv1d_"
     backward |= {name.replace(rows, f"{rows}weight_") for name in named if name.startswith(rows)}
