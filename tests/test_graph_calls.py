@@ -93,9 +93,6 @@ def _run_others() -> None:
 
 
 CALLS = record()
-
-
-CALLS = record()
 #: One of each operator.
 ONE_EACH = list({call[0]: call for call in reversed(CALLS)}.values())
 #: Arguments that fast calls do not read, or what seldom is called.

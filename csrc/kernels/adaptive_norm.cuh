@@ -127,9 +127,6 @@ __device__ void sum_up_both(float (&sums)[2], unsigned group, float (*scratch)[k
   }
 }
 
-// Numbers of factors a thread keeps in registers, beside its sums.
-constexpr int kMostKept = 8;
-
 // What the normed numbers of a sample are multiplied by, in a thread's columns: in registers, or
 // where that would leave a multiprocessor fewer threads in shared memory.
 template <int kVectors, int kWidth>
@@ -167,7 +164,7 @@ class Factors {
   }
 
  private:
-  static constexpr bool kIsShared = kVectors * kWidth > kMostKept;
+  static constexpr bool kIsShared = kVectors * kWidth > kAdaptiveNormKept;
   static constexpr int kPart = kWidth < 4 ? kWidth : 4;
   using Part = Piece<Float, kPart>;
 
@@ -247,7 +244,7 @@ __device__ void keep_sums(const AdaptiveNormCall& call, unsigned worker, unsigne
 // of each column `split` threads, of warps side by side.
 template <int kSums>
 __device__ void totals(const AdaptiveNormCall& call) {
-  constexpr unsigned kThreads = 512;
+  constexpr unsigned kThreads = kAdaptiveNormTotalsThreads;
   __shared__ float by_thread[kSums][kThreads];
   const unsigned split = call.split, columns = kThreads / split;
   const unsigned strips = (call.columns + columns - 1) / columns;

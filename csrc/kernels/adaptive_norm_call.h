@@ -4,6 +4,11 @@
 
 #include "kernels/norm_rows_call.h"
 
+// Of the blocks that add up the parts of samples.
+constexpr unsigned kAdaptiveNormTotalsThreads = 512;
+// Factors of columns that a thread of the backward keeps in registers, beside its sums.
+constexpr int kAdaptiveNormKept = 8;
+
 struct AdaptiveNormCall {
   NormRows input, update, grad_out, grad_sum;  // data null: absent
   NormRows gate, scale, shift;                 // a row for each sample; data null: absent

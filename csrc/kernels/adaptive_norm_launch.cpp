@@ -1,5 +1,7 @@
 #include "kernels/adaptive_norm_launch.h"
 
+#include "kernels/adaptive_norm_call.h"
+
 #include <algorithm>
 #include <array>
 
@@ -55,14 +57,13 @@ int64_t row_bytes(const AdaptiveNormProblem& problem) {
 // keep it. The kernel for the widest rows of gated sums reads that and the sum's gradient where
 // they lie.
 int64_t shared_bytes(const AdaptiveNormProblem& problem, const Way& way) {
-  constexpr int64_t kMostKept = 8;
   const NormSpread& how = way.how;
   const bool is_widest = problem.is_gated && how.bytes == kPiece && how.vectors == 4;
   const int64_t tensors = is_widest ? 3 : problem.is_gated ? 4 : 2;
   const int64_t row = how.bytes < 4 ? row_bytes(problem) * (how.threads / how.group)
                                     : int64_t{how.vectors} * how.bytes * how.threads;
   const int64_t numbers = int64_t{how.vectors} * (how.bytes / problem.number_bytes);
-  const bool is_shared = numbers > kMostKept && !is_widest;
+  const bool is_shared = numbers > kAdaptiveNormKept && !is_widest;
   const int64_t factors = is_shared ? numbers * static_cast<int64_t>(sizeof(float)) : 0;
   return way.stages * tensors * row + factors * how.threads;
 }

@@ -38,8 +38,6 @@ struct AdaptiveNormTotals {
   int64_t split, strips;
 };
 
-constexpr int kAdaptiveNormTotalsThreads = 512;
-
 AdaptiveNormTotals adaptive_norm_totals(const AdaptiveNormProblem& problem, int64_t stretch);
 
 }  // namespace cudnn_ops

@@ -20,8 +20,7 @@ const Operator<AdaptiveNormGradients, AdaptiveNormBackward>& adaptive_norm_backw
 bool is_gradient_of_shift(const at::Tensor& grad_out, const AdaptiveNormSaved& saved) {
   const auto& shift = saved.shift;
   return grad_out.defined() && shift && shift->scalar_type() == grad_out.scalar_type() &&
-         shift->dim() == grad_out.dim() && shift->sym_sizes() == grad_out.sym_sizes() &&
-         grad_out.is_contiguous();
+         shift->sym_sizes() == grad_out.sym_sizes() && grad_out.is_contiguous();
 }
 
 variable_list adaptive_norm_gradients(const variable_list& grads,
