@@ -271,6 +271,7 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
 
   // libcudnn (graph/cudnn_library.h). Those that load it raise RuntimeError if they can't.
   m.def("_set_cudnn_fallback_path(str path) -> ()", graph::set_fallback_path);
+  m.def("_load_ahead() -> ()", graph::load_ahead);
   m.def("_cudnn_version() -> int", [] { return static_cast<int64_t>(graph::cudnn().version); });
   m.def("_cudnn_path() -> str", [] { return std::string(graph::cudnn().path); });
   m.def("_describe_device(int index) -> str",

@@ -96,3 +96,7 @@ _operator("set_warns_in_python")(True)
 atexit.register(_operator("set_warns_in_python"), False)
 # Before that: a plan that is being made in the background may warn, and needs Python for it.
 atexit.register(_operator("stop_background"))
+
+# cuDNN's own libraries take half of the first call to load. Whoever begins to use CUDA has the
+# device start and a model's weights moved there first, and meanwhile a thread loads them.
+torch.cuda._lazy_call(_operator("load_ahead"))

@@ -4,10 +4,14 @@
 
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
+#include <pthread.h>
 
 #include <atomic>
 #include <cstdlib>
+#include <exception>
+#include <future>
 #include <mutex>
+#include <system_error>
 
 // The frontend resolves cuDNN's functions through this handle (its dynamic-loading mode).
 namespace cudnn_frontend {
@@ -18,6 +22,10 @@ namespace cudnn_ops::graph {
 namespace {
 
 constexpr const char* kSoname = "libcudnn.so.9";
+// What it loads itself for the first graph.
+constexpr const char* kLoadedByIt[] = {"libcudnn_graph.so.9", "libcudnn_engines_precompiled.so.9",
+                                       "libcudnn_engines_runtime_compiled.so.9",
+                                       "libcudnn_heuristic.so.9"};
 
 std::mutex mutex;
 std::string fallback_path;
@@ -66,6 +74,18 @@ CudnnLibrary load() {
   return library;
 }
 
+// What is not there is left to cuDNN, which knows what it needs, and says so.
+void load_what_it_loads() {
+  try {
+    const std::string& path = cudnn().path;
+    const std::string folder = path.substr(0, path.rfind('/') + 1);
+    for (const char* name : kLoadedByIt) dlopen((folder + name).c_str(), RTLD_NOW);
+  } catch (const std::exception&) {
+  }
+}
+
+std::future<void> loading;
+
 }  // namespace
 
 const CudnnLibrary& cudnn() {
@@ -80,6 +100,20 @@ const CudnnLibrary& cudnn() {
 std::string version_name(size_t version) {
   return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
          std::to_string(version % 100);
+}
+
+void load_ahead() {
+  static const bool has_begun = [] {
+    try {
+      loading = std::async(std::launch::async, load_what_it_loads);
+    } catch (const std::system_error&) {  // as many threads as there may be
+      return false;
+    }
+    // The child of a fork would have the loader's lock, and no thread to give it back.
+    pthread_atfork([] { loading.wait(); }, nullptr, nullptr);
+    return true;
+  }();
+  (void)has_begun;
 }
 
 void set_fallback_path(const std::string& path) {

@@ -27,6 +27,10 @@ struct CudnnLibrary {
 // the next call tries again.
 const CudnnLibrary& cudnn();
 
+// Has a thread load libcudnn, and the libraries that it loads itself for the first graph: tens of
+// milliseconds of that graph's call otherwise. Only the first call does anything.
+void load_ahead();
+
 // 91900 as "9.19.0".
 std::string version_name(size_t version);
 
