@@ -22,6 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
+from cudnn_ops.compiler.identities import identities
+from cudnn_ops.compiler.memory_order import read_channels_last
 from cudnn_ops.compiler.nodes import (
     call_of,
     changes_mode,
@@ -113,6 +115,7 @@ def rewrite(
         log.info("a graph is not understood", exc_info=error)
         warn("a graph stays as it is, because it has something unknown in it", error)
         return swaps
+    _leave_out_identities(graph, facts)
     for pattern in patterns:
         facts.declined.clear()
         # From the end: of two matches, one within the other, the larger one is first.
@@ -125,16 +128,36 @@ def rewrite(
         own = Swaps(facts.swapped, [(module, facts.before)])
         _finish(module, patterns, facts, own)
         swaps.add(own)
+    elif facts.before is not None:
+        module.graph = facts.before
     return swaps
+
+
+def _leave_out_identities(graph: fx.Graph, facts: GraphFacts) -> None:
+    """Patterns are not to end there; a graph with nothing to swap has them again."""
+    found = identities(graph, facts.mutated)
+    if found:
+        facts.before = _copy_of(graph)
+    for node, source in found.items():
+        node.replace_all_uses_with(source)
+        facts.place.pop(node)
+        graph.erase_node(node)
 
 
 def _finish(
     module: fx.GraphModule, patterns: Sequence[Pattern], facts: GraphFacts, swaps: Swaps
 ) -> None:
     """Settles strides, then what replacements have in common; where that fails, all is undone."""
+    names = {candidate.pattern for candidate in facts.swapped}
     why = "it depends on the strides of what would be swapped"
+
+    def run(node: fx.Node) -> Any:
+        return _run(node, facts)
+
     try:
-        Strides(module.graph, facts.stock, facts.mutated, lambda node: _run(node, facts)).settle()
+        if any(pattern.of_images for pattern in patterns if pattern.name in names):
+            facts.stock.update(read_channels_last(module.graph, run))
+        Strides(module.graph, facts.stock, facts.mutated, run).settle()
         why = "its swaps cannot be finished"
         for pattern in patterns:
             pattern.finish(module.graph, facts.mode, facts.mutated)

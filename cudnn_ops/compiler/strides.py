@@ -67,7 +67,7 @@ class Strides:
             if sources and not self._accepts(node, stock):
                 for one in sources:
                     node.replace_input_with(one, self._restore(one))
-            if node.op != "output" and not _same_strides(stock, node.meta.get("example_value")):
+            if node.op != "output" and not same_strides(stock, node.meta.get("example_value")):
                 self._changed[node] = stock
         return len(self._graph.nodes) - before
 
@@ -137,7 +137,7 @@ class Strides:
                 last.meta["example_value"] = value = self._run(last)
                 if stock.requires_grad:
                     value.requires_grad_()
-        if not _same_strides(stock, last.meta["example_value"]):
+        if not same_strides(stock, last.meta["example_value"]):
             raise Unsettled(f"{node.name} has strides that no copy has")
         return last
 
@@ -152,13 +152,13 @@ def _reads_strides(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
-def _same_strides(first: Any, second: Any) -> bool:
+def same_strides(first: Any, second: Any) -> bool:
     """Of tensors, or of several of them; those of dimensions of size 1 do not count."""
     if first is second:
         return True
     if not isinstance(first, Tensor) or not isinstance(second, Tensor):
         leaves = [[x for x in tree_leaves(one) if isinstance(x, Tensor)] for one in (first, second)]
-        return len(leaves[0]) != len(leaves[1]) or all(map(_same_strides, *leaves))
+        return len(leaves[0]) != len(leaves[1]) or all(map(same_strides, *leaves))
     if first.layout != torch.strided or second.layout != torch.strided:
         return True
     if first.dim() != second.dim() or any(statically_known_true(n == 0) for n in first.shape):

@@ -1,0 +1,58 @@
+"""Convolutions that stay torch's, in a graph where our operators have images with channels last.
+
+Inductor lays such images out so, whatever the model's memory is, but what the graph says of them
+follows the model's memory, and inductor copies what an operator reads until it is as the graph
+says. So the graph says it: these convolutions read channels last, and what follows them does too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from cudnn_ops.compiler.nodes import call_of, has_static_sizes, value_of
+
+#: By the convolution's name in graphs.
+_FORMATS = {"conv2d": torch.channels_last, "conv3d": torch.channels_last_3d}
+
+
+def read_channels_last(graph: fx.Graph, run: Callable[[fx.Node], Any]) -> dict[fx.Node, Tensor]:
+    """Puts the conversion before each of torch's convolutions that reads channels first.
+
+    Args:
+        graph: one that was rewritten.
+        run: what a node gives for the values, without memory, of the nodes that it reads.
+
+    Returns:
+        of these convolutions, what they gave before: with other strides.
+    """
+    before: dict[fx.Node, Tensor] = {}
+    for node in list(graph.nodes):
+        call = call_of(node)
+        if call is None or call.name not in _FORMATS:
+            continue
+        memory_format = _FORMATS[call.name]
+        x, out = value_of(call["input"]), value_of(node)
+        if x is None or out is None or not has_static_sizes(x) or x.dim() != out.dim():
+            continue
+        has_batch = x.dim() == (4 if call.name == "conv2d" else 5)
+        if not has_batch or x.is_contiguous(memory_format=memory_format):
+            continue
+        with graph.inserting_before(node):
+            converted = graph.call_method("contiguous", (call["input"],))
+        converted.kwargs = {"memory_format": memory_format}
+        _compute(converted, x, node, run)
+        node.replace_input_with(call["input"], converted)
+        _compute(node, out, node, run)
+        before[node] = out
+    return before
+
+
+def _compute(node: fx.Node, like: Tensor, beside: fx.Node, run: Callable[[fx.Node], Any]) -> None:
+    """Gives a node its value, which has a gradient where the other one has."""
+    node.meta = {**beside.meta, "example_value": run(node)}
+    if like.requires_grad:
+        node.meta["example_value"].requires_grad_()

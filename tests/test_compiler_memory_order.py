@@ -1,0 +1,75 @@
+"""Convolutions that stay torch's where images have channels first: nothing is copied for ours."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.cases.compiler import Rewritten, check_swap
+
+C = 4
+
+
+def _block(x: Tensor, weight: Tensor) -> Tensor:
+    first = F.conv2d(x, weight, padding=1)
+    return F.conv2d(F.group_norm(first, 2).sin(), weight, padding=1) + first
+
+
+def _volumes(x: Tensor, weight: Tensor) -> Tensor:
+    first = F.conv3d(x, weight, padding=1)
+    return F.conv3d(F.group_norm(first, 2).sin(), weight, padding=1) + first
+
+
+def _inputs(dims: int = 2) -> tuple[Tensor, Tensor]:
+    sizes = (5, 7, 6)[:dims]
+    return torch.randn(2, C, *sizes).double(), torch.randn(C, C, *[3] * dims).double()
+
+
+def _orders(found: Rewritten, memory_format: torch.memory_format) -> list[bool]:
+    """Of what each convolution and norm reads: whether it has its channels last."""
+    orders = []
+    for node in found.graphs[0].graph.nodes:
+        if "conv" in str(node.target) or "group_norm" in str(node.target):
+            value = node.args[0].meta["example_value"]
+            orders.append(value.is_contiguous(memory_format=memory_format))
+    return orders
+
+
+def test_images_have_their_channels_last_from_the_first_convolution_on():
+    found = check_swap(_block, *_inputs(), expect=["group_norm"], swap=["group_norm"])
+    assert _orders(found, torch.channels_last) == [True] * 3
+    volumes = check_swap(_volumes, *_inputs(3), expect=["group_norm"], swap=["group_norm"])
+    # What a convolution of volumes gives for them is torch's matter, another one on a CPU.
+    assert _orders(volumes, torch.channels_last_3d)[::2] == [True] * 2
+    stock, ours = _block(*_inputs()), found(*_inputs())
+    assert ours.stride() == stock.stride()
+
+
+def test_without_an_operator_of_images_nothing_is_converted():
+    def block(x: Tensor, weight: Tensor) -> Tensor:
+        out = F.conv2d(x, weight, padding=1)
+        return F.rms_norm(out, (7,), weight[0, 0, 0].new_ones(7))
+
+    found = check_swap(block, *_inputs(), expect=["rms_norm"], swap=["rms_norm"])
+    assert _orders(found, torch.channels_last) == [False]
+
+
+def test_images_without_a_batch_or_of_unknown_sizes_stay():
+    def block(x: Tensor, weight: Tensor) -> Tensor:
+        return F.group_norm(F.conv2d(x[0], weight, padding=1)[None], 2)
+
+    check_swap(block, *_inputs(), expect=["group_norm"], swap=["group_norm"])
+    options = {"expect": ["group_norm"], "swap": ["group_norm"], "dynamic": True}
+    check_swap(_block, *_inputs(), **options)
+
+
+def test_autocast_and_gradients_of_some():
+    def block(x: Tensor, weight: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = F.conv2d(x, weight.detach(), padding=1)
+        return F.group_norm(out.float(), 2)
+
+    x, weight = (one.float() for one in _inputs())
+    found = check_swap(block, x, weight, expect=["group_norm"], swap=["group_norm"], tolerance=5e-2)
+    assert all(_orders(found, torch.channels_last))
