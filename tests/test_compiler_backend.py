@@ -417,6 +417,42 @@ def test_images_between_convolutions_are_measured_channels_last(store):
     assert strides == dict.fromkeys(("ours", "stock"), (256, 1, 32, 4))
 
 
+def test_rows_of_images_channels_are_measured_as_rows(store, monkeypatch):
+    drawn = []
+
+    def random_like(node, pattern):
+        value = stock(node, pattern)
+        if node.op != "get_attr":
+            drawn.append(value.stride())
+        return value
+
+    stock = choice._random_like
+    monkeypatch.setattr(choice, "_random_like", random_like)
+
+    def of_an_image(x: Tensor, w: Tensor) -> Tensor:
+        return F.rms_norm(F.conv2d(x, w, padding=1).permute(0, 2, 3, 1), (4,), eps=1e-5)
+
+    def of_rows(x: Tensor, w: Tensor) -> Tensor:
+        rows = F.conv2d(x, w, padding=1).permute(0, 2, 3, 1).cumsum(2)
+        return F.rms_norm(rows, (4,), eps=1e-5)
+
+    def of_the_input(x: Tensor, w: Tensor) -> Tensor:
+        return F.rms_norm(x.permute(0, 2, 3, 1), (3,), eps=1e-5)
+
+    x, w = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    for model, strides in (
+        (of_an_image, (256, 1, 32, 4)),
+        (of_rows, (256, 32, 4, 1)),
+        (of_the_input, (192, 64, 8, 1)),
+    ):
+        drawn.clear()
+        chooser = Chooser(
+            settings_of(None, None), CompileReport(), lambda _: {"ours": 2.0, "stock": 1.0}
+        )
+        _rewritten(model, chooser, x, w)
+        assert drawn[0] == strides
+
+
 def test_a_trial_has_what_is_folded_for_all_convolutions_at_once(store):
     results = {}
 

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._prims_common import make_channels_last_strides_for
+from torch._prims_common import make_channels_last_strides_for, make_contiguous_strides_for
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cudnn_ops import _C
-from cudnn_ops.compiler.nodes import has_static_sizes, value_of
+from cudnn_ops.compiler.memory_order import CONVOLUTIONS
+from cudnn_ops.compiler.nodes import call_of, has_static_sizes, memory_of, value_of
 from cudnn_ops.compiler.options import Settings
 from cudnn_ops.compiler.pattern import Found, Pattern
 from cudnn_ops.compiler.report import Candidate, CompileReport
@@ -202,14 +203,25 @@ def _random_like(node: fx.Node, pattern: Pattern) -> Any:
 def _strides_of(node: fx.Node, pattern: Pattern) -> tuple[int, ...]:
     """Those that it has when the graph runs: between convolutions images are channels last.
 
-    Inductor lays them out so, whatever the model's memory is, and so do our operators.
+    Inductor lays them out so, whatever the model's memory is, and so do our operators. What reads
+    such images as rows of channels, with the channels permuted to the end, finds rows then.
     """
     value = value_of(node)
     assert value is not None
-    is_computed = node.op not in ("placeholder", "get_attr")
-    if pattern.of_images and is_computed and value.dim() in (4, 5):
-        return make_channels_last_strides_for(value.shape)
+    if value.dim() in (4, 5) and _is_computed(node):
+        call = call_of(node)
+        if pattern.of_images or (call is not None and call.name in CONVOLUTIONS):
+            return make_channels_last_strides_for(value.shape)
+        if value.movedim(-1, 1).is_contiguous():
+            return make_contiguous_strides_for(value.shape)
     return value.stride()
+
+
+def _is_computed(node: fx.Node) -> bool:
+    """Whether it is memory of the graph's own, and no view of what the graph was given."""
+    given = (*node.graph.find_nodes(op="placeholder"), *node.graph.find_nodes(op="get_attr"))
+    memory = memory_of(value_of(node))
+    return all(memory.isdisjoint(memory_of(one.meta.get("example_value"))) for one in given)
 
 
 @contextmanager

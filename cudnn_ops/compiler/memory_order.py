@@ -15,8 +15,8 @@ from torch import Tensor, fx
 
 from cudnn_ops.compiler.nodes import call_of, has_static_sizes, value_of
 
-#: By the convolution's name in graphs.
-_FORMATS = {"conv2d": torch.channels_last, "conv3d": torch.channels_last_3d}
+#: Those of images, by their names in graphs, with what their results' memory is like.
+CONVOLUTIONS = {"conv2d": torch.channels_last, "conv3d": torch.channels_last_3d}
 
 
 def read_channels_last(graph: fx.Graph, run: Callable[[fx.Node], Any]) -> dict[fx.Node, Tensor]:
@@ -32,9 +32,9 @@ def read_channels_last(graph: fx.Graph, run: Callable[[fx.Node], Any]) -> dict[f
     before: dict[fx.Node, Tensor] = {}
     for node in list(graph.nodes):
         call = call_of(node)
-        if call is None or call.name not in _FORMATS:
+        if call is None or call.name not in CONVOLUTIONS:
             continue
-        memory_format = _FORMATS[call.name]
+        memory_format = CONVOLUTIONS[call.name]
         x, out = value_of(call["input"]), value_of(node)
         if x is None or out is None or not has_static_sizes(x) or x.dim() != out.dim():
             continue
