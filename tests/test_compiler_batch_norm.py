@@ -17,6 +17,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck
 import cudnn_ops
 from cudnn_ops.compiler.choice import Chooser, Times
 from cudnn_ops.compiler.options import settings_of
+from cudnn_ops.compiler.pattern import Found, Pattern
 from tests.cases.compiler import Rewritten, check_swap
 
 C = 6
@@ -134,19 +135,21 @@ _KEEPING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "relu6": lambda out, _: F.relu6(out),
     "mish": lambda out, _: F.mish(out),
     "mul": lambda out, scale: out * scale,
+    "a convolution": lambda out, weight: F.conv2d(out, weight[:2, :, :1, :1]),
 }
 _OTHERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "relu": lambda out, _: F.relu(out),
     "sum": lambda out, other: out + other,
     "constant": lambda out, _: out * 2,
     "factor": lambda out, scale: scale.detach() * out,
-    "convolution": lambda out, _: F.conv2d(out, torch.ones(2, C, 1, 1, dtype=out.dtype)),
+    "frozen convolution": lambda out, _: F.conv2d(out, torch.ones(2, C, 1, 1, dtype=out.dtype)),
 }
 
 
 @pytest.mark.parametrize("name", [*_KEEPING, *_OTHERS])
 @pytest.mark.parametrize("gradients", [False, True])
-def test_a_result_that_a_gradient_needs_is_inductor_s(name, gradients, monkeypatch):
+@pytest.mark.parametrize("swaps_others", [False, True])
+def test_a_result_that_a_gradient_needs_is_inductor_s(name, gradients, swaps_others, monkeypatch):
     """Which computes it again, where ours would keep it; but not for whoever asks for ours."""
     behind = (_KEEPING | _OTHERS)[name]
     norm, other = _norm(affine=False), _x().requires_grad_(gradients)
@@ -154,7 +157,10 @@ def test_a_result_that_a_gradient_needs_is_inductor_s(name, gradients, monkeypat
     def block(x: Tensor) -> Tensor:
         return behind(norm(x), other)
 
-    monkeypatch.setattr(Chooser, "_measure", lambda *_: Times(1.0, 2.0))
+    def measure(_: Chooser, pattern: Pattern, found: Found) -> Times:
+        return Times(1.0, 2.0 if swaps_others or pattern.name == "batch_norm" else 0.5)
+
+    monkeypatch.setattr(Chooser, "_measure", measure)
     found = Rewritten(block)
     found.chooser = Chooser(settings_of(None, None), found.report, lambda _: {})
     found(_x().requires_grad_(gradients))
