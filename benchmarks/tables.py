@@ -308,6 +308,21 @@ def cold_start(rows: Sequence[Row]) -> Lines:
     return [["", *impls], *([case, *_cells(ms, impls, short)] for case, ms in times.items())]
 
 
+def by_version(rows: Sequence[Row]) -> Lines:
+    """A line a benchmark: the newer cuDNN's time over the older one's, in the mean and the ends."""
+    old, new = unique(row["impl"] for row in rows)
+    over: dict[str, dict[str, float]] = {}
+    for case, ms in pivot(rows, "gpu_ms").items():
+        benchmark, _, name = case.partition(": ")
+        over.setdefault(benchmark, {})[name] = ms[new] / ms[old]
+    lines = [["", "cases", f"{new} over {old}", "least", "most"]]
+    for benchmark, ratios in over.items():
+        line = [benchmark, str(len(ratios)), f"{statistics.geometric_mean(ratios.values()):.2f}"]
+        ends = (min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__))
+        lines.append([*line, *(f"{ratios[case]:.2f}, {case}" for case in ends)])
+    return lines
+
+
 def compile_time(rows: Sequence[Row]) -> Lines:
     """A line a model and what was known before: seconds, and ours over torch.compile's."""
     lines = [["", OURS, "compile", "ratio"]]
