@@ -6,6 +6,7 @@
 // follow one another, and read its scale and shift from the first cache.
 
 #include "adaptive_norm.cuh"
+#include "adaptive_norm_numbers.cuh"
 #include "norm_moments.cuh"
 
 namespace {
@@ -128,6 +129,55 @@ __device__ void forward_rows(const AdaptiveNormCall& call) {
   }
 }
 
+// Rows that no pieces of 16 bytes fit. All that one needs is on its way before any of it is waited
+// for: what is read behind something written would come after it, for the compiler cannot know that
+// it is not the same memory.
+template <int kNumbers, unsigned kStep>
+__device__ void forward_numbers(const AdaptiveNormCall& call) {
+  __shared__ float scratch[2][32];
+  const unsigned group = call.group;
+  const unsigned row = blockIdx.x * (blockDim.x / group) + threadIdx.x / group;
+  const bool is_row = row < call.rows, is_gated = call.update.data != nullptr;
+  const unsigned sample = is_row ? row / call.tokens : 0;
+  const Numbers<kNumbers, kStep> own(group, is_row ? call.columns : 0);
+  const long long dense = (long long)row * call.columns + own.start;
+  Piece<Type, 1> numbers[kNumbers], updates[kNumbers];
+  float gates[kNumbers], factors[kNumbers], shifts[kNumbers];
+  own.load(row_of(call.input, row), numbers);
+  if (is_gated) {
+    own.load(row_of(call.update, row), updates);
+    own.load(gate_of(call, sample), gates);
+  }
+  own.load(factor_of(call, sample), factors);
+  own.load(shift_of(call, sample), shifts);
+  if (call.weight != nullptr || call.bias != nullptr) {
+    own.each([&](int i, unsigned further) {
+      float weight[1], bias[1];
+      weight_of(call).read(own.start + further, weight);
+      bias_of(call).read(own.start + further, bias);
+      shifts[i] += bias[0] * factors[i];
+      factors[i] *= weight[0];
+    });
+  }
+  if (is_gated) {
+    Bits* sum = (Bits*)call.sum + dense;
+    own.each([&](int i, unsigned further) {
+      const float update = Type::read(updates[i].bits[0]);
+      const float total = Type::read(numbers[i].bits[0]) + gates[i] * update;
+      sum[further] = numbers[i].bits[0] = Type::write(total);
+    });
+  }
+  const auto first = [&] { return first_of(call, row, sample); };
+  const Moments moments = moments_by(own, numbers, is_row, call, call.is_layer, first, scratch);
+  if (!is_row) return;
+  if (threadIdx.x % group == 0) keep_moments(call, row, moments);
+  Bits* out = (Bits*)call.out + dense;
+  own.each([&](int i, unsigned further) {
+    const float normed = (Type::read(numbers[i].bits[0]) - moments.mean) * moments.rstd;
+    out[further] = Type::write(normed * factors[i] + shifts[i]);
+  });
+}
+
 // kVectors pieces of kBytes a thread.
 template <class Way, int kBytes, int kVectors>
 __device__ void forward(const AdaptiveNormCall& call) {
@@ -139,6 +189,18 @@ __device__ void forward(const AdaptiveNormCall& call) {
     forward_rows<Way, kBytes, kVectors, true>(call);
   } else {
     forward_rows<Way, kBytes, kVectors, false>(call);
+  }
+}
+
+// kNumbers a thread.
+template <int kNumbers>
+__device__ void forward_odd(const AdaptiveNormCall& call) {
+  wait_for_inputs();
+  let_next_start();
+  if (call.group < 32) {
+    forward_numbers<kNumbers, 0>(call);
+  } else {
+    forward_numbers<kNumbers, 32>(call);
   }
 }
 
@@ -220,7 +282,7 @@ ADAPTIVE_NORM(forward_16_4, 512, 2, forward<Any, 16, 4>)
 ADAPTIVE_NORM(forward_16_5, 256, 3, forward<Any, 16, 5>)
 ADAPTIVE_NORM(forward_16_6, 256, 3, forward<Any, 16, 6>)
 ADAPTIVE_NORM(forward_16_8, 512, 1, forward<Any, 16, 8>)
-ADAPTIVE_NORM(forward_n_2, 256, 8, forward<Any, n, 2>)
-ADAPTIVE_NORM(forward_n_8, 1024, 1, forward<Any, n, 8>)
+ADAPTIVE_NORM(forward_n_2, 256, 8, forward_odd<2>)
+ADAPTIVE_NORM(forward_n_8, 1024, 1, forward_odd<8>)
 ADAPTIVE_NORM(forward_any_16, 1024, 1, forward_any<16>)
 ADAPTIVE_NORM(forward_any_n, 1024, 1, forward_any<n>)

@@ -24,11 +24,23 @@ struct Moments {
   float mean, rstd;
 };
 
-// Of the row that a thread has `pieces` of, `vectors` in all; 0: of none. Every thread must come
-// here. `call` has the sizes, and `first` gives a row's first number. RMS norm has no mean.
-template <bool kIsFull, int kVectors, int kWidth, class Call, class First>
-__device__ Moments moments_of(Piece<Type, kWidth> (&pieces)[kVectors], unsigned vectors,
-                              const Call& call, bool is_layer, const First& first,
+// The pieces that each() visits.
+template <int kVectors, bool kIsFull>
+struct EachPiece {
+  unsigned group, vectors;
+
+  template <class Visit>
+  __device__ void each(const Visit& visit) const {
+    ::each<kVectors, kIsFull>(group, vectors, visit);
+  }
+};
+
+// Of the row that a thread has `pieces` of: `places.each` calls what it is given with the index of
+// each of them. Every thread must come here, those of no row too. `call` has the sizes, and `first`
+// gives a row's first number. RMS norm has no mean.
+template <class Places, int kVectors, int kWidth, class Call, class First>
+__device__ Moments moments_by(const Places& places, Piece<Type, kWidth> (&pieces)[kVectors],
+                              bool is_row, const Call& call, bool is_layer, const First& first,
                               float (*scratch)[32]) {
   const unsigned group = call.group;
   const float per_column = 1.0f / call.columns;
@@ -37,10 +49,10 @@ __device__ Moments moments_of(Piece<Type, kWidth> (&pieces)[kVectors], unsigned 
   if (is_layer) {
     float base = 0;
     if constexpr (kVectors * kWidth * kMostThreads > kExactColumns) {
-      if (vectors > 0) base = first();
+      if (is_row) base = first();
     }
     const Mean mean_of(call.columns, per_column, base);
-    each<kVectors, kIsFull>(group, vectors, [&](int v, unsigned) {
+    places.each([&](int v, unsigned) {
       float values[kWidth];
       pieces[v].read(values);
 #pragma unroll
@@ -51,7 +63,7 @@ __device__ Moments moments_of(Piece<Type, kWidth> (&pieces)[kVectors], unsigned 
     mean = mean_of.of(sums[0]);
     sums[0] = 0;
   }
-  each<kVectors, kIsFull>(group, vectors, [&](int v, unsigned) {
+  places.each([&](int v, unsigned) {
     float values[kWidth];
     pieces[v].read(values);
 #pragma unroll
@@ -60,4 +72,13 @@ __device__ Moments moments_of(Piece<Type, kWidth> (&pieces)[kVectors], unsigned 
   sum_up(sums, group, scratch + 1);
   stay_packed(pieces);
   return {mean, rsqrtf(sums[0] * per_column + call.eps)};
+}
+
+// Of pieces that lie as each() has them, `vectors` in all; 0: of no row.
+template <bool kIsFull, int kVectors, int kWidth, class Call, class First>
+__device__ Moments moments_of(Piece<Type, kWidth> (&pieces)[kVectors], unsigned vectors,
+                              const Call& call, bool is_layer, const First& first,
+                              float (*scratch)[32]) {
+  const EachPiece<kVectors, kIsFull> places{call.group, vectors};
+  return moments_by(places, pieces, vectors > 0, call, is_layer, first, scratch);
 }
