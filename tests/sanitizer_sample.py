@@ -117,6 +117,10 @@ _VECTORS, _HALVES, _NUMBERS = (
 _UNEVEN = (90, 150)
 
 
+#: Numbers of a row that no shared memory holds those of.
+_LONG = 17_001
+
+
 #: Rows enough for kernels that few have no use for, and the vectors that these have.
 _MANY, _OF_MANY = 513, (150, 180)
 
@@ -293,7 +297,7 @@ def adaptive_norms() -> Iterator[Sample]:
 
     for name, dtype in TYPES.items():
         widths = [16 // dtype.itemsize * count for count in (*_VECTORS, *_UNEVEN)]
-        for columns in (*widths, *_NUMBERS):
+        for columns in (*widths, *_NUMBERS, _LONG):
             for is_gated in (False, True):
                 yield (
                     f"adaptive_norm_forward and adaptive_norm_backward, {name}, {columns} columns",

@@ -44,16 +44,22 @@ __device__ Parameter bias_of(const AdaptiveNormCall& call) {
   return {call.bias, call.is_bias_float, 0, 0};
 }
 
-// What the normed numbers of a sample are multiplied by in all.
 template <int kWidth>
-__device__ void read_factors(const AdaptiveNormCall& call, unsigned sample, unsigned at,
-                             float (&factors)[kWidth]) {
-  factor_of(call, sample).read(at, factors);
+__device__ void multiply_by_weight(const AdaptiveNormCall& call, unsigned at,
+                                   float (&factors)[kWidth]) {
   if (call.weight == nullptr) return;
   float weights[kWidth];
   weight_of(call).read(at, weights);
 #pragma unroll
   for (int k = 0; k < kWidth; ++k) factors[k] *= weights[k];
+}
+
+// What the normed numbers of a sample are multiplied by in all.
+template <int kWidth>
+__device__ void read_factors(const AdaptiveNormCall& call, unsigned sample, unsigned at,
+                             float (&factors)[kWidth]) {
+  factor_of(call, sample).read(at, factors);
+  multiply_by_weight(call, at, factors);
 }
 
 // Writes numbers as those of the piece `at`, of a row if `row` is one of several.

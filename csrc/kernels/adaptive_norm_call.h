@@ -8,6 +8,10 @@
 constexpr unsigned kAdaptiveNormTotalsThreads = 512;
 // Factors of columns that a thread of the backward keeps in registers, beside its sums.
 constexpr int kAdaptiveNormKept = 8;
+// Columns of a row of any size that a thread of the backward goes through together.
+constexpr int kAdaptiveNormTogether = 4;
+// Those that it has where the samples are single rows.
+constexpr int kAdaptiveNormSingle = 8;
 
 struct AdaptiveNormCall {
   NormRows input, update, grad_out, grad_sum;  // data null: absent

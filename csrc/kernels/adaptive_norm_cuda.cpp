@@ -37,7 +37,7 @@ int index_of(unsigned vectors) {
 
 // First by whether they are gated.
 struct BackwardKernels {
-  DeviceKernel wide[5], gated_wide[4], narrow[2][2], single[2][3];  // by the pieces of a thread
+  DeviceKernel wide[5], gated_wide[4], odd[2][2], single[2][4];  // by the pieces of a thread
   DeviceKernel rows[2], sums[2][2], totals[2];
 };
 
@@ -59,16 +59,16 @@ struct BackwardKernels {
 #define CUDNN_OPS_WIDE(images, name)                                              \
   CUDNN_OPS_KERNEL(images, name "_16_1"), CUDNN_OPS_KERNEL(images, name "_16_2"), \
       CUDNN_OPS_KERNEL(images, name "_16_3"), CUDNN_OPS_KERNEL(images, name "_16_4")
-#define CUDNN_OPS_NARROW(images, name) \
-  {CUDNN_OPS_KERNEL(images, name "_n_2"), CUDNN_OPS_KERNEL(images, name "_n_8")}
-#define CUDNN_OPS_SINGLE(images, name)                                             \
-  {CUDNN_OPS_KERNEL(images, name "_16_1"), CUDNN_OPS_KERNEL(images, name "_16_2"), \
-   CUDNN_OPS_KERNEL(images, name "_16_4")}
+#define CUDNN_OPS_ODD(images, name) \
+  {CUDNN_OPS_KERNEL(images, name "_odd_8"), CUDNN_OPS_KERNEL(images, name "_odd_32")}
+#define CUDNN_OPS_SINGLE(images, name)                                       \
+  {CUDNN_OPS_KERNEL(images, name "_1"), CUDNN_OPS_KERNEL(images, name "_2"), \
+   CUDNN_OPS_KERNEL(images, name "_4"), CUDNN_OPS_KERNEL(images, name "_odd")}
 #define CUDNN_OPS_BACKWARD(images)                                                                \
   {                                                                                               \
     {CUDNN_OPS_WIDE(images, "backward"), CUDNN_OPS_KERNEL(images, "backward_16_5")},              \
         {CUDNN_OPS_WIDE(images, "gated_backward")},                                               \
-        {CUDNN_OPS_NARROW(images, "backward"), CUDNN_OPS_NARROW(images, "gated_backward")},       \
+        {CUDNN_OPS_ODD(images, "backward"), CUDNN_OPS_ODD(images, "gated_backward")},             \
         {CUDNN_OPS_SINGLE(images, "backward_single"),                                             \
          CUDNN_OPS_SINGLE(images, "gated_backward_single")},                                      \
         CUDNN_OPS_BOTH(images, "backward_rows"),                                                  \
@@ -298,6 +298,7 @@ void backward_of_tile(AdaptiveNormCall& call, const AdaptiveNormProblem& problem
                       const AdaptiveNormBackwardLaunch& launch, const BackwardKernels& kernels,
                       const at::Tensor& like) {
   const int gated = problem.is_gated ? 1 : 0;
+  const bool is_odd = problem.piece_bytes != 16;
   const unsigned vectors = launch.how.vectors;
   const auto threads = static_cast<int>(launch.how.threads);
   const auto shared = static_cast<int>(launch.shared_bytes);
@@ -306,17 +307,18 @@ void backward_of_tile(AdaptiveNormCall& call, const AdaptiveNormProblem& problem
   call.group = launch.how.group;
   call.row_bytes = launch.row_bytes;
   if (launch.is_single) {
-    const auto& kernel = kernels.single[gated][vectors / 2];
-    kernel.launch(divide_up(problem.rows, of_block), 1, threads, &argument);
+    const auto& kernel = kernels.single[gated][is_odd ? 3 : vectors / 2];
+    kernel.launch(divide_up(problem.rows, of_block), 1, threads, &argument, shared);
     return;
   }
-  const auto& kernel = problem.piece_bytes != 16 ? kernels.narrow[gated][vectors / 8]
-                       : problem.is_gated        ? kernels.gated_wide[vectors - 1]
-                                                 : kernels.wide[vectors - 1];
+  const auto& kernel = is_odd             ? kernels.odd[gated][vectors / 32]
+                       : problem.is_gated ? kernels.gated_wide[vectors - 1]
+                                          : kernels.wide[vectors - 1];
+  const int64_t workers = is_odd ? 1 : of_block;  // of a block
   const auto shares =
-      adaptive_norm_shares(problem, kernel.resident_blocks(threads, shared) * of_block);
+      adaptive_norm_shares(problem, kernel.resident_blocks(threads, shared) * workers);
   const Sums sums(call, shares, problem.is_gated, like);
-  kernel.launch(divide_up(shares.workers, of_block), 1, threads, &argument, shared);
+  kernel.launch(divide_up(shares.workers, workers), 1, threads, &argument, shared);
   sums.add_up(call, problem, kernels.totals[gated]);
 }
 

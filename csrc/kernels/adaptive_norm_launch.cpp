@@ -20,7 +20,9 @@ constexpr std::array<Tile, 5> kTiles = {
     {{1, 256, 3}, {2, 384, 3}, {3, 320, 2}, {4, 512, 2}, {5, kWarp, 2}}};
 constexpr std::array<Tile, 3> kGatedTiles = {{{1, 256, 3}, {2, 320, 2}, {3, 512, 2}}};
 constexpr Tile kWidestGatedTile{4, 512, 2};  // for rows that these have no room for: slower
-constexpr unsigned kMostStages = 3;          // of rows of a piece a lane, and odd ones
+constexpr unsigned kNarrowStages = 3;        // of rows of a piece or two a lane
+
+constexpr AdaptiveNormBackwardLaunch kAny{{0, 0, 0, 0}, false, 0, 0};
 
 unsigned whole_warps(int64_t pieces, unsigned vectors) {
   return static_cast<unsigned>(divide_up(divide_up(pieces, vectors), kWarp) * kWarp);
@@ -37,19 +39,26 @@ struct Way {
   unsigned stages;
 };
 
-NormSpread single_spread(int64_t pieces) {
+// By kernels for samples of a single row (adaptive_norm_single.cuh), where there is one for it.
+AdaptiveNormBackwardLaunch single_launch(const AdaptiveNormProblem& problem, int64_t pieces,
+                                         int64_t most_shared) {
   constexpr unsigned kMost = 320;  // the kernel of two pieces takes
   constexpr unsigned kWide = 4, kMostWide = 512;
-  if (pieces <= 2 * kWarp) return norm_backward_spread(kPiece, pieces);
-  const unsigned vectors = whole_warps(pieces, 2) <= kMost ? 2 : kWide;
-  const unsigned group = whole_warps(pieces, vectors);
-  if (group > kMostWide) return {0, 0, 0, 0};
-  return {kPiece, vectors, group, group};
-}
-
-int64_t row_bytes(const AdaptiveNormProblem& problem) {
-  constexpr int64_t kCopied = 16;
-  return (divide_up(problem.columns * problem.number_bytes, kCopied) + 1) * kCopied;
+  const int64_t tensors = problem.is_gated ? 6 : 3;
+  if (problem.piece_bytes != kPiece) {
+    const unsigned group = whole_warps(problem.columns, kAdaptiveNormSingle);
+    if (group > kMostWide) return kAny;
+    return {{problem.piece_bytes, kAdaptiveNormSingle, group, group}, true, 0, 0};
+  }
+  NormSpread how = norm_backward_spread(kPiece, pieces);
+  if (pieces > 2 * kWarp) {
+    const unsigned vectors = whole_warps(pieces, 2) <= kMost ? 2 : kWide;
+    const unsigned group = whole_warps(pieces, vectors);
+    if (group > kMostWide) return kAny;
+    how = {kPiece, vectors, group, group};
+  }
+  const int64_t bytes = tensors * how.vectors * kPiece * how.threads;
+  return bytes <= most_shared ? AdaptiveNormBackwardLaunch{how, true, 0, bytes} : kAny;
 }
 
 // As in adaptive_norm_backward.cu: the rows under way of input and gradient, where there is a gate
@@ -60,8 +69,7 @@ int64_t shared_bytes(const AdaptiveNormProblem& problem, const Way& way) {
   const NormSpread& how = way.how;
   const bool is_widest = problem.is_gated && how.bytes == kPiece && how.vectors == 4;
   const int64_t tensors = is_widest ? 3 : problem.is_gated ? 4 : 2;
-  const int64_t row = how.bytes < 4 ? row_bytes(problem) * (how.threads / how.group)
-                                    : int64_t{how.vectors} * how.bytes * how.threads;
+  const int64_t row = int64_t{how.vectors} * how.bytes * how.threads;
   const int64_t numbers = int64_t{how.vectors} * (how.bytes / problem.number_bytes);
   const bool is_shared = numbers > kAdaptiveNormKept && !is_widest;
   const int64_t factors = is_shared ? numbers * static_cast<int64_t>(sizeof(float)) : 0;
@@ -69,18 +77,21 @@ int64_t shared_bytes(const AdaptiveNormProblem& problem, const Way& way) {
 }
 
 // The tile that takes the fewest instructions for a row: those for each piece that a thread might
-// have, be it there or not, and in each warp those around, most of which add up the row's sums.
-Way best_way(const AdaptiveNormProblem& problem, int64_t pieces, int64_t most_shared) {
+// have, be it there or not, and in each warp those around, most of which add up the row's sums. Or
+// that by which one row takes the least time, with the fewest pieces a thread.
+Way best_way(const AdaptiveNormProblem& problem, int64_t pieces, bool has_few_rows,
+             int64_t most_shared) {
   Way best{};
   int64_t least = 0;
   const auto consider = [&](const Tile& tile) {
     constexpr int64_t kOfPiece = 5, kAround = 6;  // in units of some 20
     const Way way{spread_over(tile, pieces), tile.stages};
-    const int64_t instructions = way.how.group / kWarp * (kOfPiece * way.how.vectors + kAround);
+    const int64_t warps = has_few_rows ? 1 : way.how.group / kWarp;
+    const int64_t cost = warps * (kOfPiece * way.how.vectors + kAround);
     if (way.how.group > tile.most_threads || shared_bytes(problem, way) > most_shared) return;
-    if (best.how.vectors > 0 && instructions >= least) return;
+    if (best.how.vectors > 0 && cost >= least) return;
     best = way;
-    least = instructions;
+    least = cost;
   };
   if (!problem.is_gated) {
     for (const auto& tile : kTiles) consider(tile);
@@ -91,35 +102,95 @@ Way best_way(const AdaptiveNormProblem& problem, int64_t pieces, int64_t most_sh
   return best;
 }
 
+// A worker has at least a few of the rows: with fewer, adding up their sums would take longer; and
+// some more of them as long as a quarter of the workers is there.
+constexpr int64_t kFewRows = 4, kSomeRows = 8;
+
+// So few that a multiprocessor has hardly more than one worker.
+bool has_few_rows(const AdaptiveNormProblem& problem, const DeviceLimits& limits) {
+  return problem.rows <= kSomeRows * limits.processors;
+}
+
+// A kernel for rows that no pieces of 16 bytes fit, as adaptive_norm_backward.cu declares it.
+struct OddTile {
+  unsigned numbers, most_threads, stages;
+};
+
+constexpr unsigned kFewNumbers = 8, kManyNumbers = 32;  // of a thread
+constexpr int64_t kMostOfWarp = kManyNumbers * kWarp;
+
+OddTile odd_tile(const AdaptiveNormProblem& problem, bool has_few_rows) {
+  constexpr unsigned kMostThreads = 512;
+  // A row that a warp has with many numbers each is one of a block's, which are worked on together.
+  const bool is_short = has_few_rows && problem.columns > kMostOfWarp;
+  if (problem.columns <= kFewNumbers * (is_short ? kMostThreads : kWarp)) {
+    return {kFewNumbers, kMostThreads, 3};
+  }
+  return problem.is_gated ? OddTile{kManyNumbers, 384, 2} : OddTile{kManyNumbers, kMostThreads, 3};
+}
+
+// As in adaptive_norm_odd.cuh: what columns are multiplied by, and behind it the rows on their way
+// or in their place the sums of each group.
+int64_t odd_shared_bytes(const AdaptiveNormProblem& problem, unsigned stages, int64_t groups,
+                         int64_t row_bytes) {
+  const int64_t tensors = problem.is_gated ? 4 : 2, kinds = problem.is_gated ? 3 : 2;
+  const int64_t numbers = (row_bytes - kPiece) / problem.number_bytes * int64_t{sizeof(float)};
+  return (problem.is_gated ? 2 : 1) * numbers +
+         groups * std::max(stages * tensors * row_bytes, kinds * numbers);
+}
+
+// No more groups than a sample has rows, for those of a block have one at a time.
+AdaptiveNormBackwardLaunch odd_launch(const AdaptiveNormProblem& problem, bool has_few_rows,
+                                      int64_t most_shared) {
+  const OddTile tile = odd_tile(problem, has_few_rows);
+  unsigned group = 1;
+  while (group < kWarp && group * tile.numbers < problem.columns) group *= 2;
+  // Threads with many numbers share a row by whole warps.
+  if (group == kWarp || tile.numbers == kManyNumbers) {
+    group = whole_warps(problem.columns, tile.numbers);
+  }
+  const int64_t together = int64_t{kAdaptiveNormTogether} * group;
+  const int64_t padded = divide_up(problem.columns, together) * together * problem.number_bytes;
+  const int64_t row_bytes = (divide_up(padded, kPiece) + 1) * kPiece;
+  const unsigned in_warp = std::max(kWarp / group, 1U);
+  const int64_t most = std::max<int64_t>(divide_up(problem.tokens, in_warp) * in_warp, in_warp);
+  auto groups =
+      static_cast<unsigned>(group > kWarp ? 1 : std::min<int64_t>(tile.most_threads / group, most));
+  const auto shared = [&] { return odd_shared_bytes(problem, tile.stages, groups, row_bytes); };
+  while (groups > in_warp && shared() > most_shared) groups -= in_warp;
+  if (group > tile.most_threads || shared() > most_shared) return kAny;
+  return {{problem.piece_bytes, tile.numbers, group, groups * group},
+          false,
+          static_cast<unsigned>(row_bytes),
+          shared()};
+}
+
 }  // namespace
 
 AdaptiveNormBackwardLaunch adaptive_norm_backward_launch(const AdaptiveNormProblem& problem,
                                                          const DeviceLimits& limits) {
-  constexpr AdaptiveNormBackwardLaunch kAny{{0, 0, 0, 0}, false, 0, 0};
   constexpr int64_t kDeclared = 1 << 10;  // what the kernels declare themselves
   const int64_t pieces = problem.columns * problem.number_bytes / problem.piece_bytes;
   const int64_t most_shared = limits.shared_bytes - kDeclared;
   const bool is_wide = problem.piece_bytes == kPiece;
-  if (is_wide && problem.tokens == 1 && !problem.has_parameters) {
-    const NormSpread how = single_spread(pieces);
-    if (how.vectors > 0) return {how, true, 0, 0};
+  if (problem.tokens == 1 && !problem.has_parameters) {
+    const auto launch = single_launch(problem, pieces, most_shared);
+    if (launch.how.vectors > 0) return launch;
   }
-  const Way way = is_wide && pieces > kWarp
-                      ? best_way(problem, pieces, most_shared)
-                      : Way{norm_backward_spread(problem.piece_bytes, pieces), kMostStages};
+  if (!is_wide) return odd_launch(problem, has_few_rows(problem, limits), most_shared);
+  const Way way = pieces > kWarp
+                      ? best_way(problem, pieces, has_few_rows(problem, limits), most_shared)
+                      : Way{norm_backward_spread(problem.piece_bytes, pieces), kNarrowStages};
   if (way.how.vectors == 0) return kAny;
   const int64_t bytes = shared_bytes(problem, way);
   if (bytes > most_shared) return kAny;
-  return {way.how, false, static_cast<unsigned>(row_bytes(problem)), bytes};
+  return {way.how, false, 0, bytes};
 }
 
 AdaptiveNormShares adaptive_norm_shares(const AdaptiveNormProblem& problem, int64_t at_once) {
-  // At least a few rows each: with fewer, adding up their sums would take longer; and some more of
-  // them as long as a quarter of the workers is there.
-  constexpr int64_t kRows = 4, kSome = 8;
-  const int64_t some = std::min(kSome, divide_up(4 * problem.rows, at_once));
+  const int64_t some = std::min(kSomeRows, divide_up(4 * problem.rows, at_once));
   int64_t stretch =
-      std::max({divide_up(problem.rows, at_once), some, std::min(kRows, problem.rows)});
+      std::max({divide_up(problem.rows, at_once), some, std::min(kFewRows, problem.rows)});
   // Whole samples, where that makes no share much larger: nothing is left to add up then.
   constexpr int64_t kSamples = 8;
   if (stretch >= kSamples * problem.tokens || problem.tokens == 1) {

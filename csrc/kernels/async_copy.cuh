@@ -14,6 +14,7 @@ __device__ void copy_async(void* shared, const void* global, unsigned bytes = kS
   }
 #else
   __builtin_memcpy(shared, global, bytes);
+  __builtin_memset((unsigned char*)shared + bytes, 0, kSize - bytes);
 #endif
 }
 
@@ -21,5 +22,20 @@ __device__ void copy_async(void* shared, const void* global, unsigned bytes = kS
 __device__ inline void wait_for_copies() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+// What the thread sends for from here on is another group of copies.
+__device__ inline void commit_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;");
+#endif
+}
+
+// Those of all groups but the `kPending` last are there, for the thread itself.
+template <int kPending>
+__device__ inline void wait_for_all_but() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 #endif
 }

@@ -4,6 +4,17 @@
 #include "async_copy.cuh"
 #include "norm_rows.cuh"
 
+// All 16 bytes at a time that a row lies in, by the threads that share it; from its end up to
+// `room` bytes, a multiple of 16, there are zeros.
+__device__ void copy_whole(unsigned char* to, const void* row, unsigned bytes, unsigned room,
+                           unsigned thread, unsigned group) {
+  const unsigned before = (unsigned long long)row % 16, end = before + bytes;
+  const unsigned char* from = (const unsigned char*)row - before;
+  for (unsigned at = 16 * thread; at < room; at += 16 * group) {
+    copy_async<16>(to + at, from + at, at < end ? min(end - at, 16u) : 0);
+  }
+}
+
 // Rows to come of each of kTensors, on their way through shared memory. A thread copies the pieces
 // that it needs, so that nobody waits for another. cp.async takes 4 bytes or more: where pieces are
 // smaller the threads of a row copy all 16 bytes at a time that it lies in, and wait for each
@@ -18,13 +29,7 @@ struct Pipeline {
   __device__ void load(unsigned stage, unsigned tensor, const Bits* row, unsigned vectors) const {
     const unsigned thread = threadIdx.x % group;
     if constexpr (kIsWhole) {
-      const auto *first = (const unsigned char*)row, *end = first + vectors * kBytes;
-      const unsigned char* from = first - (unsigned long long)first % 16;
-      unsigned char* to = whole(stage, tensor);
-      for (unsigned at = 16 * thread; from + at < end; at += 16 * group) {
-        const auto left = end - (from + at);
-        copy_async<16>(to + at, from + at, left < 16 ? left : 16);
-      }
+      copy_whole(whole(stage, tensor), row, vectors * kBytes, row_bytes, thread, group);
     } else {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
@@ -52,16 +57,12 @@ struct Pipeline {
     }
   }
   static __device__ void commit() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.commit_group;");
-#endif
+    commit_copies();
   }
   // For all but the `kPending` last that were committed.
   template <int kPending = kStages - 1>
   __device__ void wait() const {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-#endif
+    wait_for_all_but<kPending>();
     if constexpr (kIsWhole) {
       if (group > 32) {
         __syncthreads();

@@ -58,13 +58,21 @@ def check(
             sdpa.check(from_gpu(grad), exact[name], rough[name], f"{case} {name}")
 
 
+#: Columns that no pieces of 16 bytes fit: parts of a warp, a warp with few numbers each and many,
+#: and several warps.
+ODD = (1, 2, 7, 50, 65, 129, 201, 257, 515, 1021, 1025, 2061)
+
+#: Likewise, where each row is a sample: the last are more than their kernel takes.
+SINGLE = (9, 257, 1021, 4099)
+
+
 def cases_of(number_bytes: int) -> Iterator[tuple[AdaptiveNormCase, tuple[str, ...], bool]]:
     """Every kernel, of few samples and many, that end anywhere in a worker's rows."""
     piece = 16 // number_bytes
     layer = AdaptiveNormCase((3, 7, 8), weight="same", bias="same")
     # Parts of a warp, warps of each number of pieces, and several for a row; full and not.
     pieces = (1, 3, 20, 40, 64, 80, 96, 128, 129, 144, 160, 200, 400, 700)
-    columns = (*(piece * count for count in pieces), 1, 2, 7, 50, 65, 201, 257, 1021)
+    columns = (*(piece * count for count in pieces), *ODD)
     for (index, count), gated in itertools.product(enumerate(columns), (False, True)):
         # Many samples to a worker, many workers to a sample, and what one has of two of them.
         shape = ((3, 7), (1, 23), (5, 5), (2, 40), (40, 2))[index % 5]
@@ -79,14 +87,18 @@ def cases_of(number_bytes: int) -> Iterator[tuple[AdaptiveNormCase, tuple[str, .
     yield replace(layer, shape=(2, 5, 1600 * piece), gated=True), NAMES, True
     # Longer than any.
     yield replace(layer, shape=(2, 5, 2100 * piece), gated=True), NAMES, True
-    yield replace(layer, shape=(2, 5, 4099), gated=True), NAMES, True
+    yield replace(layer, shape=(2, 3, 16_501), gated=True), NAMES, True
     yield replace(layer, shape=(2, 5, 2100 * piece)), NAMES, True
-    yield replace(layer, shape=(2, 5, 4099)), NAMES, True
+    yield replace(layer, shape=(2, 3, 16_501)), NAMES, True
+    # Odd rows of more groups than a block has, and of parts of a sample.
+    for rows, gated in itertools.product(((2, 150), (50, 9), (1, 90), (2, 5)), (False, True)):
+        for count in (9, 257, 1333):
+            yield replace(layer, shape=(*rows, count), gated=gated), NAMES, True
     # Samples of a row each.
-    for count, gated in itertools.product((1, 5, 40, 64, 70, 300, 700, 1021), (False, True)):
+    for count, gated in itertools.product((*(1, 5, 40, 64, 70, 300, 700), *SINGLE), (False, True)):
         for kinds in (("token",) * 3, ("token", "sample", "token"), ("sample", "token", "batch")):
             scale, shift, gate = kinds
-            size = count if count == 1021 else count * piece
+            size = count if count in SINGLE else count * piece
             case = replace(layer, shape=(2, 5, size), gated=gated, is_layer=count != 64)
             case = replace(case, scale=scale, shift=shift, gate=gate)
             case = replace(case, bias=case.bias if case.is_layer else "", wide=count == 70)
