@@ -60,7 +60,7 @@ def test_every_source_is_in_the_sample():
     assert not missing
     assert len(norm_kernels()) > 30
     assert len(group_norm_kernels()) == 67
-    assert len(adaptive_norm_kernels()) == 48
+    assert len(adaptive_norm_kernels()) == 50
 
 
 def names_of_kernels() -> set[str]:

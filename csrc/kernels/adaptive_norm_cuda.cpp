@@ -29,6 +29,7 @@ struct WideKernels {
 struct ForwardKernels {
   WideKernels wide;
   DeviceKernel narrow[2], any[2];
+  DeviceKernel usual, gated;  // narrow ones of usual operands, that warps share
 };
 
 int index_of(unsigned vectors) {
@@ -46,14 +47,13 @@ struct BackwardKernels {
   {CUDNN_OPS_KERNEL(images, name "_2"), CUDNN_OPS_KERNEL(images, name "_4"), \
    CUDNN_OPS_KERNEL(images, name "_5"), CUDNN_OPS_KERNEL(images, name "_6"), \
    CUDNN_OPS_KERNEL(images, name "_8")}
-#define CUDNN_OPS_FORWARD(images)                                                             \
-  {                                                                                           \
-    {CUDNN_OPS_SPREAD(images, "forward_16"), CUDNN_OPS_SPREAD(images, "forward_usual"),       \
-     CUDNN_OPS_SPREAD(images, "forward_gated")},                                              \
-        {CUDNN_OPS_KERNEL(images, "forward_n_2"), CUDNN_OPS_KERNEL(images, "forward_n_8")}, { \
-      CUDNN_OPS_KERNEL(images, "forward_any_16"), CUDNN_OPS_KERNEL(images, "forward_any_n")   \
-    }                                                                                         \
-  }
+#define CUDNN_OPS_FORWARD(images)                                                           \
+  {{CUDNN_OPS_SPREAD(images, "forward_16"), CUDNN_OPS_SPREAD(images, "forward_usual"),      \
+    CUDNN_OPS_SPREAD(images, "forward_gated")},                                             \
+   {CUDNN_OPS_KERNEL(images, "forward_n_2"), CUDNN_OPS_KERNEL(images, "forward_n_8")},      \
+   {CUDNN_OPS_KERNEL(images, "forward_any_16"), CUDNN_OPS_KERNEL(images, "forward_any_n")}, \
+   CUDNN_OPS_KERNEL(images, "forward_usual_n"),                                             \
+   CUDNN_OPS_KERNEL(images, "forward_gated_n")}
 #define CUDNN_OPS_BOTH(images, name) \
   {CUDNN_OPS_KERNEL(images, name "_16"), CUDNN_OPS_KERNEL(images, name "_n")}
 #define CUDNN_OPS_WIDE(images, name)                                              \
@@ -366,12 +366,17 @@ void adaptive_norm_forward(const AdaptiveNormOfRows& given, const at::Tensor& ou
   const auto& kernels = forward_kernels(type_index(args.input.scalar_type()));
   const bool is_wide = problem.piece_bytes == 16;
   const unsigned vectors = launch.how.vectors;
-  const auto& wide = !has_usual_operands(call, is_float(args.input)) ? kernels.wide.any
-                     : problem.is_gated                              ? kernels.wide.gated
-                                                                     : kernels.wide.usual;
+  const bool is_usual = has_usual_operands(call, is_float(args.input));
+  const auto& wide = !is_usual          ? kernels.wide.any
+                     : problem.is_gated ? kernels.wide.gated
+                                        : kernels.wide.usual;
+  constexpr unsigned kWarp = 32;
+  const auto& narrow = !is_usual || vectors != 8 || call.group < kWarp ? kernels.narrow[vectors / 8]
+                       : problem.is_gated                              ? kernels.gated
+                                                                       : kernels.usual;
   const auto& kernel = vectors == 0 ? kernels.any[is_wide ? 0 : 1]
                        : is_wide    ? wide[index_of(vectors)]
-                                    : kernels.narrow[vectors / 8];
+                                    : narrow;
   void* argument = &call;
   kernel.launch(launch.blocks, 1, launch.threads, &argument);
 }

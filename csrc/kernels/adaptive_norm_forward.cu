@@ -132,25 +132,37 @@ __device__ void forward_rows(const AdaptiveNormCall& call) {
 // Rows that no pieces of 16 bytes fit. All that one needs is on its way before any of it is waited
 // for: what is read behind something written would come after it, for the compiler cannot know that
 // it is not the same memory.
-template <int kNumbers, unsigned kStep>
+template <class Way, int kNumbers, unsigned kStep>
 __device__ void forward_numbers(const AdaptiveNormCall& call) {
   __shared__ float scratch[2][32];
   const unsigned group = call.group;
   const unsigned row = blockIdx.x * (blockDim.x / group) + threadIdx.x / group;
-  const bool is_row = row < call.rows, is_gated = call.update.data != nullptr;
+  const bool is_row = row < call.rows;
+  const bool is_gated = Way::kIsUsual ? Way::kIsGated : call.update.data != nullptr;
   const unsigned sample = is_row ? row / call.tokens : 0;
   const Numbers<kNumbers, kStep> own(group, is_row ? call.columns : 0);
   const long long dense = (long long)row * call.columns + own.start;
-  Piece<Type, 1> numbers[kNumbers], updates[kNumbers];
-  float gates[kNumbers], factors[kNumbers], shifts[kNumbers];
-  own.load(row_of(call.input, row), numbers);
+  const Parameter gate = gate_of(call, sample), factor = factor_of(call, sample),
+                  shift = shift_of(call, sample);
+  unsigned inputs[kNumbers], updates[kNumbers], gate_bits[kNumbers], factor_bits[kNumbers],
+      shift_bits[kNumbers];
+  own.load(row_of(call.input, row), inputs);
   if (is_gated) {
     own.load(row_of(call.update, row), updates);
-    own.load(gate_of(call, sample), gates);
+    own.template load<false>(gate, gate_bits);
   }
-  own.load(factor_of(call, sample), factors);
-  own.load(shift_of(call, sample), shifts);
-  if (call.weight != nullptr || call.bias != nullptr) {
+  own.template load<Way::kIsUsual>(factor, factor_bits);
+  own.template load<Way::kIsUsual>(shift, shift_bits);
+  all_are_asked_for(inputs);
+  all_are_asked_for(factor_bits);
+  all_are_asked_for(shift_bits);
+  float factors[kNumbers], shifts[kNumbers];
+  own.template read<Way::kIsUsual>(factor, factor_bits, factors);
+  own.template read<Way::kIsUsual>(shift, shift_bits, shifts);
+  Piece<Type, 1> numbers[kNumbers];
+#pragma unroll
+  for (int i = 0; i < kNumbers; ++i) numbers[i].bits[0] = bits_of(inputs[i]);
+  if (!Way::kIsUsual && (call.weight != nullptr || call.bias != nullptr)) {
     own.each([&](int i, unsigned further) {
       float weight[1], bias[1];
       weight_of(call).read(own.start + further, weight);
@@ -160,10 +172,13 @@ __device__ void forward_numbers(const AdaptiveNormCall& call) {
     });
   }
   if (is_gated) {
+    float gates[kNumbers];
+    all_are_asked_for(updates);
+    all_are_asked_for(gate_bits);
+    own.template read<false>(gate, gate_bits, gates);
     Bits* sum = (Bits*)call.sum + dense;
     own.each([&](int i, unsigned further) {
-      const float update = Type::read(updates[i].bits[0]);
-      const float total = Type::read(numbers[i].bits[0]) + gates[i] * update;
+      const float total = number_of(inputs[i]) + gates[i] * number_of(updates[i]);
       sum[further] = numbers[i].bits[0] = Type::write(total);
     });
   }
@@ -192,15 +207,15 @@ __device__ void forward(const AdaptiveNormCall& call) {
   }
 }
 
-// kNumbers a thread.
-template <int kNumbers>
+// kNumbers a thread. kStep: as of Numbers.
+template <class Way, int kNumbers, unsigned kStep>
 __device__ void forward_odd(const AdaptiveNormCall& call) {
   wait_for_inputs();
   let_next_start();
-  if (call.group < 32) {
-    forward_numbers<kNumbers, 0>(call);
+  if (kStep == 0 && call.group >= 32) {
+    forward_numbers<Way, kNumbers, 32>(call);
   } else {
-    forward_numbers<kNumbers, 32>(call);
+    forward_numbers<Way, kNumbers, kStep>(call);
   }
 }
 
@@ -282,7 +297,9 @@ ADAPTIVE_NORM(forward_16_4, 512, 2, forward<Any, 16, 4>)
 ADAPTIVE_NORM(forward_16_5, 256, 3, forward<Any, 16, 5>)
 ADAPTIVE_NORM(forward_16_6, 256, 3, forward<Any, 16, 6>)
 ADAPTIVE_NORM(forward_16_8, 512, 1, forward<Any, 16, 8>)
-ADAPTIVE_NORM(forward_n_2, 256, 8, forward_odd<2>)
-ADAPTIVE_NORM(forward_n_8, 1024, 1, forward_odd<8>)
+ADAPTIVE_NORM(forward_n_2, 256, 8, forward_odd<Any, 2, 0>)
+ADAPTIVE_NORM(forward_n_8, 1024, 1, forward_odd<Any, 8, 0>)
+ADAPTIVE_NORM(forward_usual_n, 1024, 1, forward_odd<Usual<false>, 8, 32>)
+ADAPTIVE_NORM(forward_gated_n, 1024, 1, forward_odd<Usual<true>, 8, 32>)
 ADAPTIVE_NORM(forward_any_16, 1024, 1, forward_any<16>)
 ADAPTIVE_NORM(forward_any_n, 1024, 1, forward_any<n>)

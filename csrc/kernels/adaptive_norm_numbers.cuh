@@ -3,6 +3,19 @@
 
 #include "norm_rows.cuh"
 
+// As loaded.
+__device__ Bits bits_of(unsigned loaded) {
+  if constexpr (sizeof(Bits) == sizeof(float)) {
+    return __uint_as_float(loaded);
+  } else {
+    return (Bits)loaded;
+  }
+}
+
+__device__ float number_of(unsigned loaded) {
+  return Type::read(bits_of(loaded));
+}
+
 // A row of which a thread has kNumbers at most, one of every `step`. kStep: that, or 0 for as many
 // as the threads that share the row, of one warp.
 template <int kNumbers, unsigned kStep>
@@ -22,26 +35,52 @@ struct Numbers {
       if (start + i * step < end) visit(i, i * step);
     }
   }
-  template <class To>
-  __device__ void load(const Bits* row, To (&numbers)[kNumbers]) const {
-    const auto* from = (const Piece<Type, 1>*)row + start;
-    each([&](int i, unsigned further) { numbers[i] = from[further]; });
+  // Of a row, as the bits that they are of; zeros behind the row's end.
+  template <class From>
+  __device__ void load(const From* row, unsigned (&numbers)[kNumbers]) const {
+    const From* from = row + start;
+#pragma unroll
+    for (int i = 0; i < kNumbers; ++i) numbers[i] = 0;
+    each([&](int i, unsigned further) {
+      if constexpr (sizeof(From) == sizeof(float)) {
+        numbers[i] = __float_as_uint(from[further]);
+      } else {
+        numbers[i] = from[further];
+      }
+    });
   }
-  // Of which type they are is asked once, and not for each of them.
-  __device__ void load(const Parameter& parameter, float (&values)[kNumbers]) const {
-    if (parameter.data == nullptr) {
+  // kIsUsual: they are there, and of the rows' type. Else that is asked once, and not for each.
+  template <bool kIsUsual>
+  __device__ void load(const Parameter& parameter, unsigned (&numbers)[kNumbers]) const {
+    if (!kIsUsual && parameter.data == nullptr) {
 #pragma unroll
-      for (int i = 0; i < kNumbers; ++i) values[i] = parameter.otherwise;
-      return;
-    }
-    if (parameter.is_float) {
-      const float* from = (const float*)parameter.data + start;
-      each([&](int i, unsigned further) { values[i] = from[further]; });
+      for (int i = 0; i < kNumbers; ++i) numbers[i] = 0;
+    } else if (!kIsUsual && parameter.is_float) {
+      load((const float*)parameter.data, numbers);
     } else {
-      const Bits* from = (const Bits*)parameter.data + start;
-      each([&](int i, unsigned further) { values[i] = Type::read(from[further]); });
+      load((const Bits*)parameter.data, numbers);
     }
+  }
+  template <bool kIsUsual>
+  __device__ void read(const Parameter& parameter, const unsigned (&numbers)[kNumbers],
+                       float (&values)[kNumbers]) const {
 #pragma unroll
-    for (int i = 0; i < kNumbers; ++i) values[i] += parameter.shift;
+    for (int i = 0; i < kNumbers; ++i) {
+      if (!kIsUsual && parameter.data == nullptr) {
+        values[i] = parameter.otherwise;
+      } else if (!kIsUsual && parameter.is_float) {
+        values[i] = __uint_as_float(numbers[i]) + parameter.shift;
+      } else {
+        values[i] = number_of(numbers[i]) + parameter.shift;
+      }
+    }
   }
 };
+
+// What was loaded is read behind this: the compiler would else read each number where it is loaded,
+// and wait for it before it loads the next.
+template <int kNumbers>
+__device__ void all_are_asked_for(unsigned (&numbers)[kNumbers]) {
+#pragma unroll
+  for (int i = 0; i < kNumbers; ++i) asm volatile("" : "+r"(numbers[i]));
+}

@@ -132,22 +132,29 @@ __device__ void backward_single_odd(const AdaptiveNormCall& call) {
   clear(scratch);
   wait_for_inputs();
   let_next_start();
-  Piece<Type, 1> inputs[kNumbers], grads[kNumbers], updates[kNumbers], more[kNumbers];
-  float slopes[kNumbers], gates[kNumbers];
+  unsigned inputs[kNumbers], grads[kNumbers], updates[kNumbers], more[kNumbers];
+  unsigned gate_bits[kNumbers], factor_bits[kNumbers];
+  const Parameter factor = factor_of(call, row), gate = gate_of(call, row);
   own.load(row_of(call.input, row), inputs);
   own.load(row_of(call.grad_out, row), grads);
   if (has_more) own.load(row_of(call.grad_sum, row), more);
   if constexpr (kIsGated) {
     own.load(row_of(call.update, row), updates);
-    own.load(gate_of(call, row), gates);
+    own.template load<false>(gate, gate_bits);
   }
-  own.load(factor_of(call, row), slopes);
+  own.template load<false>(factor, factor_bits);
+  all_are_asked_for(inputs);
+  all_are_asked_for(grads);
+  all_are_asked_for(factor_bits);
+  float slopes[kNumbers], gates[kNumbers];
+  own.template read<false>(factor, factor_bits, slopes);
+  if constexpr (kIsGated) own.template read<false>(gate, gate_bits, gates);
   const float rstd = call.rstd[row], mean = call.is_layer ? call.mean[row] : 0;
   float of_row[2] = {};
   own.each([&](int i, unsigned further) {
     const unsigned at = own.start + further;
-    const float normed = (Type::read(inputs[i].bits[0]) - mean) * rstd;
-    const float grad = Type::read(grads[i].bits[0]);
+    const float normed = (number_of(inputs[i]) - mean) * rstd;
+    const float grad = number_of(grads[i]);
     float factor[1] = {slopes[i]};
     multiply_by_weight(call, at, factor);
     slopes[i] = grad * factor[0];
@@ -160,13 +167,13 @@ __device__ void backward_single_odd(const AdaptiveNormCall& call) {
   const float along = -of_row[0] / call.columns * rstd * rstd;
   const float shift = call.is_layer ? -of_row[1] / call.columns * rstd : 0;
   own.each([&](int i, unsigned further) {
-    float result = (Type::read(inputs[i].bits[0]) - mean) * along + shift;
+    float result = (number_of(inputs[i]) - mean) * along + shift;
     // Of a row of one number nothing is left if this is rounded as `shift` was, and not fused.
     result += __fmul_rn(slopes[i], rstd);
-    if (has_more) result += Type::read(more[i].bits[0]);
+    if (has_more) result += number_of(more[i]);
     if (call.out != nullptr) ((Bits*)call.out + dense)[further] = Type::write(result);
     if constexpr (kIsGated) {
-      const float product[1] = {result * Type::read(updates[i].bits[0])};
+      const float product[1] = {result * number_of(updates[i])};
       write_piece(call.grad_gate, call.is_grad_gate_float, call, row, own.start + further, product);
       if (call.grad_update != nullptr) {
         ((Bits*)call.grad_update + dense)[further] = Type::write(result * gates[i]);

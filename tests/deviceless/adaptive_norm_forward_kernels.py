@@ -28,8 +28,12 @@ PIECES = (
     *((3, 5, 5), (66, 8, 33), (2, 19, 96), (3, 173, 144), (13, 40, 160), (1, 515, 161)),
     *((40, 13, 192), (2, 19, 225), (1, 515, 225), (2, 3, 300), (1, 3, 2100), (2, 2, 4200)),
 )
-#: Rows that no thread loads more than one number of at a time.
-NUMBERS = ((3, 19, 45), (13, 40, 45), (2, 19, 517), (1, 3, 9001))
+#: Rows that no thread loads more than one number of at a time: parts of a warp, a warp, several
+#: warps, and rows that no threads hold.
+NUMBERS = (
+    *((3, 19, 45), (13, 40, 45), (5, 9, 100), (7, 9, 201), (2, 19, 517), (3, 19, 1021)),
+    (1, 3, 9001),
+)
 
 
 def cases_of(dtype: torch.dtype) -> Iterator[AdaptiveNormCase]:
