@@ -1,11 +1,11 @@
 // The gradients of adaptive norms of rows that no pieces of 16 bytes fit: of an odd size, or at
 // addresses of any kind.
 //
-// Rows come to shared memory by all the 16 bytes that they lie in, a group's threads each have
-// every group-th number of a row, and a block of several groups is one worker (adaptive_norm.cuh):
-// its groups take turns at its rows, and add up their sums where a sample ends or the worker's rows
-// do. So memory sees the sums of a block, and not those of each group, and what columns are
-// multiplied by is there once for the block.
+// Rows come to shared memory by all the 16 bytes that they lie in, and from there a number at a
+// time. A block of several groups, each of the threads that share a row, is one worker
+// (adaptive_norm.cuh): its groups take turns at its rows, and add up their sums where a sample ends
+// or the worker's rows do. So memory sees the sums of a block, and not those of each group, and
+// what columns are multiplied by is there once for the block.
 #pragma once
 
 #include "adaptive_norm.cuh"
