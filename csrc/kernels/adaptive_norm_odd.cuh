@@ -135,7 +135,9 @@ __device__ void add_row(const OddRow& row, const float* factors,
     columns.template read<Float>(factors, at, own);
 #pragma unroll
     for (int k = 0; k < kTogether; ++k) {
-      normed[k] = (normed[k] - row.mean) * row.rstd;
+      // Behind the row's end slopes are zero, but what is zero less a mean may become infinite.
+      const bool is_there = at + k * columns.step < columns.count;
+      normed[k] = is_there ? (normed[k] - row.mean) * row.rstd : 0;
       sums[0][i + k] += slopes[k] * normed[k];
       sums[1][i + k] += slopes[k];
       slopes[k] *= own[k];

@@ -58,6 +58,23 @@ def check(
             sdpa.check(from_gpu(grad), exact[name], rough[name], f"{case} {name}")
 
 
+def check_equal_numbers(columns: int, gated: bool) -> None:
+    """Near the largest: what a mean is subtracted from behind a row's end must not count."""
+    sizes, dtype = (2, 3, columns), torch.bfloat16
+    x = torch.full(sizes, 3e38, dtype=dtype)
+    rstd = to_gpu(torch.full(sizes[:2], 1e5))
+    mean = to_gpu(x[..., 0].float())
+    modulation = to_gpu(torch.ones(sizes[0], columns, dtype=dtype))
+    update, gate = (to_gpu(torch.zeros_like(x)), modulation) if gated else (None, None)
+    given = to_gpu(x), update, gate, modulation, modulation, None, None
+    mask = [True, gated, gated, True, True, False, False]
+    grads = _ops._adaptive_norm_backward(
+        to_gpu(torch.ones_like(x)), None, *given, mean, rstd, True, mask
+    )
+    wanted = [from_gpu(grad) for grad, one in zip(grads, mask, strict=True) if one]
+    assert all(grad.isfinite().all() for grad in wanted)
+
+
 #: Columns that no pieces of 16 bytes fit: parts of a warp, a warp with few numbers each and many,
 #: and several warps.
 ODD = (1, 2, 7, 50, 65, 129, 201, 257, 515, 1021, 1025, 2061)
@@ -132,6 +149,10 @@ def main() -> None:
             for case, wanted, has_grad_sum in cases_of(dtype.itemsize):
                 name = f"{case} {dtype} {wanted} {has_grad_sum}"
                 yield name, partial(check, case, dtype, wanted, has_grad_sum)
+        kernels.first = TYPES.index(torch.bfloat16)
+        for columns, gated in itertools.product((100, 1023, 1024, 4099), (False, True)):
+            name = f"equal numbers, {columns} columns, gated: {gated}"
+            yield name, partial(check_equal_numbers, columns, gated)
 
     print(kernels.checked(checks()))
 
