@@ -544,6 +544,7 @@ TABLES = {
         "cold_start",
         samples=0,
     ),
+    "by_version": Table(by_version, "GPU time, bf16.", "by_version", samples=0),
     "bundle": Table(
         cold_start,
         "Milliseconds, forward + backward with the GPU's work; medians of processes. `eager` is "

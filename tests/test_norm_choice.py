@@ -20,22 +20,32 @@ FAST, SLOW = 8192, 32768
 """Rows for which the table of these tests has cuDNN faster, and not."""
 
 
+CHOICES = [
+    (plan, is_layer, 2 * SIZE, rows, rows == FAST, "")
+    for plan in range(3)
+    for is_layer in (False, True)
+    for rows in (FAST, SLOW)
+]
+
+
 @pytest.fixture
-def table():
-    """A table for the GPU at hand; the package's own is put back afterwards."""
+def set_table():
+    """Sets a table for the GPU at hand; the package's own is put back afterwards."""
     major, minor = torch.cuda.get_device_capability()
     sm = 10 * major + minor
-    choices = [
-        (plan, is_layer, 2 * SIZE, rows, rows == FAST, "")
-        for plan in range(3)
-        for is_layer in (False, True)
-        for rows in (FAST, SLOW)
-    ]
-    _C.set_norm_table(sm, _C.cudnn_version(), choices)
-    cudnn_ops.cache_clear()
-    yield
+
+    def of_version(version: int) -> None:
+        _C.set_norm_table(sm, version, CHOICES)
+        cudnn_ops.cache_clear()
+
+    yield of_version
     _C.set_norm_table(sm, 0, [])
     load_tables()
+
+
+@pytest.fixture
+def table(set_table):
+    set_table(_C.cudnn_version())
 
 
 def both_ways(is_layer: bool, rows: int, size: int = SIZE, **options) -> None:
@@ -83,6 +93,17 @@ def test_a_size_that_is_called_often_gets_cudnn_s_plan(is_layer, table):
             # Wider than any size that was measured.
             both_ways(is_layer, FAST, 2 * SIZE)
         assert built() == before + 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("newer", "counts"), [(-1, True), (1, False)])
+def test_a_table_counts_with_its_cudnn_and_newer_ones(newer, counts, set_table):
+    set_table(_C.cudnn_version() + newer)
+    before = built()
+    with using_plan_policy("auto", promote_after=1):
+        for _ in range(2):
+            both_ways(False, FAST)
+    assert (built() > before) is counts
 
 
 @pytest.mark.gpu

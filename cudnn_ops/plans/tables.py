@@ -4,8 +4,8 @@
 choice of cuDNN's heuristics; ``tuned/norms_sm<architecture>.json`` says which norms run faster on
 our kernels than on cuDNN, ``tuned/linear_sm<architecture>.json`` which linear layers run faster by
 cuBLASLt's epilogues, and which by cuDNN. Each table notes the GPU and the versions that it was
-measured with; what is about cuDNN's engines is used with that version of cuDNN only. ``python -m
-cudnn_ops tune`` writes them.
+measured with; what is about cuDNN's engines is used with that version of cuDNN only, and that of
+norms with newer ones too. ``python -m cudnn_ops tune`` writes them.
 """
 
 from __future__ import annotations

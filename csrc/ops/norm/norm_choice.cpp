@@ -34,7 +34,8 @@ std::map<int, Table>& tables() {
 // What was measured for such a plan, or null; under the lock.
 const ByRowBytes* find_sizes(int sm_version, NormPlan plan, bool is_layer) {
   const auto table = tables().find(sm_version);
-  if (table == tables().end() || table->second.cudnn_version != graph::cudnn().version) {
+  // Of a newer cuDNN the same holds; an engine that it does not have is its heuristics' choice.
+  if (table == tables().end() || table->second.cudnn_version > graph::cudnn().version) {
     return nullptr;
   }
   const auto sizes = table->second.plans.find({plan, is_layer});
