@@ -20,8 +20,8 @@ struct NormChoice {
   std::string engine;  // the fastest of cuDNN's
 };
 
-// Takes the place of the table that `sm_version` had; not consulted with an older cuDNN loaded. With
-// newer ones up to 9.28.1 cuDNN was measured to be faster at the same sizes.
+// Takes the place of the table that `sm_version` had; not consulted with an older cuDNN loaded.
+// With newer ones up to 9.28.1 cuDNN was measured to be faster at the same sizes.
 void set_norm_table(int sm_version, size_t cudnn_version, std::vector<NormChoice> choices);
 
 // Whether cuDNN was measured to be faster at all sizes that surround this one: the row bytes
