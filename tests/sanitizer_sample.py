@@ -113,8 +113,8 @@ _VECTORS, _HALVES, _NUMBERS = (
     (5, 101, 1001),
     (7, 201, 1001, 9001),
 )
-#: Vectors of which a thread of an adaptive norm's backward has three, and five.
-_UNEVEN = (90, 150)
+#: Vectors of which a thread of an adaptive norm's backward has three, and five, of so many rows.
+_UNEVEN, _UNEVEN_ROWS = (90, 150), 1500
 
 
 #: Numbers of a row that no shared memory holds those of.
@@ -295,6 +295,11 @@ def adaptive_norms() -> Iterator[Sample]:
             cudnn_ops.adaptive_rms_norm(x, scale, offset, weight=weight)
         cudnn_ops.gate_add_adaptive_layer_norm(x, update, gate, scale, offset)
 
+    def run_uneven(dtype: torch.dtype, columns: int) -> None:
+        x = _tensor(1, _UNEVEN_ROWS, columns, dtype=dtype).requires_grad_()
+        scale, offset = (_tensor(1, columns, dtype=dtype) for _ in range(2))
+        _backward(cudnn_ops.adaptive_rms_norm(x, scale, offset), spare=_SPARE)
+
     for name, dtype in TYPES.items():
         widths = [16 // dtype.itemsize * count for count in (*_VECTORS, *_UNEVEN)]
         for columns in (*widths, *_NUMBERS, _LONG):
@@ -303,6 +308,10 @@ def adaptive_norms() -> Iterator[Sample]:
                     f"adaptive_norm_forward and adaptive_norm_backward, {name}, {columns} columns",
                     partial(run, dtype, columns, columns % 2, is_gated),
                 )
+        for count in _UNEVEN:
+            columns = 16 // dtype.itemsize * count
+            call = partial(run_uneven, dtype, columns)
+            yield f"adaptive_norm_backward of {_UNEVEN_ROWS} rows, {name}, {columns} columns", call
         for count, tokens in ((50, 3), (300, 3), (2100, 3), *((n, _MANY) for n in _OF_MANY)):
             columns = 16 // dtype.itemsize * count
             call = partial(run_many, dtype, columns, tokens)
