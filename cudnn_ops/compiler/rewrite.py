@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -111,11 +111,13 @@ def rewrite(
     graph = module.graph
     try:
         facts = GraphFacts(graph)
+        same = identities(graph, facts.mutated)
     except Exception as error:  # whatever a graph has in it, the stock one is right
         log.info("a graph is not understood", exc_info=error)
         warn("a graph stays as it is, because it has something unknown in it", error)
         return swaps
-    _leave_out_identities(graph, facts)
+    if same:
+        _leave_out(same, graph, facts)
     for pattern in patterns:
         facts.declined.clear()
         # From the end: of two matches, one within the other, the larger one is first.
@@ -133,12 +135,10 @@ def rewrite(
     return swaps
 
 
-def _leave_out_identities(graph: fx.Graph, facts: GraphFacts) -> None:
-    """Patterns are not to end there; a graph with nothing to swap has them again."""
-    found = identities(graph, facts.mutated)
-    if found:
-        facts.before = _copy_of(graph)
-    for node, source in found.items():
+def _leave_out(same: Mapping[fx.Node, fx.Node], graph: fx.Graph, facts: GraphFacts) -> None:
+    """Puts other nodes in the place of some; a graph with nothing to swap gets them back."""
+    facts.before = _copy_of(graph)
+    for node, source in same.items():
         node.replace_all_uses_with(source)
         facts.place.pop(node)
         graph.erase_node(node)
