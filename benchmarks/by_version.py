@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.harness import OURS, Rows, pivot
+from benchmarks.harness import OURS, Rows, cudnn_name, pivot
 
 METRIC = "gpu_ms"
 
@@ -30,7 +30,7 @@ def beside(old: Path, new: Path) -> Rows:
         for name in ("gpu", "commit"):
             if environments[0][name] != environments[1][name]:
                 raise ValueError(f"{path.name}: {name} is another one in {old} than in {new}")
-        versions = [version_name(environment["cudnn"]) for environment in environments]
+        versions = [cudnn_name(environment["cudnn"]) for environment in environments]
         if versions[0] == versions[1]:
             raise ValueError(f"{path.name}: both runs are of cuDNN {versions[0]}")
         rows = rows or Rows(environments[0])
@@ -42,11 +42,6 @@ def beside(old: Path, new: Path) -> Rows:
     if rows is None:
         raise ValueError(f"{old} and {new} have no results of one benchmark")
     return rows
-
-
-def version_name(number: int) -> str:
-    """91900 is 9.19.0."""
-    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

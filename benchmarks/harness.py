@@ -197,6 +197,11 @@ def environment() -> dict[str, str | int]:
     }
 
 
+def cudnn_name(version: int) -> str:
+    """91900 is 9.19.0."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
 def commit() -> str:
     """The commit that is measured: $CUDNN_OPS_COMMIT where the tree came without git, else HEAD.
 

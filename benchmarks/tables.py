@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.harness import OURS, ROOT, Row, pivot, short, unique
+from benchmarks.harness import OURS, ROOT, Row, cudnn_name, pivot, short, unique
 
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
@@ -642,7 +642,7 @@ def _markdown(table: Table, found: Mapping[str, Any]) -> str:
     commits = [re.sub(r"^([0-9a-f]{12})[0-9a-f]*", r"\1", commit) for commit in commits]
     *others, last = commits
     commit = f"commits {', '.join(others)} and {last}" if others else f"commit {last}"
-    cudnn = f"{env['cudnn'] // 10000}.{env['cudnn'] // 100 % 100}.{env['cudnn'] % 100}"
+    cudnn = cudnn_name(env["cudnn"])
     return (
         f"{lines}\n{table.numbers} {samples}"
         f"{env['gpu']}, {commit}, {env['date']}, torch {env['torch']}, cuDNN {cudnn}.\n"

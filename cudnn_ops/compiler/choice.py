@@ -24,7 +24,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from cudnn_ops import _C
 from cudnn_ops.compiler.memory_order import CONVOLUTIONS
-from cudnn_ops.compiler.nodes import call_of, has_static_sizes, memory_of, value_of
+from cudnn_ops.compiler.nodes import (
+    call_of,
+    has_static_sizes,
+    memory_given_to,
+    memory_of_result,
+    value_of,
+)
 from cudnn_ops.compiler.options import Settings
 from cudnn_ops.compiler.pattern import Found, Pattern
 from cudnn_ops.compiler.report import Candidate, CompileReport
@@ -219,9 +225,7 @@ def _strides_of(node: fx.Node, pattern: Pattern) -> tuple[int, ...]:
 
 def _is_computed(node: fx.Node) -> bool:
     """Whether it is memory of the graph's own, and no view of what the graph was given."""
-    given = (*node.graph.find_nodes(op="placeholder"), *node.graph.find_nodes(op="get_attr"))
-    memory = memory_of(value_of(node))
-    return all(memory.isdisjoint(memory_of(one.meta.get("example_value"))) for one in given)
+    return memory_of_result(node).isdisjoint(memory_given_to(node.graph))
 
 
 @contextmanager

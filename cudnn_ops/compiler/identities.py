@@ -9,9 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
-from cudnn_ops.compiler.nodes import call_of, memory_of, number_of, value_of
+from cudnn_ops.compiler.nodes import (
+    call_of,
+    memory_given_to,
+    memory_of_result,
+    number_of,
+    value_of,
+)
 from cudnn_ops.compiler.strides import same_strides
 
 
@@ -26,21 +31,17 @@ def identities(graph: fx.Graph, mutated: Collection[fx.Node]) -> dict[fx.Node, f
         nodes that the graph can do without, in its order. What it returns, or was given, is memory
         that its caller can write to.
     """
-    ends = [*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr")]
-    ends += (one for one in tree_leaves(graph.output_node().args) if isinstance(one, fx.Node))
-    outside = set[int]().union(*(memory_of(one.meta.get("example_value")) for one in ends))
+    returned = map(memory_of_result, graph.output_node().all_input_nodes)
+    outside = memory_given_to(graph).union(*returned)
     found: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         source = _source_of(node)
         if source is None or not {node, source}.isdisjoint(mutated):
             continue
-        if _is_same_tensor(node, source) and outside.isdisjoint(_memory(node) | _memory(source)):
+        memory = memory_of_result(node) | memory_of_result(source)
+        if _is_same_tensor(node, source) and outside.isdisjoint(memory):
             found[node] = found.get(source, source)
     return found
-
-
-def _memory(node: fx.Node) -> set[int]:
-    return memory_of(node.meta.get("example_value"))
 
 
 def _source_of(node: fx.Node) -> fx.Node | None:

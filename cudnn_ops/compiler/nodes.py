@@ -196,8 +196,15 @@ def memory_of(value: Any) -> set[int]:
     return set().union(*(memory_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)))
 
 
-def _memory(node: fx.Node) -> set[int]:
+def memory_of_result(node: fx.Node) -> set[int]:
+    """What stands for the memory of what a node gives."""
     return memory_of(node.meta.get("example_value"))
+
+
+def memory_given_to(graph: fx.Graph) -> set[int]:
+    """The memory of a graph's inputs and of its module's tensors, which is not its own."""
+    given = (*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr"))
+    return set[int]().union(*map(memory_of_result, given))
 
 
 def is_same(first: Any, second: Any) -> bool:
@@ -212,7 +219,7 @@ def is_same(first: Any, second: Any) -> bool:
     if one is None or other is None or one.name != other.name or one.in_place or other.in_place:
         return False
     # Of copies, one may have been made before a change and the other one after it.
-    if not _memory(first) & _memory(second):
+    if not memory_of_result(first) & memory_of_result(second):
         return False
     return all(is_same(one[key], other[key]) for key in one.arguments)
 
@@ -226,12 +233,12 @@ def mutated(graph: fx.Graph) -> set[fx.Node]:
     found: set[fx.Node] = set()
     having: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
-        for memory in _memory(node):
+        for memory in memory_of_result(node):
             having.setdefault(memory, []).append(node)
         for one in written_by(node):
             if not is_own(one, node):
                 found.add(one)
-    for memory in set().union(*map(_memory, found)):
+    for memory in set().union(*map(memory_of_result, found)):
         found.update(having[memory])
     return found
 
@@ -285,8 +292,8 @@ def is_own(node: fx.Node, reader: fx.Node) -> bool:
     """Whether only the reader reads it, and that memory before it only what it was made by."""
     if node.op not in ("call_function", "call_method") or list(node.users) != [reader]:
         return False
-    memory = _memory(node)
-    return all(is_own(one, node) for one in node.all_input_nodes if memory & _memory(one))
+    memory = memory_of_result(node)
+    return all(is_own(one, node) for one in node.all_input_nodes if memory & memory_of_result(one))
 
 
 #: Functions that change how the nodes behind them compute: gradients, autocast.

@@ -98,6 +98,18 @@ class Recorder:
             _OnAllow(self._on_allow),
         )
 
+    def listen(self, library: str) -> None:
+        """Makes its GPUs those of the process, whose runtime the library (fake_runtime.c) is."""
+        runtime = ctypes.CDLL(library)
+        runtime.fake_callbacks(*self.callbacks)
+        for gpu in self.gpus:
+            runtime.fake_device(
+                gpu["deviceName"].encode(),
+                gpu["deviceVer"] // 10,
+                gpu["multiProcessorCount"],
+                gpu["maxSharedMemoryPerBlockOptin"],
+            )
+
     def _facts(self, device: int, image: int, name: str) -> KernelFacts:
         found = image_at(image)
         version = self.gpus[device]["deviceVer"] // 10
@@ -618,15 +630,8 @@ RUNS = (
 def main() -> None:
     gpus = describe_gpus()
     recorder = Recorder(gpus)
-    runtime = ctypes.CDLL(sys.argv[1])
-    runtime.fake_callbacks(*recorder.callbacks)
+    recorder.listen(sys.argv[1])
     for gpu in gpus:
-        runtime.fake_device(
-            gpu["deviceName"].encode(),
-            gpu["deviceVer"] // 10,
-            gpu["multiProcessorCount"],
-            gpu["maxSharedMemoryPerBlockOptin"],
-        )
         # Nowhere a plan of cuDNN's.
         _C.set_norm_table(gpu["deviceVer"] // 10, 0, [])
     for index in range(len(gpus)):

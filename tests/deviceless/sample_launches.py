@@ -8,7 +8,6 @@ too few for one would be found on a GPU alone.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -50,14 +49,7 @@ def _leaves(results: Sequence[Tensor]) -> Iterator[Tensor]:
 def main() -> None:
     gpu = next(one for one in describe_gpus() if "H200" in one["deviceName"])
     recorder = Recorder([gpu])
-    runtime = ctypes.CDLL(sys.argv[1])
-    runtime.fake_callbacks(*recorder.callbacks)
-    runtime.fake_device(
-        gpu["deviceName"].encode(),
-        gpu["deviceVer"] // 10,
-        gpu["multiProcessorCount"],
-        gpu["maxSharedMemoryPerBlockOptin"],
-    )
+    recorder.listen(sys.argv[1])
     # Random numbers are for memory that there is.
     sanitizer_sample._tensor, sanitizer_sample._backward = _tensor, _backward
     for _, call in sanitizer_sample.adaptive_norms():

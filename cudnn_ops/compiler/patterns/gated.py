@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointPolicy
 
 from cudnn_ops.compiler.match import Cast, Op, Var, match
-from cudnn_ops.compiler.nodes import memory_of, value_of
+from cudnn_ops.compiler.nodes import memory_of_result, value_of
 from cudnn_ops.compiler.pattern import Found, Pattern, is_tensor, shape_of, through_dropout
 from cudnn_ops.compiler.patterns.activations import gelu, gelu_tanh, silu
 
@@ -55,14 +55,16 @@ class Gated(Pattern):
         A result is put where its gate was, if nothing else reads that. One that only norms read,
         which would keep it for their gradients beside gate and up, is computed again for these.
         """
-        having = Counter(memory for node in graph.nodes for memory in _memory_of(node))
+        having = Counter(memory for node in graph.nodes for memory in memory_of_result(node))
         for node in list(graph.nodes):
             number = _NUMBERS.get((node.target, node.kwargs.get("approximate")))
             # A model's own call of the operator may name its arguments.
             if number is None or len(node.args) != 2:
                 continue
             gate, up = node.args
-            if all(having[memory] == 1 for memory in _memory_of(gate)) and _is_own(gate, node):
+            if all(having[memory] == 1 for memory in memory_of_result(gate)) and _is_own(
+                gate, node
+            ):
                 with graph.inserting_before(node):
                     graph.call_function(torch.ops.cudnn_ops._gated_.default, (gate, up, number))
                 node.replace_all_uses_with(gate)
@@ -71,10 +73,6 @@ class Gated(Pattern):
             for again in _only_for_norms(node):
                 # The partitioner of a training graph reads it, as it does in checkpointed modules.
                 again.meta.setdefault("recompute", CheckpointPolicy.PREFER_RECOMPUTE)
-
-
-def _memory_of(node: fx.Node) -> set[int]:
-    return memory_of(node.meta.get("example_value"))
 
 
 def _is_own(gate: fx.Node, node: fx.Node) -> bool:
