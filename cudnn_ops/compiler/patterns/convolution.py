@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from cudnn_ops.compiler.match import match
+from cudnn_ops.compiler.memory_order import CONVOLUTIONS
 from cudnn_ops.compiler.nodes import Call, call_of, value_of
 from cudnn_ops.compiler.pattern import (
     Found,
@@ -29,7 +30,6 @@ from cudnn_ops.compiler.patterns.space_to_depth import MOST_CHANNELS, STEP, squa
 from cudnn_ops.ops.activation import Activation
 
 _CONVS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
-_FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
 #: How it is computed, if not as it is: what reports say of it.
 _BY_SQUARES, _WITHOUT_GROUPS = "by squares of 2 x 2 pixels", "without its groups"
 _STATISTICS = ("running_mean", "running_var", "weight", "bias")
@@ -180,7 +180,7 @@ def _found(node: fx.Node, parts: _Parts, way: str = "") -> Found:
     conv = call_of(parts.conv)
     assert conv is not None
     _check(conv)
-    dims = _CONVS[conv.name]
+    dims, memory_format = _CONVS[conv.name], CONVOLUTIONS.get(conv.name)
     geometry = [conv[name] for name in ("stride", "padding", "dilation", "groups")]
     norm = call_of(parts.norm) if parts.norm is not None else None
     tensors: dict[str, Any] = {name: conv[name] for name in ("input", "weight", "bias")}
@@ -201,10 +201,10 @@ def _found(node: fx.Node, parts: _Parts, way: str = "") -> Found:
             lists = [[1, 1], [0, 0], [1, 1]]
         elif way == _WITHOUT_GROUPS:
             weight, groups = applied(dense, weight, groups), 1
-        if dims in _FORMATS:
+        if memory_format is not None:
             # Of all that the graph does for the layout, inductor makes one pass, or none.
-            x = x.contiguous(memory_format=_FORMATS[dims])
-            weight = weight.contiguous(memory_format=_FORMATS[dims])
+            x = x.contiguous(memory_format=memory_format)
+            weight = weight.contiguous(memory_format=memory_format)
         op = getattr(torch.ops.cudnn_ops, conv.name)
         overload = op.padding if isinstance(geometry[1], str) else op.default
         return overload(x, weight, bias, *lists, groups, parts.activation, named.get("residual"))
