@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
-from benchmarks.turns import clock_in_turns, is_alone
+from benchmarks.turns import clock_in_turns, is_alone, tune_one_by_one
 
 if TYPE_CHECKING:
     from typing_extensions import NotRequired
@@ -271,6 +271,7 @@ def main(
     rows = Rows({**environment(), "rounds": rounds})
     if not is_alone():
         clock_in_turns()
+        tune_one_by_one()
     only = getattr(args, "only", None)
     try:
         if only and run_part is not None:

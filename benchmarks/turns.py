@@ -4,7 +4,7 @@ Compiling takes most of the time of some benchmarks, and a CPU's. `benchmarks.si
 several at a time; the package's clock, by which benchmarks measure and its compile backend chooses,
 takes a turn, in which the others, with all that they have started, are stopped: those of that GPU
 for its time alone, those of all GPUs where the host's time counts, which others' compiling makes
-longer.
+longer. What inductor tunes is timed by one process of a GPU at a time, too.
 """
 
 from __future__ import annotations
@@ -63,6 +63,21 @@ def clock_in_turns() -> None:
 
     medians = timing.medians
     timing.medians = in_turn
+
+
+def tune_one_by_one() -> None:
+    """From now on inductor times its candidates while no other process does so, nor has a turn.
+
+    Nobody is stopped: there are hundreds of candidates, and who compiles does not use the GPU.
+    """
+    from torch._inductor.runtime.benchmarking import benchmarker
+
+    def one_by_one(*args: Any, **kwargs: Any) -> float:
+        with between_turns(Path(os.environ[FOLDER_VARIABLE])):
+            return benchmark(*args, **kwargs)
+
+    benchmark = benchmarker.benchmark_gpu
+    benchmarker.benchmark_gpu = one_by_one
 
 
 def folder_of(gpu: int, folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import signal
 import subprocess
@@ -11,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+from torch._inductor.runtime.benchmarking import benchmarker
 
 from benchmarks import side_by_side, turns
 from benchmarks.side_by_side import Runner
@@ -144,6 +147,27 @@ def test_the_package_s_clock_takes_turns(monkeypatch):
     found = timing.cpu_ms({"x": lambda: moments.append("call")}, rounds=2)
     assert found["x"] >= 0
     assert moments == ["begin", "call", "call", "call", "end"]
+
+
+def test_inductor_tunes_one_by_one(tmp_path, monkeypatch):
+    """Whoever has a turn, or times a candidate, has the GPU for itself."""
+    own = turns.folder_of(0, tmp_path)
+    own.mkdir()
+    found = []
+
+    def benchmark(candidate, **_):
+        with open(own / "turn", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                found.append(candidate)
+        return 1.0
+
+    monkeypatch.setenv(turns.FOLDER_VARIABLE, str(own))
+    monkeypatch.setattr(benchmarker, "benchmark_gpu", benchmark)
+    turns.tune_one_by_one()
+    assert benchmarker.benchmark(lambda: "candidate", device=torch.device("cuda")) == 1.0
+    assert len(found) == 1
 
 
 def test_a_part_that_fails_runs_once_more(command, tmp_path):
