@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -124,3 +125,30 @@ def differing_calls(make: Callable[[int], Call], calls: int = CALLS) -> list[int
 def test_threads_share_a_plan(name, fresh_cache):
     with cudnn_ops.using_plan_policy("exact"), deterministic(), torch.no_grad():
         assert differing_calls(CASES[name]) == [0] * THREADS
+
+
+@pytest.mark.gpu
+def test_a_new_thread_has_the_context(tmp_path, fresh_cache):
+    """It gets the handle of a thread that has ended, which brings no CUDA context along.
+
+    cuDNN's compiled kernels are loaded, and launched, by the driver, which makes none current.
+    """
+
+    def in_thread(call: Callable[[], Any]) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(call).result()
+
+    requests = cudnn_ops.plan_requests("rms_norm", ((8192, 4096), torch.bfloat16))
+    path = tmp_path / "plans.bundle"
+    report = cudnn_ops.build_bundle(requests, "current", path, threads=1, progress=False)
+    assert report.left_out == {}
+    q = draw(0, 1, 2, 64, 64)
+    try:
+        plans = cudnn_ops.load_bundle(path).requests
+        for _ in range(3):
+            cudnn_ops.cache_clear()
+            found = cudnn_ops.warmup(plans, threads=1, progress=False)
+            assert found == (0, len(plans), 0, {})
+            in_thread(lambda: _ops.sdpa(q, q, q))
+    finally:
+        cudnn_ops.unload_bundle(path)

@@ -1,9 +1,9 @@
 #include "graph/autotune.h"
 
+#include "graph/cuda_call.h"
 #include "graph/error.h"
 
 #include <ATen/cuda/CUDAEvent.h>
-#include <ATen/cudnn/Handle.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/SmallVector.h>
@@ -36,7 +36,7 @@ double time_plan(const Plan& plan, c10::ArrayRef<void*> pointers,
   const auto workspace = c10::cuda::CUDACachingAllocator::get()->allocate(plan.workspace_bytes());
   try {
     return time([&] {
-      plan.execute(at::native::getCudnnHandle(), pointers, workspace.get(), /*capturing=*/false);
+      plan.execute(thread_handle(), pointers, workspace.get(), /*capturing=*/false);
     });
   } catch (const CudnnError&) {
     return kNever;

@@ -16,7 +16,11 @@ namespace cudnn_ops::graph {
 // Raises NotImplementedError unless device `index` is of compute capability 8.0 or newer.
 void require_sm80(const char* op, int index);
 
-// The current device, with this thread's cuDNN handle on the current stream.
+// This thread's cuDNN handle, on the current stream, in a thread that has the current device's
+// context.
+cudnnHandle_t thread_handle();
+
+// The current device, with this thread's handle.
 Target live_target();
 
 // Whether the current stream is being captured into a CUDA graph.

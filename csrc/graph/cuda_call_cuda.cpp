@@ -83,9 +83,21 @@ bool is_capturing() {
   return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
 }
 
+cudnnHandle_t thread_handle() {
+  // A thread begins without a context. CUDA's runtime makes one current in calls that need it;
+  // cuDNN loads and launches what it has compiled by the driver, which then fails (CUDA error 201).
+  // The handle brings none along: torch gives threads those of threads that have ended.
+  thread_local const bool has_context = [] {
+    C10_CUDA_CHECK(c10::cuda::SetDevice(c10::cuda::current_device(), /*force=*/true));
+    return true;
+  }();
+  (void)has_context;
+  return at::native::getCudnnHandle();
+}
+
 Target live_target() {
   const auto* properties = at::cuda::getCurrentDeviceProperties();
-  return Target::live(c10::cuda::current_device(), at::native::getCudnnHandle(),
+  return Target::live(c10::cuda::current_device(), thread_handle(),
                       properties->major * 10 + properties->minor, gpu_name(*properties));
 }
 
@@ -238,7 +250,7 @@ void execute(const Call& call, const Plan& plan) {
     if (range->isActive()) range->before(std::move(name));
   }
   try {
-    plan.execute(at::native::getCudnnHandle(), call.pointers, workspace.get(), is_capturing());
+    plan.execute(thread_handle(), call.pointers, workspace.get(), is_capturing());
   } catch (const CudnnError& error) {
     TORCH_CHECK(false, call.op, ": ", error.what());
   }
