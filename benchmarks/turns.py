@@ -77,7 +77,7 @@ def tune_one_by_one() -> None:
             return benchmark(*args, **kwargs)
 
     benchmark = benchmarker.benchmark_gpu
-    benchmarker.benchmark_gpu = one_by_one
+    benchmarker.benchmark_gpu = one_by_one  # type: ignore[method-assign]
 
 
 def folder_of(gpu: int, folder: Path) -> Path:
