@@ -183,6 +183,10 @@ _WHOLE = (
     *((8208, 8, False), (8208, 4, False), (8208, 2, False), (8208, 3, False)),
     *((8208, 3, True), (8212, 3, True), (8210, 3, True), (12297, 3, True)),
 )
+_RESIDENT = (
+    *((16, 90_000, False), (16, 90_004, False), (16, 90_002, False)),
+    *((16, 90_000, True), (12, 120_000, True), (10, 140_000, True), (16, 500_000, True)),
+)
 _IN_PARTS = (
     *((16, 10, False), (16, 20, False), (16, 35, False), (16, 40, False)),
     *((16, 35, True), (12, 35, True), (10, 35, True), (9, 35, True)),
@@ -208,9 +212,10 @@ def group_norms() -> Iterator[Sample]:
         finally:
             _ops._norm_limit_shared_memory(0)
 
-    stems = "group_norm_held, group_norm_held_backward, group_norm_forward and group_norm_backward"
+    forward = "group_norm_held, group_norm_resident, group_norm_forward"
+    stems = f"{forward}, group_norm_held_backward and group_norm_backward"
     for name, dtype in TYPES.items():
-        for sizes, shared in ((_HELD, 0), (_WHOLE, 0), (_IN_PARTS, 1 << 10)):
+        for sizes, shared in ((_HELD, 0), (_WHOLE, 0), (_RESIDENT, 0), (_IN_PARTS, 1 << 10)):
             for (channels, size, is_last), adds in itertools.product(sizes, (False, True)):
                 order = "last" if is_last else "first"
                 yield (

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
@@ -48,6 +50,12 @@ SHAPES = [
     ((2, 96, 100_003), 8),
     ((1, 48, 20, 60, 70), 6),
     ((2000, 24, 4), 24),
+    # In parts of blocks that all run at once.
+    ((2, 960, 64, 64), 32),
+    ((1, 256, 512, 512), 32),
+    ((4, 64, 256, 256), 64),
+    ((2, 36, 251, 333), 9),
+    ((12, 40, 90, 94), 4),
 ]
 
 
@@ -63,6 +71,46 @@ def test_sizes(shape, groups, layout, device, poisoned):
                 shape, groups, activation=activation, layout=layout, residual=seed == 0
             )
             cases.check(case, cases.make(case, dtype, device, seed))
+
+
+def launch_of(shape: tuple[int, ...], layout: str) -> Callable[[], Tensor]:
+    case = GroupNormCase(shape, 32, "silu", layout=layout)
+    t = cases.make(case, torch.bfloat16, "cuda", seed=1)
+    x, _, weight, bias = (None if leaf is None else leaf.detach() for leaf in t.leaves)
+    return lambda: _ops._group_norm(x, None, 32, weight, bias, 1e-5, 2, False)[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["first", "last"])
+def test_launches_beside_each_other(layout):
+    """Blocks wait for those of their own launch alone: on two streams, and in two graphs."""
+    calls = [launch_of(shape, layout) for shape in ((2, 320, 128, 128), (1, 512, 128, 128))]
+    expected = [call() for call in calls]
+    streams = [torch.cuda.Stream() for _ in calls]
+    graphs = []
+    for call in calls:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            graphs.append((graph, call()))
+    torch.cuda.synchronize()
+    found: list[list[Tensor]] = [[], []]
+    for _ in range(20):
+        for stream, call, outs in zip(streams, calls, found, strict=True):
+            with torch.cuda.stream(stream):
+                outs += [call() for _ in range(3)]
+    torch.cuda.synchronize()
+    for outs, right in zip(found, expected, strict=True):
+        assert all(torch.equal(out, right) for out in outs)
+    for _, out in graphs:
+        out.fill_(77)
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for stream, (graph, _) in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for (_, out), right in zip(graphs, expected, strict=True):
+        assert torch.equal(out, right)
 
 
 @GPU
@@ -208,7 +256,10 @@ def test_one_value_is_refused_as_in_torch():
 def test_equal_numbers_are_their_own_mean(dtype, device):
     """A little beside it, and a small eps makes much of that."""
     for value in (10000.123, 3e38, -3e38)[: 1 if dtype == torch.float16 else 3]:
-        for shape, groups in (((2, 6, 7, 7), 2), ((2, 64, 16, 16), 8), ((1, 16, 300, 300), 2)):
+        for shape, groups in (
+            *(((2, 6, 7, 7), 2), ((2, 64, 16, 16), 8), ((1, 16, 300, 300), 2)),
+            ((1, 40, 280, 280), 4),
+        ):
             for order in (torch.contiguous_format, torch.channels_last):
                 x = torch.full(shape, value, dtype=dtype, device=device)
                 x = x.contiguous(memory_format=order).requires_grad_()
@@ -222,7 +273,7 @@ def test_equal_numbers_are_their_own_mean(dtype, device):
 @pytest.mark.parametrize("layout", ["first", "last"])
 def test_a_large_mean_costs_no_digits(layout, device):
     """A thousand deviations from zero, in float32; also where only the first number is at zero."""
-    for shape, groups in (((2, 32, 24, 24), 4), ((1, 16, 200, 201), 2)):
+    for shape, groups in (((2, 32, 24, 24), 4), ((1, 16, 200, 201), 2), ((1, 40, 280, 280), 4)):
         case = GroupNormCase(shape, groups, activation="silu", layout=layout, shift=1000.0)
         cases.check(case, cases.make(case, torch.float32, device, seed=1))
         t = cases.make(case, torch.float32, device, seed=2)
@@ -235,7 +286,7 @@ def test_a_large_mean_costs_no_digits(layout, device):
 @pytest.mark.parametrize("layout", ["first", "last"])
 def test_numbers_near_the_largest(layout, device):
     """float16 as exactly as any others."""
-    for shape, groups in (((2, 6, 7, 7), 2), ((1, 16, 300, 300), 2)):
+    for shape, groups in (((2, 6, 7, 7), 2), ((1, 16, 300, 300), 2), ((1, 40, 280, 280), 4)):
         x = torch.full(shape, 65504.0, dtype=torch.float16, device=device)
         x[:, :, ::2] = -65504.0
         x = cases.lay_out(x, layout)

@@ -45,8 +45,11 @@ class DeviceKernel {
  public:
   // `images` must outlive this. Nothing is loaded before the first launch. `starts_early`: the
   // kernel waits by itself for those before it in the stream (griddepcontrol.wait).
-  DeviceKernel(const KernelImage* images, const char* name, bool starts_early = false)
-      : images_(images), name_(name), starts_early_(starts_early) {
+  // `is_cooperative`: its blocks wait for each other (grid_barrier.cuh), so that all of them must
+  // run at once.
+  DeviceKernel(const KernelImage* images, const char* name, bool starts_early = false,
+               bool is_cooperative = false)
+      : images_(images), name_(name), starts_early_(starts_early), is_cooperative_(is_cooperative) {
   }
 
   // On the current device and stream. `arguments` are the addresses of the kernel's parameters;
@@ -63,7 +66,7 @@ class DeviceKernel {
 
   const KernelImage* images_;
   const char* name_;
-  bool starts_early_;
+  bool starts_early_, is_cooperative_;
   static constexpr int kMajors = 32;
   // Indexed by the major compute capability.
   mutable std::array<std::atomic<const void*>, kMajors> functions_{};

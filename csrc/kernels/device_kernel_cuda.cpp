@@ -66,16 +66,25 @@ void DeviceKernel::launch(int64_t blocks, int rows, int threads, void** argument
                           int shared_bytes) const {
   TORCH_CHECK_VALUE(blocks <= std::numeric_limits<int32_t>::max(), name_, ": too many tokens");
   allow(shared_bytes);
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
+  unsigned count = 0;
+  if (starts_early_ && at::cuda::getCurrentDeviceProperties()->major >= 9) {
+    auto& early = attributes[count++];
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (is_cooperative_) {
+    auto& cooperative = attributes[count++];
+    cooperative.id = cudaLaunchAttributeCooperative;
+    cooperative.val.cooperative = 1;
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(rows));
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = c10::cuda::getCurrentCUDAStream();
-  config.attrs = &early;
-  config.numAttrs = starts_early_ && at::cuda::getCurrentDeviceProperties()->major >= 9 ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = count;
   C10_CUDA_CHECK(cudaLaunchKernelExC(&config, function(), arguments));
 }
 

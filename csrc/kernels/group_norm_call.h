@@ -1,6 +1,10 @@
-// What the kernels of group_norm_held.cu, group_norm_forward.cu and group_norm_backward.cu are
-// called with: one header for both sides.
+// What the kernels of group_norm_held.cu, group_norm_resident.cu, group_norm_forward.cu and
+// group_norm_backward.cu are called with: one header for both sides.
 #pragma once
+
+// Of group_norm_resident.cu: copies of a thread that are under way at the same time, a power of
+// two.
+constexpr unsigned kGroupNormAhead = 8;
 
 // How a block's channels and positions are spread over its threads. A thread has a slot, the
 // channels of a piece where channels are last in memory and else one channel, and a lane, which
@@ -16,6 +20,10 @@ struct GroupNormSpread {
   unsigned kept;       // bytes of shared memory for pieces; 0: none are kept
   unsigned scratch;    // bytes of shared memory for joining what the threads of a slot found
   bool has_groups;  // whole groups, in the strip: what a block finds is joined to one part of each
+  // Of group_norm_resident.cu: pieces that each thread keeps; whether there are others, which go
+  // through shared memory, and so many at a time.
+  unsigned staying;
+  bool streams;
 };
 
 // How groups are spread over the threads of blocks that hold them in registers

@@ -12,6 +12,9 @@
 #include "group_norm_held_bfloat16_images.h"
 #include "group_norm_held_float_images.h"
 #include "group_norm_held_half_images.h"
+#include "group_norm_resident_bfloat16_images.h"
+#include "group_norm_resident_float_images.h"
+#include "group_norm_resident_half_images.h"
 #include "kernels/device_kernel.h"
 #include "kernels/group_norm_call.h"
 #include "kernels/group_norm_launch.h"
@@ -41,6 +44,11 @@ struct HeldBackwardKernels {
   DeviceKernel few[4], many[4];
 };
 
+// By their pieces, 8 bytes and 16: where channels are first in memory, then where they are last.
+struct ResidentKernels {
+  DeviceKernel all[4];
+};
+
 struct ForwardKernels {
   Kernels whole, moments, groups, apply;
 };
@@ -68,6 +76,15 @@ struct BackwardKernels {
       CUDNN_OPS_HELD_WIDTHS(images, "many_backward", "")   \
     }                                                      \
   }
+#define CUDNN_OPS_RESIDENT_KERNEL(images, name) {images, "group_norm_resident_" name, true, true}
+#define CUDNN_OPS_RESIDENT(images)                                                                 \
+  {                                                                                                \
+    {                                                                                              \
+      CUDNN_OPS_RESIDENT_KERNEL(images, "8_first"), CUDNN_OPS_RESIDENT_KERNEL(images, "16_first"), \
+          CUDNN_OPS_RESIDENT_KERNEL(images, "8_last"),                                             \
+          CUDNN_OPS_RESIDENT_KERNEL(images, "16_last")                                             \
+    }                                                                                              \
+  }
 #define CUDNN_OPS_FORWARD(images)                                          \
   {CUDNN_OPS_WIDTHS(images, "whole"), CUDNN_OPS_WIDTHS(images, "moments"), \
    CUDNN_OPS_WIDTHS(images, "groups"), CUDNN_OPS_WIDTHS(images, "apply")}
@@ -87,6 +104,13 @@ const HeldBackwardKernels& held_backward_kernels(int type) {
       CUDNN_OPS_HELD_BACKWARD(kGroupNormHeldBackwardHalfImages),
       CUDNN_OPS_HELD_BACKWARD(kGroupNormHeldBackwardBFloat16Images),
       CUDNN_OPS_HELD_BACKWARD(kGroupNormHeldBackwardFloatImages)};
+  return all[type];
+}
+
+const ResidentKernels& resident_kernels(int type) {
+  static const ResidentKernels all[3] = {CUDNN_OPS_RESIDENT(kGroupNormResidentHalfImages),
+                                         CUDNN_OPS_RESIDENT(kGroupNormResidentBFloat16Images),
+                                         CUDNN_OPS_RESIDENT(kGroupNormResidentFloatImages)};
   return all[type];
 }
 
@@ -208,6 +232,15 @@ void group_norm_forward(const GroupNormOfImages& args, const at::Tensor& residua
     const HeldKernels& all = held_kernels(type);
     return (held->has_many ? all.many : all.few)[index_of(problem, *held)].launch(
         held->blocks, 1, held->threads, &argument, static_cast<int>(held->shared_bytes));
+  }
+  if (const auto resident = resident_launch(problem, limits)) {
+    call.spread = resident->spread;
+    const at::Tensor memory = allocate(partial_numbers(call, problem.groups), args.input);
+    call.partial = data_of<float>(memory);
+    const size_t index = (problem.is_channels_last ? 2 : 0) + (problem.piece_bytes() == 16 ? 1 : 0);
+    return resident_kernels(type).all[index].launch(resident->blocks, 1, resident->threads,
+                                                    &argument,
+                                                    static_cast<int>(resident->shared_bytes));
   }
   const GroupNormLaunch launch = group_norm_launch(problem, limits);
   call.spread = launch.spread;

@@ -177,6 +177,14 @@ unsigned multiplier_of(const GroupNormProblem& problem, int64_t row_vectors) {
       divide_up(int64_t{1} << 31, is_last ? row_vectors : problem.positions));
 }
 
+// The most that a piece of channels, which are last, has some of.
+int64_t groups_of_piece(const GroupNormProblem& problem) {
+  const int64_t width = problem.width(), group_channels = problem.channels / problem.groups;
+  if (group_channels % width == 0) return 1;
+  return width % group_channels == 0 ? width / group_channels
+                                     : divide_up(width - 1, group_channels) + 1;
+}
+
 }  // namespace
 
 std::optional<GroupNormHeldLaunch> held_launch(const GroupNormProblem& problem,
@@ -238,6 +246,53 @@ std::optional<GroupNormHeldLaunch> held_launch(const GroupNormProblem& problem,
   if (is_backward && launch.threads > kHalf && has_second_wave && 2 * kept <= limits.shared_bytes) {
     return {};
   }
+  return launch;
+}
+
+std::optional<GroupNormLaunch> resident_launch(const GroupNormProblem& problem,
+                                               const DeviceLimits& limits) {
+  constexpr int kLeastVersion = 90;  // before it shared memory is smaller
+  // Of a multiprocessor: less is read twice in the time that the blocks wait for each other.
+  constexpr int64_t kLeastBytes = 40 << 10;
+  constexpr int64_t kManyRows = 4, kMostSteps = int64_t{1} << 31;
+  constexpr auto kMoments = 3 * static_cast<int64_t>(sizeof(float));
+  const bool is_last = problem.is_channels_last;
+  const int64_t width = problem.width(), group_channels = problem.channels / problem.groups;
+  const int64_t numbers = problem.samples * problem.channels * problem.positions;
+  if (problem.is_backward || limits.sm_version < kLeastVersion || width == 1 ||
+      numbers * problem.number_bytes < kLeastBytes * limits.processors) {
+    return {};
+  }
+  // Samples, or groups where channels are first, are cut into parts of so many steps.
+  const int64_t units = is_last ? problem.samples : problem.samples * problem.groups;
+  const int64_t parts = limits.processors / units, used = parts * units;
+  const int64_t slots = is_last ? problem.channels / width : 1;
+  const int64_t steps = is_last ? problem.positions : group_channels * (problem.positions / width);
+  const int64_t rows = is_last ? groups_of_piece(problem) : 1;
+  const int64_t most_threads = rows > kManyRows ? 512 : 1024;
+  if (4 * used < 3 * limits.processors || slots > most_threads || steps > kMostSteps) return {};
+  GroupNormLaunch launch{};
+  GroupNormSpread& spread = launch.spread;
+  const int64_t stretch = divide_up(steps, parts);
+  const int64_t lanes = std::min(most_threads / slots, stretch);
+  const int64_t threads = round_up(slots * lanes, kWarp), each = divide_up(stretch, lanes);
+  const int64_t scratch = round_up((is_last ? rows * threads : threads / kWarp) * kMoments, kPair);
+  const int64_t others = scratch + kPair * (is_last ? problem.groups : group_channels + 1);
+  const int64_t piece = threads * problem.piece_bytes();
+  const int64_t room = (limits.shared_bytes - others) / piece;
+  spread.streams = each > room;
+  // One block has its groups' numbers to itself.
+  if (spread.streams ? room <= kGroupNormAhead : !is_last && parts == 1) return {};
+  launch.threads = static_cast<int>(threads);
+  spread.slots = static_cast<unsigned>(slots);
+  spread.lanes = static_cast<unsigned>(lanes);
+  spread.stretch = static_cast<unsigned>(stretch);
+  spread.stretches = static_cast<unsigned>(divide_up(steps, stretch));
+  spread.staying = static_cast<unsigned>(spread.streams ? room - kGroupNormAhead : each);
+  spread.kept = static_cast<unsigned>(std::min(room, each) * piece);
+  spread.scratch = static_cast<unsigned>(scratch);
+  launch.blocks = units * spread.stretches;
+  launch.shared_bytes = spread.kept + others;
   return launch;
 }
 

@@ -1,6 +1,6 @@
-// Which kernels of group_norm_held.cu, group_norm_forward.cu and group_norm_backward.cu compute a
-// group norm, and how they are launched. Depends on the problem and the GPU's limits alone, so that
-// tests on any machine can check the launches of any GPU.
+// Which kernels of group_norm_held.cu, group_norm_resident.cu, group_norm_forward.cu and
+// group_norm_backward.cu compute a group norm, and how they are launched. Depends on the problem
+// and the GPU's limits alone, so that tests on any machine can check the launches of any GPU.
 #pragma once
 
 #include "kernels/device_kernel.h"
@@ -42,6 +42,11 @@ struct GroupNormHeldLaunch {
 // None where groups are too large, or where blocks of several groups read memory better; and none
 // of the backward where channels are last.
 std::optional<GroupNormHeldLaunch> held_launch(const GroupNormProblem& problem,
+                                               const DeviceLimits& limits);
+
+// Of the forward's blocks that all run at once (group_norm_resident.cu), a multiprocessor each.
+// None where there is little to read, or many multiprocessors would have nothing to do.
+std::optional<GroupNormLaunch> resident_launch(const GroupNormProblem& problem,
                                                const DeviceLimits& limits);
 
 GroupNormLaunch group_norm_launch(const GroupNormProblem& problem, const DeviceLimits& limits);

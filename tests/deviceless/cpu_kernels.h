@@ -177,10 +177,20 @@ T __shfl_xor_sync(unsigned, T value, unsigned distance) {
   return other;
 }
 
-inline void start_thread() {
-  the_block.kernel(the_block.argument);
+// See cpu_grid_barrier.h.
+struct Grid {
+  bool has_barrier, passes_barrier;
+};
+inline Grid the_grid;
+
+inline void end_thread() {
   the_block.fibers[threadIdx.x].is_done = the_block.has_moved = true;
   swapcontext(&the_block.fibers[threadIdx.x].context, &the_block.scheduler);
+}
+
+inline void start_thread() {
+  the_block.kernel(the_block.argument);
+  end_thread();
 }
 
 inline void run_block(unsigned threads) {
@@ -211,6 +221,15 @@ inline void run_block(unsigned threads) {
   }
 }
 
+inline void run_blocks() {
+  for (unsigned y = 0; y < gridDim.y; ++y) {
+    for (unsigned x = 0; x < gridDim.x; ++x) {
+      blockIdx = {x, y, 0};
+      run_block(blockDim.x);
+    }
+  }
+}
+
 extern "C" __attribute__((used)) inline void run_grid(void (*kernel)(const void*),
                                                       const unsigned* numbers,
                                                       const void* argument) {
@@ -218,10 +237,9 @@ extern "C" __attribute__((used)) inline void run_grid(void (*kernel)(const void*
   blockDim = {numbers[2], 1, 1};
   the_block.kernel = kernel;
   the_block.argument = argument;
-  for (unsigned y = 0; y < gridDim.y; ++y) {
-    for (unsigned x = 0; x < gridDim.x; ++x) {
-      blockIdx = {x, y, 0};
-      run_block(blockDim.x);
-    }
-  }
+  the_grid = {};
+  run_blocks();
+  if (!the_grid.has_barrier) return;
+  the_grid.passes_barrier = true;
+  run_blocks();
 }

@@ -25,6 +25,8 @@ _HERE = Path(__file__).parent
 _KERNELS = _HERE.parents[1] / "csrc" / "kernels"
 _CONVERSION = re.compile(r'asm\("([\w.]+) %[^"]*"\s*:\s*"=\w"\((\w+)\)\s*:\s*(.*?)\);')
 _SHARED = re.compile(r"extern __shared__ (\w+ \w+)\[\];")
+#: What these have in assembly is written for a CPU.
+_REPLACED = {"mma.cuh": "cpu_mma.h", "grid_barrier.cuh": "cpu_grid_barrier.h"}
 _ARGUMENT = re.compile(r"const __grid_constant__ (\w+) (\w+)")
 
 
@@ -58,7 +60,7 @@ def compile_for_cpu(name: str, folder: Path, *macros: str) -> ctypes.CDLL:
     """A source of ``csrc/kernels`` as a library with its kernels."""
     (folder / "kernels").mkdir(parents=True, exist_ok=True)
     for path in (*_KERNELS.glob("*.cuh"), *_KERNELS.glob("*.h"), _KERNELS / f"{name}.cu"):
-        source = _HERE / "cpu_mma.h" if path.name == "mma.cuh" else path
+        source = _HERE / _REPLACED[path.name] if path.name in _REPLACED else path
         (folder / "kernels" / path.name).write_text(_for_cpu(source.read_text()))
     library = folder / f"{name}{''.join(macros)}.so"
     words = [
@@ -94,8 +96,9 @@ class Kernels:
             _OnAllow(lambda *_: None),
         )
         self._runtime.fake_callbacks(*self._callbacks)
-        # Few processors, so that blocks go round.
-        self._runtime.fake_device(b"NVIDIA H200", 90, 2, 232_448)
+        # Few processors, so that blocks go round. The second GPU is for what is done before 9.0.
+        for name, sm_version in ((b"NVIDIA H200", 90), (b"NVIDIA A100", 80)):
+            self._runtime.fake_device(name, sm_version, 2, 232_448)
 
     def _on_launch(self, device: int, kernel: Any, numbers: Any, argument: int) -> int:
         name = kernel.contents.name.decode()

@@ -205,8 +205,12 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const voi
 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel,
                                 void** arguments) {
+  unsigned is_cooperative = 0;
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    is_cooperative |= config->attrs[i].id == cudaLaunchAttributeCooperative;
+  }
   const unsigned numbers[] = {config->gridDim.x, config->gridDim.y, config->blockDim.x,
-                              (unsigned)config->dynamicSmemBytes};
+                              (unsigned)config->dynamicSmemBytes, is_cooperative};
   on_launch(current_device, kernel, numbers, arguments[0]);
   return cudaSuccess;
 }

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cudnn_ops.ops.group_norm import NormActivation
 from tests.cases import group_norm as cases
+from tests.cases import sdpa
 from tests.cases.group_norm import GroupNormCase
 from tests.deviceless.cpu_kernels import Kernels, from_gpu, to_gpu
 
@@ -51,6 +52,18 @@ HELD = (
     ((1, 6, 61, 25), 1),
     ((2, 6, 45, 30), 1),
 )
+#: Samples, or groups, in parts of blocks that wait for each other, in shared memory as a whole and
+#: not; pieces of one group, of parts of two and of several, and of a group a channel.
+RESIDENT = (
+    ((1, 40, 50, 48), 4),
+    ((1, 64, 45, 41), 32),
+    ((1, 24, 60, 58), 24),
+    ((1, 24, 61, 58), 8),
+    ((2, 24, 181, 64), 3),
+    ((1, 8, 96, 112), 1),
+    ((1, 12, 60, 90), 1),
+    ((1, 8, 250, 130), 1),
+)
 ACTIVATIONS: tuple[NormActivation, ...] = ("none", "silu")
 #: Whether something is added before them too.
 SUMS: tuple[tuple[NormActivation, bool], ...] = (("silu", False), ("none", True))
@@ -82,17 +95,31 @@ CASES = (
     GroupNormCase((2, 48, 9, 8), 4, "silu", weight="float32", bias="float32", layout="last"),
     GroupNormCase((2, 40, 32, 32), 4, "silu", shift=300.0, weight="float32"),
 )
+RESIDENT_CASES = (
+    *(
+        GroupNormCase(shape, groups, "silu", layout=layout, residual=residual, bias="float32")
+        for (shape, groups), (layout, residual) in product(
+            RESIDENT, (("first", False), ("last", True), ("last", False))
+        )
+    ),
+    GroupNormCase((1, 8, 250, 130), 1, layout="first", weight="", bias="", residual=True),
+    GroupNormCase((1, 64, 45, 41), 4, layout="last", weight="float32", shift=300.0),
+)
 TYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def placed(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else to_gpu(tensor.detach())
+
+
+def activation_of(case: GroupNormCase) -> int:
+    return 2 if case.activation == "silu" else 0
 
 
 def check(case: GroupNormCase, dtype: torch.dtype) -> None:
     t = cases.make(case, dtype, "cpu", seed=1)
-
-    def placed(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else to_gpu(tensor.detach())
-
     x, residual, weight, bias = map(placed, t.leaves)
-    activation = 2 if case.activation == "silu" else 0
+    activation = activation_of(case)
     call = (x, residual, case.groups, weight, bias, case.eps, activation, True)
     out, total, mean, rstd = _ops._group_norm(*call)
     results = [from_gpu(out), *([from_gpu(total)] if case.residual else [])]
@@ -102,6 +129,27 @@ def check(case: GroupNormCase, dtype: torch.dtype) -> None:
     grads = _ops._group_norm_backward(to_gpu(t.grad_out), grad_sum, *saved, mask)
     wanted = [from_gpu(grad) for grad, is_wanted in zip(grads, mask, strict=True) if is_wanted]
     cases.compare(case, t, results, wanted)
+
+
+def check_forward(case: GroupNormCase, dtype: torch.dtype) -> None:
+    """With the statistics that a backward reads."""
+    t = cases.make(case, dtype, "cpu", seed=1)
+    x, residual, weight, bias = map(placed, t.leaves)
+    call = (x, residual, case.groups, weight, bias, case.eps, activation_of(case), True)
+    out, total, mean, rstd = map(from_gpu, _ops._group_norm(*call))
+    normed = t.input.detach()
+    if t.residual is not None:
+        normed = normed + t.residual.detach()
+        assert torch.equal(total, normed)
+    wide = [None if leaf is None else leaf.detach().double() for leaf in (t.weight, t.bias)]
+    narrow = [None if leaf is None else leaf.to(dtype) for leaf in wide]
+    with torch.no_grad():
+        exact = cases.formula(case, normed.double(), *wide)
+        sdpa.check(out, exact, cases.formula(case, normed, *narrow), f"{case} out")
+    groups = normed.double().reshape(case.shape[0], case.groups, -1)
+    exact_rstd = (groups.var(-1, correction=0) + case.eps).rsqrt()
+    torch.testing.assert_close(mean.double(), groups.mean(-1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(rstd.double(), exact_rstd, rtol=1e-6, atol=1e-6)
 
 
 def check_equal(
@@ -115,7 +163,10 @@ def check_equal(
 
 
 def main() -> None:
-    names = [f"group_norm_{name}" for name in ("held", "held_backward", "forward", "backward")]
+    names = [
+        f"group_norm_{name}"
+        for name in ("held", "held_backward", "resident", "forward", "backward")
+    ]
     types = ("Half", "BFloat16", "Float")
     sources = [(name, f"-DKERNEL_TYPE={one}") for one in types for name in names]
     kernels = Kernels(Path(sys.argv[1]), *sources)
@@ -123,12 +174,19 @@ def main() -> None:
     def checks() -> Iterator[tuple[object, Callable[[], object]]]:
         for number, dtype in enumerate(TYPES):
             kernels.first = number * len(names)
-            for case in CASES:
-                yield f"{case} {dtype}", partial(check, case, dtype)
-            for value in (10000.123, 3e38, -3e38)[: 1 if dtype == torch.float16 else 3]:
-                for (shape, groups), is_last in product(SHAPES + HELD, (False, True)):
-                    name = f"{value} in {shape} {dtype} {is_last}"
-                    yield name, partial(check_equal, value, shape, groups, is_last, dtype)
+            with torch.cuda.device(0):
+                for case in RESIDENT_CASES:
+                    yield f"{case} {dtype}", partial(check_forward, case, dtype)
+                for (shape, groups), is_last in product(RESIDENT, (False, True)):
+                    equal = partial(check_equal, 10000.123, shape, groups, is_last, dtype)
+                    yield f"equal in {shape} {dtype} {is_last}", equal
+            with torch.cuda.device(1):
+                for case in CASES:
+                    yield f"{case} {dtype}", partial(check, case, dtype)
+                for value in (10000.123, 3e38, -3e38)[: 1 if dtype == torch.float16 else 3]:
+                    for (shape, groups), is_last in product(SHAPES + HELD, (False, True)):
+                        name = f"{value} in {shape} {dtype} {is_last}"
+                        yield name, partial(check_equal, value, shape, groups, is_last, dtype)
 
     print(kernels.checked(checks()))
 

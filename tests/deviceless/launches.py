@@ -147,7 +147,7 @@ class Recorder:
         )
 
     def _on_launch(self, device: int, kernel: Any, numbers: Any, argument: int) -> int:
-        blocks, rows, threads, shared = numbers[:4]
+        blocks, rows, threads, shared, is_cooperative = numbers[:5]
         name, facts = self._facts_of(device, kernel)
         gpu = self.gpus[device]
         self.launched[device].add(name)
@@ -159,6 +159,10 @@ class Recorder:
         registers = -(-facts.registers // 8) * 8 * threads
         if registers > gpu["regsPerBlock"]:
             self._report(device, name, f"{registers} registers")
+        if is_cooperative:
+            resident = self._on_occupancy(device, kernel, threads, shared)
+            if blocks * rows > resident * gpu["multiProcessorCount"]:
+                self._report(device, name, f"{blocks} x {rows} blocks that are to run at once")
         all_shared = facts.shared + shared
         if all_shared > gpu["maxSharedMemoryPerBlockOptin"]:
             self._report(device, name, f"{all_shared} bytes of shared memory")
