@@ -70,6 +70,8 @@ class DeviceKernel {
   static constexpr int kMajors = 32;
   // Indexed by the major compute capability.
   mutable std::array<std::atomic<const void*>, kMajors> functions_{};
+  // What allow() asked for last: device and bytes.
+  mutable std::atomic<uint64_t> allowed_ = 0;
   // The last answer of resident_blocks(): device, arguments and blocks per multiprocessor.
   mutable std::atomic<uint64_t> resident_ = 0;
 };
