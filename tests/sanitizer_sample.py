@@ -600,7 +600,9 @@ def decoding() -> Iterator[Sample]:
         on_cpu = paged_cases.make(case, dtype, "cpu", seed=1)
         paged_cases.check(case, on_cpu, out.cpu(), lse.cpu())
 
-    def run_ours(size: int, rows: int, dtype: torch.dtype, is_fp8: bool) -> None:
+    def run_ours(
+        size: int, rows: int, dtype: torch.dtype, is_fp8: bool, is_planned: bool = False
+    ) -> None:
         one = replace(ONE, head_size=size, value_size=size, is_causal=True)
         queries = rows // 2  # times a group of two heads
         case = replace(SPECULATE, lengths=(queries,) * 5, lengths_kv=(700, 2, 33, 0, 16), one=one)
@@ -609,9 +611,11 @@ def decoding() -> Iterator[Sample]:
         if is_fp8:
             descales = torch.tensor([[0.02], [0.02]])
             on_cpu, t = (paged_cases.in_fp8(each, *descales) for each in (on_cpu, t))
+        words = (t.seq_lens_kv, None, queries, 2, True, (-1, -1), True)
+        plan = _ops._paged_plan(*words) if is_planned else None
         _ops._paged_use_kernel(2)
         try:
-            out, lse = _ops.paged_attention_with_lse(*t.arguments, **t.options)
+            out, lse = _ops.paged_attention_with_lse(*t.arguments, **t.options, plan=plan)
         finally:
             _ops._paged_use_kernel(0)
         paged_cases.check(case, on_cpu, out.cpu(), lse.cpu())
@@ -622,7 +626,7 @@ def decoding() -> Iterator[Sample]:
         for cache, size, rows in itertools.product((name, "e4m3"), (64, 128), (8, 16, 32)):
             call = partial(run_ours, size, rows, dtype, cache == "e4m3")
             yield f"paged_decode_{name}_{cache}_{size}_{rows}", call
-    yield "paged_plan", partial(run_ours, 64, 8, torch.bfloat16, True)
+    yield "paged_plan", partial(run_ours, 64, 8, torch.bfloat16, True, is_planned=True)
     causal = replace(ONE, is_causal=True)
     full = replace(DECODE, lengths=(1,) * 4, lengths_kv=(70, 1, 33, 128))  # nothing to pad
     yield "paged decoding", partial(run, full, torch.bfloat16)

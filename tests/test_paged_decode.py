@@ -96,7 +96,7 @@ def test_results(index: int, dtype: torch.dtype, is_fp8: bool, folder: Path) -> 
     # From one block for all to more than there are units; few and many tiles on their way.
     blocks = (1, 2, 5, 7, 13, 200)[index % 6]
     needed = 4 if is_fp8 else 2
-    stages = needed + index % (5 - needed)
+    stages = needed + index % (6 - needed)
     out, lse = attend(
         folder,
         *t.arguments,
@@ -105,6 +105,7 @@ def test_results(index: int, dtype: torch.dtype, is_fp8: bool, folder: Path) -> 
         stages=stages,
         rows=(0, 8, 16, 32)[index % 4],
         seed=index,
+        is_planned=index % 7 < 3,
     )
     cases.check(case, t, out, lse)
 
@@ -117,8 +118,31 @@ def test_any_combination(dtype: torch.dtype, is_fp8: bool, folder: Path) -> None
         size = rng.choice([64, 128])
         case = replace(case, one=replace(case.one, head_size=size, value_size=size))
         t = make(case, dtype, is_fp8, seed)
-        out, lse = attend(folder, *t.arguments, **t.options, blocks=rng.randint(1, 40), seed=seed)
+        options = t.options | {"is_planned": rng.random() < 0.5}
+        out, lse = attend(folder, *t.arguments, **options, blocks=rng.randint(1, 40), seed=seed)
         cases.check(case, t, out, lse)
+
+
+@pytest.mark.parametrize("rows", [8, 16, 32])
+@pytest.mark.parametrize("stages", [2, 3, 4, 5])
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_parts_begin_while_those_before_are_written(
+    is_fp8: bool, stages: int, rows: int, folder: Path
+) -> None:
+    """Their first tiles lie beside the sums, whether they come at once or as late as they can."""
+    # Sums may take all stages of a warp, and no more.
+    if rows * 64 * 4 > stages * 32 * 64 * (1 if is_fp8 else 2):
+        return
+    one = replace(ONE, heads=rows, heads_kv=1)
+    case = PagedCase((1,) * 9, (200, 70, 0, 64, 130, 1, 300, 90, 65), one)
+    t = make(case, torch.float16, is_fp8, seed=1)
+    results = [
+        attend(folder, *t.arguments, **t.options, blocks=2, stages=stages, rows=rows, seed=seed)
+        for seed in (0, 1)
+    ]
+    cases.check(case, t, *results[0])
+    for result, same in zip(*results, strict=True):
+        assert torch.equal(result, same)
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])
@@ -278,9 +302,9 @@ def test_scores_that_rise(
     torch.testing.assert_close(out[0, 0].double(), expected, rtol=2**-7, atol=2**-7)
 
 
-@pytest.mark.parametrize("count", [33, 1100])
+@pytest.mark.parametrize("count", [33, 128, 129, 1100])
 def test_many_sequences(count: int, folder: Path) -> None:
-    """A block finds its first one by asking for 32 at a time."""
+    """A block finds its first one by asking for 32 at a time, in a plan or without."""
     rng = random.Random(count)
     lengths = tuple(rng.choice([0, 1, 20, 70]) for _ in range(count))
     one = replace(ONE, heads=1, heads_kv=1)

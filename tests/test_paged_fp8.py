@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -142,6 +143,27 @@ def test_a_graph_is_replayed_for_other_lengths():
         t.seq_lens_kv.copy_(torch.tensor(lengths))
         graph.replay()
         assert torch.equal(out, step())
+
+
+@pytest.mark.gpu
+def test_calls_without_a_plan_on_many_streams():
+    """They run beside each other; streams beyond those that have counters make plans."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    cache = torch.randn(2000, 16, 2, 128, generator=generator, device="cuda").to(FP8)
+    table = torch.randperm(2000, generator=generator, device="cuda").int().view(4, 500)
+    lengths = torch.tensor([8000, 3, 700, 5000], dtype=torch.int32, device="cuda")
+    queries = torch.randn(80, 4, 1, 8, 128, generator=generator, device="cuda").bfloat16()
+    calls = [partial(_ops.paged_attention, q, cache, cache, table, lengths) for q in queries]
+    expected = [call() for call in calls]
+    torch.cuda.synchronize()
+    outs = []
+    for i, call in enumerate(calls):
+        # Torch has 32 of each priority.
+        with torch.cuda.stream(torch.cuda.Stream(priority=-(i % 3))):
+            outs += [call() for _ in range(3)]
+    torch.cuda.synchronize()
+    for i, out in enumerate(outs):
+        assert torch.equal(out, expected[i // 3])
 
 
 @pytest.mark.gpu

@@ -56,14 +56,12 @@ struct PagedAttend {
   Tiles tiles;
   const int lane = tiles.lane, lane_row = lane / 4, lane_column = lane % 4;
 
-  // The part of a sequence that this block is at.
-  int index, head_kv, row_start, rows;
+  PagedPart part;              // that this block is at
   int first, last;             // units
   int key_begin, key_end;      // that any of the rows sees
   int shown_begin, shown_end;  // that all of them see
   int tile_begin, tile_end;    // keys of this warp's tiles, from the first one's first on
   int page;                    // of the next tile to be sent
-  PagedSequence sequence;
   // Of rows 8 * group + 2 * (lane % 4) + i: what products become scores by, what these are relative
   // to, and the sum of this lane's weights.
   float row_scale[kGroups][2], base[kGroups][2], sum[kGroups][2];
@@ -79,16 +77,14 @@ struct PagedAttend {
         row_sums(row_maxima + kPagedWarps * kRows),
         row_begin((int*)(row_sums + kPagedWarps * kRows)),
         row_end(row_begin + kRows),
-        tiles(call, shared, warp),
-        sequence(call.work, 0) {
+        tiles(call, shared, warp) {
   }
 
   __device__ const typename Query::Bits* query_row(int row) const {
-    const int in_sequence = (row_start + row) / call.work.group;
-    const int head = head_kv * call.work.group + (row_start + row) % call.work.group;
     return (const typename Query::Bits*)call.query +
-           (call.work.cu_seqlens_q == nullptr ? index * call.query_batch : 0) +
-           (sequence.first_query + in_sequence) * call.query_token + head * call.query_head;
+           (call.work.cu_seqlens_q == nullptr ? part.index * call.query_batch : 0) +
+           (part.sequence.first_query + part.query_of(call.work, row)) * call.query_token +
+           part.head_of(call.work, row) * call.query_head;
   }
 
   // A power of 2 that makes a row's numbers ones of float16, exact but for those 2^-28 times the
@@ -96,7 +92,7 @@ struct PagedAttend {
   __device__ void find_row_scales() {
     for (int row = warp; row < kRows; row += kPagedWarps) {
       float most = 0;
-      if (row < rows) {
+      if (row < part.rows) {
         const auto* from = query_row(row);
         for (int i = lane; i < kSize; i += kLanes) most = fmaxf(most, fabsf(Query::read(from[i])));
       }
@@ -121,7 +117,7 @@ struct PagedAttend {
       const int of_lane = i % kLanes, pair = i / kLanes % (kSteps / 2);
       const int row = i / kLanes / (kSteps / 2) * 8 + of_lane / 4;
       unsigned words[4] = {};
-      if (row < rows) {
+      if (row < part.rows) {
         const auto* from = query_row(row);
         const float factor = kIsFp8 ? 1 / row_scales[row] : 1;
 #pragma unroll
@@ -294,39 +290,46 @@ struct PagedAttend {
 
   // What this block sees of the part's keys.
   __device__ void find_bounds() {
-    const int first_query = row_start / call.work.group;
-    const int last_query = (row_start + rows - 1) / call.work.group;
-    key_begin = sequence.begin(call.work, first_query);
-    key_end = sequence.end(call.work, last_query);
-    shown_begin = sequence.begin(call.work, last_query);
-    shown_end = sequence.end(call.work, first_query);
+    const PagedSequence& sequence = part.sequence;
+    key_begin = shown_begin = 0;
+    key_end = shown_end = sequence.keys;
+    if (!sees_all(call.work)) {
+      const int first_query = part.query_of(call.work, 0);
+      const int last_query = part.query_of(call.work, part.rows - 1);
+      key_begin = sequence.begin(call.work, first_query);
+      key_end = sequence.end(call.work, last_query);
+      shown_begin = sequence.begin(call.work, last_query);
+      shown_end = sequence.end(call.work, first_query);
+    }
     first = max(first, key_begin / kPagedUnit);
     last = min(last, (key_end + kPagedUnit - 1) / kPagedUnit);
   }
 
-  // Puts this warp's first tiles on their way; those without keys are not among its tiles.
-  __device__ void send_first_tiles() {
-    tiles.start(index, head_kv, key_begin, key_end);
+  // Finds this warp's tiles, without those that have no keys, and the page of the first one.
+  __device__ void start_tiles() {
+    tiles.start(part.index, part.head_kv, key_begin, key_end);
     tile_begin = first * kPagedUnit + warp * kPagedKeys;
     if (tile_begin + kPagedKeys <= key_begin) tile_begin += kPagedUnit;
     tile_end = min(last * kPagedUnit, key_end);
     page = tiles.page_of(tile_begin);
-    for (int i = 0; i < call.stages - 1; ++i) {
-      const int start = tile_begin + i * kPagedUnit, next = tiles.page_of(start + kPagedUnit);
-      if (start < tile_end) tiles.send(start, page, tiles.begin + i * Tiles::kStageBytes);
-      end_copies();
-      page = next;
-    }
+  }
+
+  // Puts the first tile on its way, or the next ones, each to the stage of its number.
+  __device__ void send_first_tile(int number) {
+    const int start = tile_begin + number * kPagedUnit, next = tiles.page_of(start + kPagedUnit);
+    if (start < tile_end) tiles.send(start, page, tiles.begin + number * Tiles::kStageBytes);
+    end_copies();
+    page = next;
   }
 
   __device__ void start_rows() {
     for (int row = threadIdx.x; row < kRows; row += kThreads) {
-      const int query = (row_start + min(row, rows - 1)) / call.work.group;
-      row_begin[row] = sequence.begin(call.work, query);
-      row_end[row] = sequence.end(call.work, query);
+      const int query = part.query_of(call.work, min(row, part.rows - 1));
+      row_begin[row] = part.sequence.begin(call.work, query);
+      row_end[row] = part.sequence.end(call.work, query);
     }
     float scale = call.scale;
-    if (call.descale_k != nullptr) scale *= call.descale_k[head_kv * call.descale_k_step];
+    if (call.descale_k != nullptr) scale *= call.descale_k[part.head_kv * call.descale_k_step];
     without_base = (1 << 2 * kGroups) - 1;
     scale = call.softcap > 0 ? scale / call.softcap : scale * kLog2E;
 #pragma unroll
@@ -355,8 +358,10 @@ struct PagedAttend {
         wait_for_copies<0>();
       } else if (ahead == 2) {
         wait_for_copies<1>();
-      } else {
+      } else if (ahead == 3) {
         wait_for_copies<2>();
+      } else {
+        wait_for_copies<3>();
       }
       __syncwarp();
       if (to_send < tile_end) tiles.send(to_send, page, free);

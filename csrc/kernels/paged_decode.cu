@@ -6,10 +6,22 @@
 // share: of one sequence or several, and of long ones several blocks have a part each; a beginning
 // counts as a unit, since it takes as long. Within a block each warp reads tiles of its own, which
 // are on their way while others are computed, so that no warp waits for another before the end of a
-// sequence. Flash-decoding (Dao et al., 2023) with the even division of Stream-K (Osama et al.,
-// 2023). Sums are in the same order whichever block ends last.
+// part; while that is written, the first tiles of the next one are on their way. Of few sequences
+// every block adds up the lengths by itself; of more a plan has the sums. Flash-decoding (Dao et
+// al., 2023) with the even division of Stream-K (Osama et al., 2023). Sums are in the same order
+// whichever block ends last.
 
 #include "paged_attend.cuh"
+#include "threads.cuh"
+
+// Of numbers that are not negative. Those of 64 bits take several times as long.
+__device__ long long quotient(long long number, long long by) {
+  const bool is_short = ((unsigned long long)(number | by) >> 32) == 0;
+  return is_short ? (unsigned)number / (unsigned)by : number / by;
+}
+
+// For calls without a plan; those of a slot run one after the other. Zero between them.
+__device__ int paged_counters[kPagedSlots][kPagedCounters];
 
 template <class Query, class Cache, int kSize, int kRows>
 struct Decode : PagedAttend<Query, Cache, kSize, kRows> {
@@ -21,8 +33,6 @@ struct Decode : PagedAttend<Query, Cache, kSize, kRows> {
   using Base::column_of;
   using Base::find_bounds;
   using Base::first;
-  using Base::head_kv;
-  using Base::index;
   using Base::kGroups;
   using Base::kSteps;
   using Base::lane;
@@ -30,23 +40,37 @@ struct Decode : PagedAttend<Query, Cache, kSize, kRows> {
   using Base::load_queries;
   using Base::memory;
   using Base::out;
+  using Base::part;
   using Base::row_maxima;
-  using Base::row_start;
   using Base::row_sums;
-  using Base::rows;
-  using Base::send_first_tiles;
-  using Base::sequence;
+  using Base::send_first_tile;
   using Base::start_rows;
+  using Base::start_tiles;
   using Base::sum;
   using Base::warp;
   using Base::without_base;
   static constexpr int kPartialNumbers = kRows * (kSize + 2);
+  static constexpr int kStageBytes = Base::Tiles::kStageBytes;
+  // Of a warp's sums, in the place of its last stages.
+  static constexpr int kSumBytes = kRows * kSize * (int)sizeof(float);
+  static constexpr int kSumStages = (kSumBytes + kStageBytes - 1) / kStageBytes;
 
-  // Where a warp's sums of a row are, [kRows][kSize] in the place of its tiles: so that the rows of
-  // four lanes, each of which has two, are in different banks.
+  // Where in the line of all units a part lies.
+  struct Place {
+    long long begin, end;
+    bool is_begun_here;  // whether this block has its first unit
+  };
+
+  long long all;  // how many units there are
+  int blocks;     // that have a share of them
+  long long end;  // of this block's
+  Place place;    // of the part that it is at
+
+  // Where a warp's sums of a row are, [kRows][kSize]: so that the rows of four lanes, each of which
+  // has two, are in different banks.
   __device__ float* sum_at(int of_warp, int row, int column) const {
-    return (float*)(memory + of_warp * call.stages * Base::Tiles::kStageBytes) + row * kSize +
-           (column ^ row / 2 % 4 * 8);
+    unsigned char* behind = memory + (of_warp + 1) * call.stages * kStageBytes;
+    return (float*)(behind - kSumBytes) + row * kSize + (column ^ row / 2 % 4 * 8);
   }
 
   __device__ void put_sums() {
@@ -103,22 +127,21 @@ struct Decode : PagedAttend<Query, Cache, kSize, kRows> {
     return sums;
   }
 
-  __device__ void write(int row, int column, Sums sums) const {
-    const int query = (row_start + row) / call.work.group;
-    const int head = head_kv * call.work.group + (row_start + row) % call.work.group;
+  __device__ void write(const PagedPart& of, int row, int column, Sums sums) const {
+    const int query = of.query_of(call.work, row), head = of.head_of(call.work, row);
     if (call.sinks != nullptr) sums.add(call.sinks[head] * kLog2E, 1, {0, 0, 0, 0});
     float share = sums.sum == 0 ? 0 : 1 / sums.sum;
-    if (call.descale_v != nullptr) share *= call.descale_v[head_kv * call.descale_v_step];
+    if (call.descale_v != nullptr) share *= call.descale_v[of.head_kv * call.descale_v_step];
     const float scaled[4] = {sums.values[0] * share, sums.values[1] * share, sums.values[2] * share,
                              sums.values[3] * share};
     const long long token = call.work.cu_seqlens_q == nullptr
-                                ? (long long)index * call.work.queries + query
-                                : sequence.first_query + query;
+                                ? (long long)of.index * call.work.queries + query
+                                : of.sequence.first_query + query;
     auto* to = (typename Query::Bits*)call.out + token * call.out_token + head * kSize + column;
     *(Piece<Query, 4>*)to = Piece<Query, 4>::of(scaled);
     if (call.lse != nullptr && column == 0) {
       const long long in_lse = call.work.cu_seqlens_q == nullptr
-                                   ? index * call.lse_batch + query * call.lse_token
+                                   ? of.index * call.lse_batch + query * call.lse_token
                                    : token * call.lse_token;
       call.lse[in_lse + head * call.lse_head] =
           sums.sum == 0 ? minus_infinity() : (sums.highest + log2f(sums.sum)) * kLn2;
@@ -129,9 +152,9 @@ struct Decode : PagedAttend<Query, Cache, kSize, kRows> {
     return call.partials + number * kPartialNumbers;
   }
 
-  __device__ void put_partial(long long number) const {
+  __device__ void put_partial(const PagedPart& of, long long number) const {
     float* to = partial_at(number);
-    for (int i = threadIdx.x; i < rows * (kSize / 4); i += kThreads) {
+    for (int i = threadIdx.x; i < of.rows * (kSize / 4); i += kThreads) {
       const int row = i / (kSize / 4), column = i % (kSize / 4) * 4;
       const Sums sums = sums_of_warps(row, column);
       *(float4*)(to + row * kSize + column) = {sums.values[0], sums.values[1], sums.values[2],
@@ -144,40 +167,71 @@ struct Decode : PagedAttend<Query, Cache, kSize, kRows> {
   }
 
   // Of blocks first_block, where the part begins, to last_block.
-  __device__ void write_all(int first_block, int last_block) const {
-    for (int i = threadIdx.x; i < rows * (kSize / 4); i += kThreads) {
+  __device__ void write_all(const PagedPart& of, int first_block, int last_block) const {
+    constexpr int kAtOnce = 8;  // on their way together: the memory is far away
+    for (int i = threadIdx.x; i < of.rows * (kSize / 4); i += kThreads) {
       const int row = i / (kSize / 4), column = i % (kSize / 4) * 4;
       Sums sums;
-      for (int block = first_block; block <= last_block; ++block) {
-        const float* from = partial_at(2LL * block + (block == first_block));
-        sums.add(from[kRows * kSize + row], from[kRows * kSize + kRows + row],
-                 *(const float4*)(from + row * kSize + column));
+      for (int start = first_block; start <= last_block; start += kAtOnce) {
+        float highest[kAtOnce], weights[kAtOnce];
+        float4 values[kAtOnce];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          const int block = start + k;
+          const float* from = partial_at(2LL * block + (block == first_block));
+          const bool is_there = block <= last_block;
+          highest[k] = is_there ? from[kRows * kSize + row] : minus_infinity();
+          weights[k] = is_there ? from[kRows * kSize + kRows + row] : 0;
+          values[k] = is_there ? *(const float4*)(from + row * kSize + column) : float4{0, 0, 0, 0};
+        }
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          if (start + k <= last_block) sums.add(highest[k], weights[k], values[k]);
+        }
       }
-      write(row, column, sums);
+      write(of, row, column, sums);
     }
   }
 
   // Whether all other blocks of a part have put theirs.
   __device__ bool is_last(int first_block, int last_block) const {
     __shared__ int before;
+    int* counters = call.counters == nullptr ? paged_counters[call.slot] : call.counters;
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) before = atomicAdd(call.plan + first_block, 1);
+    if (threadIdx.x == 0) before = atomicAdd(counters + first_block, 1);
     __syncthreads();
     const bool is_last = before == last_block - first_block;
     if (is_last) {
       __threadfence();
-      if (threadIdx.x == 0) call.plan[first_block] = 0;  // for the next call with this plan
+      if (threadIdx.x == 0) counters[first_block] = 0;  // for the next call with them
     }
     return is_last;
   }
 
-  // By a plan that was made for something else nothing would be right: that is NaN.
-  __device__ bool has_its_plan() const {
+  // What put_sums() put: the result, or a share of it for the block that is the last to be done.
+  __device__ void finish(const PagedPart& of, const Place& at) const {
+    if (at.is_begun_here && at.end <= end) {
+      for (int i = threadIdx.x; i < of.rows * (kSize / 4); i += kThreads) {
+        const int row = i / (kSize / 4), column = i % (kSize / 4) * 4;
+        write(of, row, column, sums_of_warps(row, column));
+      }
+      return;
+    }
+    // The block of a unit is the last one that begins at it or before.
+    const int first_block = (int)quotient((at.begin + kPagedBeginning + 1) * blocks - 1, all);
+    const int last_block = (int)quotient(at.end * blocks - 1, all);
+    put_partial(of, 2LL * blockIdx.x + at.is_begun_here);
+    if (is_last(first_block, last_block)) write_all(of, first_block, last_block);
+  }
+
+  // By a plan that was made for something else nothing would be right: that is NaN. `word`: what a
+  // plan has for this lane.
+  __device__ bool is_of_this(int word) const {
     bool is_same = true;
 #pragma unroll
     for (int i = 0; i < kPagedHead; ++i) {
-      is_same &= call.plan[kPagedCounters + i] == paged_head(call.work, i);
+      is_same &= __shfl_sync(~0u, word, i) == paged_head(call.work, i);
     }
     if (is_same) return true;
     const bool is_packed = call.work.cu_seqlens_q != nullptr;
@@ -191,65 +245,149 @@ struct Decode : PagedAttend<Query, Cache, kSize, kRows> {
     return false;
   }
 
-  // The last with sums[index] <= before. Each lane looks at one of 32 places where it may be.
-  __device__ int sequence_of(const int* sums, int before) const {
+  // A sequence, and how many units come before it, if there were one head of keys.
+  struct Sequence {
+    int index, before;
+  };
+
+  // Of a plan's sums: the last with sums[index] <= unit. Each lane looks at one of 32 places where
+  // it may be.
+  __device__ Sequence planned(int unit) const {
+    const int* sums = call.plan + kPagedSums;
     int low = 0, high = call.work.batch;
     while (high - low > 1) {
       const int step = (high - low + kLanes - 1) / kLanes, mine = low + (lane + 1) * step;
-      const bool is_up_to_it = mine < high && sums[mine] <= before;
+      const bool is_up_to_it = mine < high && sums[mine] <= unit;
       low += __popc(__ballot_sync(~0u, is_up_to_it)) * step;
       high = min(high, low + step);
     }
-    return low;
+    return {low, sums[low]};
+  }
+
+  // Of a sequence that may be there or not.
+  __device__ int length_of(int index) const {
+    return index < call.work.batch ? call.work.seq_lens_kv[index] : 0;
+  }
+  __device__ int units_of(int index, int length) const {
+    if (index >= call.work.batch) return 0;
+    const PagedSpan span(call.work, PagedSequence(call.work, index, length), kRows);
+    return span.cost() * span.row_blocks;
+  }
+
+  // What a plan's last sum would be.
+  __device__ int count_units() const {
+    constexpr int kTimes = kPagedCounted / kLanes;
+    int lengths[kTimes], units = 0;  // all lengths are on their way at once
+#pragma unroll
+    for (int i = 0; i < kTimes; ++i) lengths[i] = length_of(i * kLanes + lane);
+#pragma unroll
+    for (int i = 0; i < kTimes; ++i) {
+      if (i * kLanes < call.work.batch) units += units_of(i * kLanes + lane, lengths[i]);
+    }
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step /= 2) units += __shfl_xor_sync(~0u, units, step);
+    return units;
+  }
+
+  // The same as planned(), of the lengths themselves. There is such a unit.
+  __device__ Sequence counted(int unit) const {
+    int before = 0;
+    for (int start = 0;; start += kLanes) {
+      const int mine = units_of(start + lane, length_of(start + lane));
+      int up_to = mine;  // and with it
+#pragma unroll
+      for (int step = 1; step < kLanes; step *= 2) {
+        const int other = __shfl_up_sync(~0u, up_to, step);
+        if (lane >= step) up_to += other;
+      }
+      const int in_these = __popc(__ballot_sync(~0u, before + up_to <= unit));
+      if (in_these < kLanes) {
+        return {start + in_these, before + __shfl_sync(~0u, up_to - mine, in_these)};
+      }
+      before += __shfl_sync(~0u, up_to, kLanes - 1);
+    }
+  }
+
+  __device__ bool is_counted() const {
+    return call.work.batch <= kPagedCounted;
+  }
+
+  // The part in which unit `at` is, and what of it from there on is this block's; false: nothing.
+  __device__ bool find_part(long long at) {
+    const long long heads = call.heads_kv;
+    const int unit = (int)quotient(at, heads);
+    const Sequence sequence = is_counted() ? counted(unit) : planned(unit);
+    part.index = sequence.index;
+    part.sequence = PagedSequence(call.work, sequence.index);
+    const PagedSpan span(call.work, part.sequence, kRows);
+    const int number = (int)quotient(at - sequence.before * heads, span.cost());
+    place.begin = sequence.before * heads + (long long)number * span.cost();
+    place.end = place.begin + span.cost();
+    const int in_part = (int)(at - place.begin);
+    part.head_kv = number;
+    part.row_start = 0;
+    if (span.row_blocks > 1) {
+      part.head_kv = number / span.row_blocks;
+      part.row_start = number % span.row_blocks * kRows;
+    }
+    part.rows = min(part.sequence.queries * call.work.group - part.row_start, kRows);
+    // Whose share would begin with a part's beginning, or before its first unit, has all of it.
+    place.is_begun_here = in_part <= kPagedBeginning;
+    if (place.is_begun_here && end - place.begin <= kPagedBeginning) return false;
+    first = span.first + (place.is_begun_here ? 0 : in_part - kPagedBeginning);
+    last = span.first + (int)(min(end, place.end) - place.begin) - kPagedBeginning;
+    find_bounds();
+    start_tiles();
+    return true;
+  }
+
+  // Pages of tokens are looked up when the lengths are known: they are on their way before.
+  __device__ void fetch_table() const {
+    const long long line = blockIdx.x + (long long)gridDim.x * threadIdx.x;
+    if (line >= call.table_lines) return;
+    const char* from = (const char*)call.page_table + line * kPagedLine;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
   }
 
   __device__ void run() {
-    // Before the plan is checked, so that its words come at once.
-    const int* sums = call.plan + kPagedSums;
-    const long long heads = call.heads_kv, all = sums[call.work.batch] * heads;
-    if (!has_its_plan()) return;
-    const int blocks = (int)min((long long)gridDim.x, all), block = blockIdx.x;
+    fetch_table();
+    wait_for_inputs();
+    let_next_start();
+    // Read before it is needed, so that it comes with the lengths.
+    const bool has_plan = call.plan != nullptr;
+    const int word = has_plan ? call.plan[kPagedCounters + lane % kPagedHead] : 0;
+    const int units = is_counted() ? count_units() : call.plan[kPagedSums + call.work.batch];
+    if (has_plan && !is_of_this(word)) return;
+    all = (long long)units * call.heads_kv;
+    blocks = (int)min((long long)gridDim.x, all);
+    const int block = blockIdx.x;
     if (block >= blocks) return;
-    const long long begin = block * all / blocks, end = (block + 1LL) * all / blocks;
-    for (long long at = begin; at < end;) {
-      index = sequence_of(sums, (int)(at / heads));
-      sequence = PagedSequence(call.work, index);
-      const PagedSpan span(call.work, sequence);
-      const long long in_sequence = at - sums[index] * heads;
-      const int in_part = (int)(in_sequence % span.cost());
-      const int part = (int)(in_sequence / span.cost());
-      head_kv = part / span.row_blocks;
-      row_start = part % span.row_blocks * kRows;
-      rows = min(sequence.queries * call.work.group - row_start, kRows);
-      const long long part_begin = at - in_part, part_end = part_begin + span.cost();
-      // Whose share would begin with a part's beginning, or before its first unit, has all of it.
-      const bool is_begun_here = in_part <= kPagedBeginning;
-      if (is_begun_here && end - part_begin <= kPagedBeginning) return;
-      const long long stop = min(end, part_end);
-      first = span.first + (is_begun_here ? 0 : in_part - kPagedBeginning);
-      last = span.first + (int)(stop - part_begin) - kPagedBeginning;
-      find_bounds();
-      send_first_tiles();
+    end = quotient((block + 1) * all, blocks);
+    long long at = quotient(block * all, blocks);
+    const int ahead = call.stages - 1, beside_sums = min(ahead, call.stages - kSumStages);
+    PagedPart done;
+    Place done_at{};
+    for (bool is_first = true;; is_first = false) {
+      // As find_part() would say, without looking for the part.
+      const bool is_over = (!is_first && end - at <= kPagedBeginning) || !find_part(at);
+#pragma unroll 1
+      for (int stage = 0;; ++stage) {
+        if (stage == beside_sums) {
+          if (!is_first) finish(done, done_at);
+          if (is_over) return;
+          if (!is_first) __syncthreads();
+        }
+        if (stage == ahead) break;
+        if (!is_over) send_first_tile(stage);
+      }
       load_queries();
       start_rows();
       __syncthreads();
       attend();
       put_sums();
-      if (is_begun_here && part_end <= end) {
-        for (int i = threadIdx.x; i < rows * (kSize / 4); i += kThreads) {
-          const int row = i / (kSize / 4), column = i % (kSize / 4) * 4;
-          write(row, column, sums_of_warps(row, column));
-        }
-      } else {
-        // The block of a unit is the last one that begins at it or before.
-        const int first_block = (int)(((part_begin + kPagedBeginning + 1) * blocks - 1) / all);
-        const int last_block = (int)((part_end * blocks - 1) / all);
-        put_partial(2LL * block + is_begun_here);
-        if (is_last(first_block, last_block)) write_all(first_block, last_block);
-      }
-      if (end - stop <= kPagedBeginning) return;  // as above, without looking for the part
-      __syncthreads();
-      at = stop;
+      done = part;
+      done_at = place;
+      at = min(end, place.end);
     }
   }
 };

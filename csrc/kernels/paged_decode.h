@@ -45,8 +45,10 @@ inline bool has_paged_decode(at::ScalarType query, at::ScalarType cache, int64_t
 }
 
 // Writes `out`, of the query's sizes and contiguous, at a multiple of 8 bytes, and where it is
-// defined `lse`, float32 [B, H, Sq] or [H, tokens]. There are queries, heads and a page.
-void decode_pages(const PagedQueries& queries, const PagedDecode& args, const at::Tensor& plan,
-                  const at::Tensor& out, const at::Tensor& lse);
+// defined `lse`, float32 [B, H, Sq] or [H, tokens]. There are queries, heads and a page. Without a
+// plan it makes one where it needs one: for many sequences, and while a CUDA graph is captured.
+void decode_pages(const PagedQueries& queries, const PagedDecode& args,
+                  const std::optional<at::Tensor>& plan, const at::Tensor& out,
+                  const at::Tensor& lse);
 
 }  // namespace cudnn_ops

@@ -6,7 +6,10 @@ constexpr int kPagedKeys = 16;          // tokens that a warp takes at once
 constexpr int kPagedBeginning = 1;      // units that take as long as beginning and ending a part
 constexpr int kPagedWarps = 4;          // of a block; together they take a unit
 constexpr int kPagedMostBlocks = 1024;  // of a launch
-constexpr int kPagedMostStages = 4;
+// The most sequences whose lengths every block adds up by itself: they need no plan.
+constexpr int kPagedCounted = 128;
+constexpr int kPagedMostStages = 5;
+constexpr int kPagedLine = 128;  // bytes that come from memory together
 // Words of a row in shared memory, besides its query: what it is scaled by, which keys it sees (2),
 // and of each warp the highest score and the sum.
 constexpr int kPagedRowWords = 3 + 2 * kPagedWarps;
@@ -14,7 +17,8 @@ constexpr int kPagedRowWords = 3 + 2 * kPagedWarps;
 // A plan has a counter for each block, what it was made for, and batch + 1 sums: how many units,
 // with those for beginnings, come before each sequence, if there were one head of keys.
 constexpr int kPagedCounters = kPagedMostBlocks;
-constexpr int kPagedHead = 8;  // words
+constexpr int kPagedSlots = 64;  // streams that may have calls without a plan
+constexpr int kPagedHead = 8;    // words
 constexpr int kPagedSums = kPagedCounters + kPagedHead;
 
 // What work there is, in each sequence; the same for the plan and for what is computed by it.
@@ -35,7 +39,9 @@ struct PagedPlanCall {
 // Strides in elements.
 struct PagedDecodeCall {
   PagedWork work;
-  int* plan;  // the counters are zero, and are again at the end
+  const int* plan;  // null: none
+  int* counters;    // of kPagedCounters, which are zero, and are again at the end
+  int slot;         // of the kernel's own counters, where there are no others
   const void *query, *key_cache, *value_cache;
   const int* page_table;
   const float *descale_k, *descale_v;  // null: 1
@@ -47,6 +53,7 @@ struct PagedDecodeCall {
   long long key_page, key_slot, key_head, value_page, value_slot, value_head, table_row;
   long long out_token, lse_batch, lse_token, lse_head;  // the output's heads lie densely
   int heads_kv;
+  int table_lines;                     // of kPagedLine bytes, the page table's first ones
   int page_shift;                      // a page has 2 to the power of it tokens
   int descale_k_step, descale_v_step;  // to the next head of keys
   int stages;                          // of tiles on their way, 2 to kPagedMostStages

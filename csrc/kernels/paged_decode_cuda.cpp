@@ -9,9 +9,16 @@
 #include "paged_plan_images.h"
 
 #include <ATen/cuda/EmptyTensor.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
 #include <array>
+#include <map>
+#include <mutex>
+#include <utility>
 
 namespace cudnn_ops {
 namespace {
@@ -44,16 +51,42 @@ struct WorkTensors {
   }
 };
 
+// Which of a kernel's own counters the calls of the current stream count in, one after the other.
+// None is left for the last of many streams; and a captured call may run beside others, whatever
+// streams they are on.
+std::optional<int> own_counters() {
+  if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
+    return std::nullopt;
+  }
+  // Not its address, which may be another stream's later.
+  unsigned long long stream = 0;
+  C10_CUDA_CHECK(cudaStreamGetId(c10::cuda::getCurrentCUDAStream(), &stream));
+  const std::pair<int, unsigned long long> key{c10::cuda::current_device(), stream};
+  static std::mutex mutex;
+  static std::map<std::pair<int, unsigned long long>, int> slots;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto known = slots.find(key);
+  if (known != slots.end()) return known->second;
+  const auto count = static_cast<int>(slots.size());
+  if (count == kPagedSlots) return std::nullopt;
+  slots.emplace(key, count);
+  return count;
+}
+
 // By rows, of a type of query and of cache.
 using Kernels = std::array<DeviceKernel, 6>;
 
-#define CUDNN_OPS_PAGED_DECODES(images, name)                                                \
-  Kernels {                                                                                  \
-    {                                                                                        \
-      {images, "paged_decode_" name "_64_8"}, {images, "paged_decode_" name "_64_16"},       \
-          {images, "paged_decode_" name "_64_32"}, {images, "paged_decode_" name "_128_8"},  \
-          {images, "paged_decode_" name "_128_16"}, {images, "paged_decode_" name "_128_32"} \
-    }                                                                                        \
+// Each waits by itself for what the kernels before it write.
+#define CUDNN_OPS_PAGED_DECODE(images, name) {images, "paged_decode_" name, true}
+#define CUDNN_OPS_PAGED_DECODES(images, name)                                                      \
+  Kernels {                                                                                        \
+    {                                                                                              \
+      CUDNN_OPS_PAGED_DECODE(images, name "_64_8"), CUDNN_OPS_PAGED_DECODE(images, name "_64_16"), \
+          CUDNN_OPS_PAGED_DECODE(images, name "_64_32"),                                           \
+          CUDNN_OPS_PAGED_DECODE(images, name "_128_8"),                                           \
+          CUDNN_OPS_PAGED_DECODE(images, name "_128_16"),                                          \
+          CUDNN_OPS_PAGED_DECODE(images, name "_128_32")                                           \
+    }                                                                                              \
   }
 
 const DeviceKernel& kernel_of(at::ScalarType query, at::ScalarType cache, int64_t size, int rows) {
@@ -66,6 +99,7 @@ const DeviceKernel& kernel_of(at::ScalarType query, at::ScalarType cache, int64_
   return all.at(static_cast<size_t>((size == 128 ? 3 : 0) + rows / 16));
 }
 #undef CUDNN_OPS_PAGED_DECODES
+#undef CUDNN_OPS_PAGED_DECODE
 
 // Blocks that are on a multiprocessor at once, as far as registers go: as the kernels declare.
 int64_t blocks_per_processor(int64_t size, int rows) {
@@ -154,11 +188,22 @@ at::Tensor make_paged_plan(const PagedQueries& queries) {
   return plan;
 }
 
-void decode_pages(const PagedQueries& queries, const PagedDecode& args, const at::Tensor& plan,
-                  const at::Tensor& out, const at::Tensor& lse) {
+void decode_pages(const PagedQueries& queries, const PagedDecode& args,
+                  const std::optional<at::Tensor>& given, const at::Tensor& out,
+                  const at::Tensor& lse) {
   const WorkTensors tensors(queries);
+  PagedDecodeCall call{};
+  call.work = tensors.work;
+  std::optional<at::Tensor> plan = given;
+  std::optional<int> slot;
+  if (!plan && tensors.work.batch <= kPagedCounted) slot = own_counters();
+  if (!plan && !slot) plan = make_paged_plan(queries);
+  call.slot = slot.value_or(0);
+  call.counters = plan ? plan->mutable_data_ptr<int>() : nullptr;
+  call.plan = call.counters;
   const int64_t size = args.query.size(-1);
   const int rows = rows_of(queries);
+  constexpr int64_t kMostLines = 1 << 12;  // to be fetched early: of few sequences
   const DeviceLimits limits = current_limits();
   const Shared shared = shared_of(size, args.key_cache.element_size(), rows, limits);
   const int64_t blocks = std::min<int64_t>(kPagedMostBlocks, limits.processors * shared.blocks);
@@ -168,12 +213,12 @@ void decode_pages(const PagedQueries& queries, const PagedDecode& args, const at
       args.sinks ? std::optional(args.sinks->to(at::kFloat).contiguous()) : std::nullopt;
   const at::Tensor partials = at::detail::empty_cuda({2 * blocks, rows * (size + 2)}, at::kFloat,
                                                      args.query.device(), std::nullopt);
-  PagedDecodeCall call{};
-  call.work = tensors.work;
-  call.plan = plan.mutable_data_ptr<int>();
   point_to(call, args, out, lse);
   call.page_table = table.const_data_ptr<int>();
   call.table_row = table.stride(0);
+  const int64_t table_bytes =
+      ((table.size(0) - 1) * table.stride(0) + table.size(1)) * static_cast<int64_t>(sizeof(int));
+  call.table_lines = static_cast<int>(std::min<int64_t>(table_bytes / kPagedLine, kMostLines));
   call.descale_k = data_of(args.descale_k);
   call.descale_v = data_of(args.descale_v);
   call.descale_k_step = step_of(args.descale_k);

@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     const int index = start + threadIdx.x;
     int sum = 0;
     if (index < call.work.batch) {
-      const PagedSpan span(call.work, PagedSequence(call.work, index));
+      const PagedSpan span(call.work, PagedSequence(call.work, index), call.work.rows);
       sum = span.cost() * span.row_blocks;
     }
     for (int step = 1; step < kLanes; step *= 2) {

@@ -11,15 +11,24 @@ __device__ int paged_head(const PagedWork& work, int word) {
   return words[word];
 }
 
+// Whether every query sees every key: then there is less to compute, on the way to the first keys.
+__device__ bool sees_all(const PagedWork& work) {
+  return work.left < 0 && work.right < 0;
+}
+
 struct PagedSequence {
   int keys, queries, first_query;
   int shift;  // query i's own key is i + shift
 
-  __device__ PagedSequence(const PagedWork& work, int index) {
+  PagedSequence() = default;
+  __device__ PagedSequence(const PagedWork& work, int index)
+      : PagedSequence(work, index, work.seq_lens_kv[index]) {
+  }
+  __device__ PagedSequence(const PagedWork& work, int index, int length) {
     first_query = work.cu_seqlens_q == nullptr ? 0 : work.cu_seqlens_q[index];
     queries =
         work.cu_seqlens_q == nullptr ? work.queries : work.cu_seqlens_q[index + 1] - first_query;
-    keys = max(work.seq_lens_kv[index], 0);
+    keys = max(length, 0);
     shift = work.bottom_right ? keys - queries : 0;
   }
   // The first key that a query sees, and the first behind those.
@@ -31,17 +40,34 @@ struct PagedSequence {
   }
 };
 
+// A sequence's queries with the heads of one group, or as many of them as a block takes at once.
+struct PagedPart {
+  int index, head_kv, row_start, rows;
+  PagedSequence sequence;
+
+  __device__ int query_of(const PagedWork& work, int row) const {
+    return (row_start + row) / work.group;
+  }
+  __device__ int head_of(const PagedWork& work, int row) const {
+    return head_kv * work.group + (row_start + row) % work.group;
+  }
+};
+
 // What all queries of a sequence see, in units; at least one, in which is written what belongs to
 // queries without keys.
 struct PagedSpan {
-  int first, units;  // of each block of rows, a part of the work
+  int first, units;  // of each block of `rows`, a part of the work
   int row_blocks;
 
-  __device__ PagedSpan(const PagedWork& work, const PagedSequence& sequence) {
-    const int last = max(sequence.queries - 1, 0);
-    first = sequence.begin(work, 0) / kPagedUnit;
-    units = max((sequence.end(work, last) + kPagedUnit - 1) / kPagedUnit - first, 1);
-    row_blocks = (sequence.queries * work.group + work.rows - 1) / work.rows;
+  __device__ PagedSpan(const PagedWork& work, const PagedSequence& sequence, int rows) {
+    int end = sequence.keys;
+    first = 0;
+    if (!sees_all(work)) {
+      first = sequence.begin(work, 0) / kPagedUnit;
+      end = sequence.end(work, max(sequence.queries - 1, 0));
+    }
+    units = max((end + kPagedUnit - 1) / kPagedUnit - first, 1);
+    row_blocks = (sequence.queries * work.group + rows - 1) / rows;
   }
   // Of a part: short ones are no better than a share of long ones.
   __device__ int cost() const {

@@ -113,9 +113,10 @@ def paged_attention(
         descale_k: of keys of ``float8_e4m3fn``: float32, one number or [heads_kv], what they are
             multiplied with. None stands for 1.
         descale_v: likewise of values.
-        plan: what :func:`paged_plan` returned for these lengths and options. None makes one, by a
-            kernel more; where cuDNN computes, it has no effect. One that was made for other options
-            makes the output NaN.
+        plan: what :func:`paged_plan` returned for these lengths and options; where cuDNN computes,
+            it has no effect. Up to 128 sequences need none outside of CUDA graphs; for more, and
+            while a graph is captured, None makes one, by a kernel more. One that was made for other
+            options makes the output NaN.
         out: a contiguous tensor for the output; None allocates one.
 
     Returns:

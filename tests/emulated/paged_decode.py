@@ -19,6 +19,8 @@ NAMES = {
 }
 #: Words of a plan: counters, what it was made for, and the sums.
 COUNTERS, HEAD = 1024, 8
+#: The most sequences that need no plan, and for how many streams there are counters then.
+COUNTED, SLOTS = 128, 64
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -130,9 +132,13 @@ def attend(
     rows: int = 0,
     seed: int = 0,
     plan: Tensor | None = None,
+    is_planned: bool = False,
     macros: tuple[str, ...] = (),
 ) -> tuple[Tensor, Tensor]:
-    """The output and the log-sum-exp; ``rows`` of a block are 8, 16 or 32, 0: as many as needed."""
+    """The output and the log-sum-exp; ``rows`` of a block are 8, 16 or 32, 0: as many as needed.
+
+    Few sequences have a plan where one is given, or with ``is_planned``; many have one always.
+    """
     name, source = NAMES[query.dtype]
     cache_name, cache_source = NAMES[key_cache.dtype]
     size, heads = query.shape[-1], query.shape[-2]
@@ -145,7 +151,7 @@ def attend(
     offsets = cu_seqlens_q.int().contiguous() if cu_seqlens_q is not None else None
     window = (window_size[0], 0 if is_causal else window_size[1])
     whose = (seq_lens_kv, offsets, queries, group, window, bottom_right)
-    if plan is None:
+    if plan is None and (is_planned or batch > COUNTED):
         plan = make_plan(folder, *whose, rows)
     work = _work(*whose, rows)
     out = torch.full_like(query, torch.nan).contiguous()
@@ -158,6 +164,8 @@ def attend(
     values: dict[str, Any] = {
         "work": work,
         "plan": _address(plan),
+        "counters": _address(plan),
+        "slot": 3,
         "query": _address(query),
         "key_cache": _address(key_cache),
         "value_cache": _address(value_cache),
@@ -171,6 +179,7 @@ def attend(
         "table_row": page_table.stride(0),
         "out_token": heads * size,
         "heads_kv": heads_kv,
+        "table_lines": page_table.untyped_storage().nbytes() // 128,
         "page_shift": key_cache.shape[slot_dim].bit_length() - 1,
         "descale_k_step": _step(descale_k),
         "descale_v_step": _step(descale_v),
@@ -199,5 +208,7 @@ def attend(
     shared = rows * size * 2 + rows * 4 * 11 + 4 * stages * bytes_of_tile
     kernel = f"paged_decode_{name}_{cache_name}_{size}_{rows}"
     launch(library, kernel, call, (blocks, 1), 128, shared, seed)
-    assert not plan[:COUNTERS].any()
+    own = (ctypes.c_int * (SLOTS * COUNTERS)).in_dll(library, "paged_counters")
+    counters = torch.frombuffer(own, dtype=torch.int32) if plan is None else plan[:COUNTERS]
+    assert not counters.any()
     return out, lse

@@ -47,14 +47,12 @@ void decode_by_kernel(const Paged& args, const at::Tensor& out, const at::Tensor
       query.size(-1), " and ", value_cache.size(-1), ": keep such caches in bfloat16");
   // Tokens behind the last offset belong to no sequence.
   if (args.is_packed()) fill_with_nothing(out, lse, args.sinks);
-  const PagedQueries queries = queries_of(args);
-  const at::Tensor plan = args.plan ? *args.plan : make_paged_plan(queries);
   const double scale = args.scale.value_or(1 / std::sqrt(static_cast<double>(query.size(-1))));
   decode_pages(
-      queries,
+      queries_of(args),
       {query, args.key_cache, value_cache, args.page_table, args.descale_k, args.descale_v,
        args.sinks, args.head_major, static_cast<float>(scale), static_cast<float>(args.softcap)},
-      plan, out, lse);
+      args.plan, out, lse);
 }
 
 }  // namespace cudnn_ops
