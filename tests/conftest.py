@@ -106,6 +106,14 @@ def fresh_cache():
     cudnn_ops.cache_clear()
 
 
+@pytest.fixture
+def without_our_decoding():
+    """Plans of cuDNN decode over pages of 16 bits, where our kernel is faster too."""
+    torch.ops.cudnn_ops._paged_use_kernel(1)
+    yield
+    torch.ops.cudnn_ops._paged_use_kernel(0)
+
+
 @pytest.fixture(params=[False, True], ids=["one by one", "overlapped"])
 def overlap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """How engines make their steps that are not told: one by one, and overlapped."""

@@ -113,16 +113,11 @@ def test_results(case, device, poisoned):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"])
-@pytest.mark.parametrize("case", [case for case in CASES if max(case.lengths) > 1], ids=str)
-def test_several_queries_by_plans_of_cudnn(case, device, poisoned):
-    """Of few queries a kernel of ours runs."""
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_by_plans_of_cudnn(case, device, poisoned, without_our_decoding):
+    """Of few queries, and of one query of few sequences, a kernel of ours runs."""
     t = cases.make(case, torch.bfloat16, device, seed=1)
-    _ops._paged_use_kernel(1)
-    try:
-        out, lse = run(case, t)
-    finally:
-        _ops._paged_use_kernel(0)
-    cases.check(case, t, out, lse)
+    cases.check(case, t, *run(case, t))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -368,7 +363,7 @@ def test_replay_with_other_lengths_and_tables(case, fresh_cache):
 
 
 @pytest.mark.gpu
-def test_one_plan_serves_every_length_and_smaller_batch(fresh_cache):
+def test_one_plan_serves_every_length_and_smaller_batch(fresh_cache, without_our_decoding):
     built = []
     for batch in (13, 16, 14, 15):
         for longest in (1, 400, 70):

@@ -122,7 +122,7 @@ def differing_calls(make: Callable[[int], Call], calls: int = CALLS) -> list[int
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
-def test_threads_share_a_plan(name, fresh_cache):
+def test_threads_share_a_plan(name, fresh_cache, without_our_decoding):
     with cudnn_ops.using_plan_policy("exact"), deterministic(), torch.no_grad():
         assert differing_calls(CASES[name]) == [0] * THREADS
 

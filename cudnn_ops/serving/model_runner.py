@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cudnn_ops.ops.paged import paged_attention
-from cudnn_ops.ops.paged_plan import paged_plan
+from cudnn_ops.ops.paged_plan import paged_plan, paged_uses_plan
 from cudnn_ops.serving.batch import Batch
 from cudnn_ops.serving.choosing import Chooser, Chosen, greatest
 from cudnn_ops.serving.inputs import Inputs, Packed, pack
@@ -321,7 +321,9 @@ class ModelRunner:
             caches = cache.key_cache(layer), cache.value_cache(layer)
             each = query.unflatten(0, (batch, queries)) if queries else query
             options |= masking | cache.descales(layer)
-            if caches[0].dtype == torch.float8_e4m3fn or queries > 1:
+            if caches[0].dtype == torch.float8_e4m3fn or (
+                queries and paged_uses_plan(each, *caches, table, lengths, cache.kv_layout)
+            ):
                 window = tuple(options.get("window_size", (-1, -1)))
                 kind = (query.shape[1], window)
                 if kind not in plans:

@@ -58,25 +58,29 @@ def test_what_has_no_band_needs_one_plan():
 
 
 @pytest.mark.parametrize(
-    ("queries", "size", "packed", "ours"),
+    ("sequences", "queries", "size", "packed", "ours"),
     [
-        *((1, 64, False, False), (2, 64, False, True), (16, 128, False, True)),
-        *((17, 64, False, False), (4, 32, False, False)),
-        *((1, 64, True, False), (16, 64, True, True), (17, 64, True, False)),
+        *((5, 1, 64, False, True), (5, 2, 64, False, True), (5, 16, 128, False, True)),
+        *((5, 17, 64, False, False), (5, 4, 32, False, False), (5, 1, 32, False, False)),
+        *((5, 1, 64, True, True), (5, 16, 64, True, True), (5, 17, 64, True, False)),
+        *((200, 1, 64, False, False), (200, 1, 64, True, False), (200, 2, 64, False, True)),
     ],
 )
-def test_few_queries_are_ours(queries, size, packed, ours):
-    """Up to 32 rows, with the two heads of a group, of head sizes that there are kernels for."""
+def test_few_queries_are_ours(sequences, queries, size, packed, ours):
+    """Up to 32 rows, with the two heads of a group, of head sizes that there are kernels for.
+
+    A single query is, of few sequences.
+    """
     cache = ((100, 16, 2, size), torch.bfloat16)
-    shape, options = (5, queries, 4, size), dict(CAUSAL)
+    shape, options = (sequences, queries, 4, size), dict(CAUSAL)
     if packed:
-        shape = (5 * queries, 4, size)
+        shape = (sequences * queries, 4, size)
         options |= {"cu_seqlens_q": True, "max_seqlen_q": queries}
     answer = explain(
         "paged_attention",
         (shape, torch.bfloat16),
         *(cache, cache),
-        page_table=(5, 20),
+        page_table=(sequences, 20),
         device="h200",
         **options,
     )

@@ -9,16 +9,22 @@ namespace {
 
 std::atomic<PagedUse> paged_use = PagedUse::kMeasured;
 
-// Several queries of each sequence, as many as the kernel takes at once with the heads of a group.
-// For them it was measured to be faster than cuDNN's kernel with its copies, which leaves
-// multiprocessors idle: 4 and 8 queries of 64 sequences took 0.97 and 0.87 of the time, with the
-// plan that is made for them (H200, benchmarks/bench_paged_decode.py), and half the host's. For one
-// query it took 0.9 to 1.2 of it.
+// The most sequences of one query each that our kernel decodes; 0: none. Set by what
+// benchmarks/bench_paged_decode.py measures: cuDNN's kernel leaves more multiprocessors idle the
+// fewer there are.
+constexpr int64_t kMostSequencesOfOneQuery = 16;
+
+// As many rows, queries times the heads of a group, as the kernel takes at once. It was measured to
+// be faster than cuDNN's with its copies for several queries of each sequence: 4 and 8 of 64
+// sequences took 0.97 and 0.87 of the time (H200, benchmarks/bench_paged_decode.py), and half the
+// host's.
 bool is_faster(const Paged& args) {
   constexpr int64_t kMostRows = 32;
   const int64_t heads = args.query.size(-2), heads_kv = args.key_cache.size(args.head_dim());
   const int64_t queries = args.is_packed() ? args.max_seqlen_q.expect_int() : args.query.size(1);
-  return queries > 1 && heads_kv > 0 && queries * (heads / heads_kv) <= kMostRows;
+  if (heads_kv == 0 || queries * (heads / heads_kv) > kMostRows) return false;
+  const bool is_one_of_few = queries == 1 && args.page_table.size(0) <= kMostSequencesOfOneQuery;
+  return queries > 1 || is_one_of_few;
 }
 
 }  // namespace
