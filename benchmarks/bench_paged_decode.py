@@ -3,8 +3,8 @@
 bf16, one query a sequence or a few, pages of 16 tokens in random order; lengths alike or drawn from
 64 to 4096, in random order or the longest first. `kernel` is the package's own kernel, and `float8`
 that kernel over caches of 8 bits, of half as many bytes; both with a plan that is made before, once
-for all layers of a step: what it takes is a case of its own. `cudnn_ops` makes one in each call of
-several queries; of one query it is cuDNN, as `cudnn` is of several.
+for all layers of a step: what it takes is a case of its own. `cudnn_ops` is a call without one, by
+that kernel or by cuDNN, as the operator chooses; `cudnn` is by cuDNN.
 All keys and values are numbers of 8 bits, so that all results are alike. Peers read the same keys
 and values from a contiguous cache: torch's flash backend, for sequences that are all as long; and a
 copy on the device, whose bytes are those that it reads and those that it writes. FlashInfer over
@@ -169,11 +169,10 @@ def around(name: str) -> Iterator[None]:
 def attentions(shape: Shape, p: Problem) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     is_causal = shape.queries > 1
     options: dict[str, Any] = {"is_causal": True} if is_causal else {}
-    attend = torch.ops.cudnn_ops.paged_attention
+    attend = cudnn_ops.paged_attention
     yield OURS, partial(attend, *p, **options)
     yield KERNEL, partial(attend, *p, **options, plan=p.plan(is_causal))
-    if shape.queries > 1:
-        yield CUDNN, partial(attend, *p, **options)
+    yield CUDNN, partial(attend, *p, **options)
     float8 = p.in_float8()
     yield FLOAT8, partial(attend, *float8, **options, plan=float8.plan(is_causal))
     if shape.has_contiguous_peer:

@@ -163,7 +163,7 @@ def test_bench_paged_decode_rows_make_its_table(monkeypatch: pytest.MonkeyPatch)
     rows = Rows(ENV)
     bench.run(rows, rounds=1)
     header, *lines = tables.paged_decode(rows.rows)
-    names = ("cudnn_ops", "kernel", "float8", "torch_flash", "copy", "cudnn")
+    names = ("cudnn_ops", "kernel", "cudnn", "float8", "torch_flash", "copy")
     assert header[2:-2] == [f"{name} TB/s" for name in names]
     assert [line[0] for line in lines] == [
         "2, 4, 2, 16 100",
@@ -174,7 +174,7 @@ def test_bench_paged_decode_rows_make_its_table(monkeypatch: pytest.MonkeyPatch)
     ]
     assert [line[1] for line in lines] == ["2.00"] * 5
     assert [line[-2:] for line in lines] == [["1.00", "2.00"]] * 5
-    assert lines[1][5] == ""
+    assert lines[1][6] == ""
     found = harness.pivot(rows.rows, "tb_per_s")["2,4,2,16 100"]
     assert found["cudnn_ops"] == pytest.approx(2 * 2 * 100 * 2 * 16 * 2 / 2e-3 / 1e12)
     assert found["float8"] == pytest.approx(found["kernel"] / 2)
