@@ -385,8 +385,10 @@ def convolutions() -> Iterator[Sample]:
 def depthwise_images() -> Iterator[Sample]:
     """Our kernels for every step, whether or not they are the faster ones."""
 
-    def run(dtype: torch.dtype, channels: int, kernel: int, stride: int, depth: int) -> None:
-        shape = (3, channels, depth, 10, 11) if depth else (3, channels, 10, 11)
+    def run(
+        dtype: torch.dtype, channels: int, kernel: int, stride: int, depth: int, size: int = 11
+    ) -> None:
+        shape = (3, channels, *[depth] * (depth > 0), size - 1, size)
         format = torch.channels_last_3d if depth else torch.channels_last
         x = _tensor(*shape, dtype=dtype).to(memory_format=format).requires_grad_()
         taps = [kernel] * (len(shape) - 2)
@@ -410,6 +412,12 @@ def depthwise_images() -> Iterator[Sample]:
                 call = partial(run, dtype, 70, kernel, stride, 0)
                 step = f"rolling_{kernel}" if stride == 1 else f"forward_{kernel}_{stride}"
                 yield f"depthwise_conv_{step}, {name}", call
+        for kernel, stride, columns in itertools.product((3, 5, 7), (1, 2), (7, 14)):
+            call = partial(run, dtype, 72, kernel, stride, 0, stride * columns)
+            yield f"depthwise_conv_whole_{kernel}_{stride}_{columns}, {name}", call
+        for kernel in (5, 7):
+            call = partial(run, dtype, 72, kernel, 1, 0, 28)
+            yield f"depthwise_conv_parts_{kernel}, {name}", call
         if dtype.itemsize == 2:
             yield f"depthwise_conv_rolling_3_wide, {name}", partial(run, dtype, 72, 3, 1, 0)
         for kind, channels in (("pairs", 66), ("singles", 5)):

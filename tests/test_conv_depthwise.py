@@ -65,7 +65,8 @@ def image(
 
 #: Of three, five and seven taps, which have kernels of their own, with strides of 1 and 2: whole
 #: tiles and those that end early, images smaller than a kernel, far and no padding, channels that
-#: fill blocks and that do not, more images than a block has turns. Then all else.
+#: fill blocks and that do not, more images than a block has turns. Then images that blocks have
+#: whole, and parts of larger ones, and all else.
 IMAGES = {
     **{
         f"{kernel} taps, stride {stride}": image(2, 64, (14, 21), kernel, stride)
@@ -93,6 +94,19 @@ IMAGES = {
     "two channels": image(2, 2, (13, 9), 3),
     "many channels": image(1, 2050, (5, 5), 3),
     "many images": image(700, 2, (8, 8), 3, 2),
+    **{
+        f"whole, {kernel} taps, stride {stride}, {columns} outputs": image(
+            5, 136, (stride * columns, stride * columns), kernel, stride
+        )
+        for kernel in (3, 5, 7)
+        for stride in (1, 2)
+        for columns in (7, 14)
+    },
+    "whole, flat, far padding above": image(9, 8, (2, 14), 7, 1, (9, 3)),
+    "whole, high": image(2, 24, (60, 7), 5),
+    **{f"parts, {kernel} taps": image(2, 72, (31, 28), kernel) for kernel in (5, 7)},
+    "parts, not full": image(1, 8, (9, 25), 7),
+    "parts, more padding than the kernel reaches": image(1, 136, (3, 16), 7, 1, (9, 9)),
     "one image": image(1, 96, (56, 56), 7),
     "large": image(4, 96, (112, 112), 3, 2),
     "odd channels": image(2, 33, (12, 19), 3),
@@ -204,7 +218,7 @@ def test_our_kernels_run_where_they_are_asked_for():
             cases.run(case, t).backward(t.grad_out)
             torch.cuda.synchronize()
         ran = " ".join(event.key for event in profiled.key_averages())
-        kernels = ("rolling_7", "weight_7_1")
+        kernels = ("whole_7_1_14", "whole_weight_7_1_14")
         assert all((f"depthwise_conv_{name}" in ran) == (use == ALWAYS) for name in kernels)
 
 

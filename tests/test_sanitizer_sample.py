@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,13 @@ def depthwise_kernels() -> set[str]:
     any_size = {
         f"{step}_{kind}" for step in ("forward", "input", "weight") for kind in ("pairs", "singles")
     }
-    names = sized | any_size | {"rolling_3_wide", "add_up"}
+    whole = {
+        f"{kind}_{size}_{stride}_{columns}"
+        for kind in ("whole", "whole_weight")
+        for size, stride, columns in product((3, 5, 7), (1, 2), (7, 14))
+    }
+    parts = {f"{kind}_{size}" for kind in ("parts", "weight_parts") for size in (5, 7)}
+    names = sized | any_size | whole | parts | {"rolling_3_wide", "add_up"}
     return {f"depthwise_conv_{name}" for name in names}
 
 

@@ -14,6 +14,11 @@ constexpr int kMostPieces = 32;
 constexpr int kTileRows = 2, kTileColumns = 7;
 // Threads of a block, at most, where they go down the rows of a stretch of outputs.
 constexpr int kRollingThreads = 128;
+// Where a block has whole images: its threads, at most, and blocks of a multiprocessor; rows of
+// outputs of a thread, at most, and pixels of a row beyond which there is one.
+constexpr int kWholeThreads = 256, kWholeBlocks = 2, kWholeRows = 2, kMostWhole = 14;
+// Outputs of a row that a block has where it has parts of images.
+constexpr int kPartColumns = 14;
 // Numbers of the input's gradient that a thread has with a stride of 2.
 constexpr int kStridedRows = 2, kStridedColumns = 8;
 // The same for kernels of any size: outputs of a thread, taps of the weight whose gradients it
@@ -34,9 +39,11 @@ struct DepthwiseConvShape {
   int padding[3];  // zeros before the input; may be negative
   // How the work is spread over blocks:
   int pieces, strips;  // pieces of the channels that a block has; blocks that have all
-  int turns;           // sets of tiles that a block has, one after another
+  int turns;           // sets of tiles that a block has, one after another; or whole images, or of
+                       // their parts rows of outputs
   int tiles[2];        // of an image: down and across
-  int stretch;         // rows of outputs of a tile, where threads go down them
+  int stretch;         // rows of outputs of a thread at a time, where it goes down them
+  int spread;          // pieces behind each row of whole images, which spread rows over banks
 };
 
 struct DepthwiseConvCall {

@@ -13,6 +13,7 @@
 #include "depthwise_conv_weight_float_images.h"
 #include "depthwise_conv_weight_half_images.h"
 #include "kernels/depthwise_conv_call.h"
+#include "kernels/depthwise_conv_whole.h"
 #include "kernels/device_kernel.h"
 
 #include <ATen/cuda/EmptyTensor.h>
@@ -50,16 +51,19 @@ struct TypeKernels {
   {CUDNN_OPS_SIZES(images, name, "_1"), CUDNN_OPS_SIZES(images, name, "_2")}
 #define CUDNN_OPS_WIDTHS(images, name) \
   {CUDNN_OPS_KERNEL(images, name "_singles"), CUDNN_OPS_KERNEL(images, name "_pairs")}
-#define CUDNN_OPS_KERNELS(Type)                                             \
-  {CUDNN_OPS_SIZES(kDepthwiseConvRolling##Type##Images, "rolling", ""),     \
-   CUDNN_OPS_SIZES(kDepthwiseConvForward##Type##Images, "forward", "_2"),   \
-   CUDNN_OPS_STRIDES(kDepthwiseConvWeight##Type##Images, "weight"),         \
-   CUDNN_OPS_KERNEL(kDepthwiseConvRolling##Type##Images, "rolling_3_wide"), \
-   CUDNN_OPS_SIZES(kDepthwiseConvInput##Type##Images, "input", ""),         \
-   CUDNN_OPS_WIDTHS(kDepthwiseConvForward##Type##Images, "forward"),        \
-   CUDNN_OPS_WIDTHS(kDepthwiseConvWeight##Type##Images, "weight"),          \
-   CUDNN_OPS_WIDTHS(kDepthwiseConvInput##Type##Images, "input"),            \
-   CUDNN_OPS_KERNEL(kDepthwiseConvWeight##Type##Images, "add_up")}
+#define CUDNN_OPS_KERNELS(Type)                                                          \
+  {                                                                                      \
+    CUDNN_OPS_SIZES(kDepthwiseConvRolling##Type##Images, "rolling", ""),                 \
+        CUDNN_OPS_SIZES(kDepthwiseConvForward##Type##Images, "forward", "_2"),           \
+        CUDNN_OPS_STRIDES(kDepthwiseConvWeight##Type##Images, "weight"),                 \
+        CUDNN_OPS_KERNEL(kDepthwiseConvRolling##Type##Images, "rolling_3_wide"),         \
+        CUDNN_OPS_SIZES(kDepthwiseConvInput##Type##Images, "input", ""),                 \
+        CUDNN_OPS_WIDTHS(kDepthwiseConvForward##Type##Images, "forward"),                \
+        CUDNN_OPS_WIDTHS(kDepthwiseConvWeight##Type##Images, "weight"),                  \
+        CUDNN_OPS_WIDTHS(kDepthwiseConvInput##Type##Images, "input"), {                  \
+      kDepthwiseConvWeight##Type##Images, "depthwise_conv_add_up", /*starts_early=*/true \
+    }                                                                                    \
+  }
 
 const TypeKernels& kernels_of(at::ScalarType dtype) {
   static const TypeKernels all[3] = {CUDNN_OPS_KERNELS(Half), CUDNN_OPS_KERNELS(BFloat16),
@@ -228,6 +232,7 @@ void launch_forward(DepthwiseConvCall& call, at::ScalarType dtype) {
                   static_cast<int>(std::min(shape.taps[2], kStaged) *
                                    (width * tiling.pieces + kSpread) * kFloatBytes));
   }
+  if (launch_whole(call, dtype)) return;
   if (shape.stride[1] == 1) {
     const bool is_wide = can_be_wide(call, dtype);
     const int64_t of_thread = is_wide ? kWide : kPair;
@@ -241,19 +246,12 @@ void launch_forward(DepthwiseConvCall& call, at::ScalarType dtype) {
   launch(kernels.forward[size], call, tiling, taps_bytes(shape));
 }
 
-// The sets of tiles are spread over as many blocks as run at the same time, each of which leaves
-// one row of sums.
-void launch_weight(DepthwiseConvWeightCall& call, const DeviceKernel& kernel, const Tiling& tiling,
-                   int64_t groups_of_taps, int taps_at_once, int64_t width,
-                   const at::Tensor& grad_weight, const DeviceKernel& add_up) {
-  auto& shape = call.shape;
-  const int64_t all = grad_weight.numel() + (call.grad_bias != nullptr ? shape.channels : 0);
-  const int shared_bytes = tiling.threads() * taps_at_once * static_cast<int>(width) * kFloatBytes;
-  const int64_t resident = kernel.resident_blocks(tiling.threads(), shared_bytes);
-  const int64_t wanted =
-      std::clamp<int64_t>(resident / (tiling.strips * groups_of_taps), 1, tiling.sets);
-  const int64_t blocks = tiling.spread(shape, divide_up(tiling.sets, wanted));
-  call.partials = static_cast<unsigned>(blocks / tiling.strips);
+// The gradients by a launch whose blocks leave `call.partials` rows of sums.
+void launch_sums(DepthwiseConvWeightCall& call, const DeviceKernel& kernel, int64_t blocks,
+                 int64_t groups_of_taps, int threads, int shared_bytes,
+                 const at::Tensor& grad_weight, const DeviceKernel& add_up) {
+  const int64_t all =
+      grad_weight.numel() + (call.grad_bias != nullptr ? int64_t{call.shape.channels} : 0);
   at::Tensor partial;
   if (call.partials > 1) {
     partial = at::detail::empty_cuda({int64_t{call.partials} * all}, at::kFloat,
@@ -261,9 +259,23 @@ void launch_weight(DepthwiseConvWeightCall& call, const DeviceKernel& kernel, co
     call.partial = static_cast<float*>(partial.mutable_data_ptr());
   }
   void* argument = &call;
-  kernel.launch(blocks, static_cast<int>(groups_of_taps), tiling.threads(), &argument,
-                shared_bytes);
+  kernel.launch(blocks, static_cast<int>(groups_of_taps), threads, &argument, shared_bytes);
   if (call.partials > 1) add_up.launch(divide_up(all, kStrip), 1, 1024, &argument);
+}
+
+// The sets of tiles are spread over as many blocks as run at the same time, each of which leaves
+// one row of sums.
+void launch_weight(DepthwiseConvWeightCall& call, const DeviceKernel& kernel, const Tiling& tiling,
+                   int64_t groups_of_taps, int taps_at_once, int64_t width,
+                   const at::Tensor& grad_weight, const DeviceKernel& add_up) {
+  const int shared_bytes = tiling.threads() * taps_at_once * static_cast<int>(width) * kFloatBytes;
+  const int64_t resident = kernel.resident_blocks(tiling.threads(), shared_bytes);
+  const int64_t wanted =
+      std::clamp<int64_t>(resident / (tiling.strips * groups_of_taps), 1, tiling.sets);
+  const int64_t blocks = tiling.spread(call.shape, divide_up(tiling.sets, wanted));
+  call.partials = static_cast<unsigned>(blocks / tiling.strips);
+  launch_sums(call, kernel, blocks, groups_of_taps, tiling.threads(), shared_bytes, grad_weight,
+              add_up);
 }
 
 }  // namespace
@@ -338,6 +350,10 @@ void depthwise_conv_weight(const at::Tensor& input, const at::Tensor& grad_out,
     const int64_t groups = int64_t{shape.taps[0]} * shape.taps[1] * divide_up(shape.taps[2], kTaps);
     return launch_weight(call, kernels.weight_any[width - 1], {shape, width, kThreads, tiles},
                          groups, kTaps, width, grad_weight, kernels.add_up);
+  }
+  if (const auto whole = spread_whole_weight(call, input.scalar_type())) {
+    return launch_sums(call, *whole->kernel, whole->blocks, /*groups_of_taps=*/1, whole->threads,
+                       whole->shared_bytes, grad_weight, kernels.add_up);
   }
   const int64_t tiles = tiles_of(shape, divide_up(shape.out_size[1], kTileRows),
                                  divide_up(shape.out_size[2], kTileColumns));

@@ -3,25 +3,11 @@
 // blocks, all in a fixed order. Compiled when the package is built (cmake/compile_kernels.py);
 // depthwise_conv_cuda.cpp launches it.
 
-#include "depthwise_conv.cuh"
-
 #include "column_sums.cuh"
+#include "depthwise_conv_gradients.cuh"
+#include "threads.cuh"
 
 namespace {
-
-__device__ int taps_of(const DepthwiseConvShape& shape) {
-  return shape.taps[0] * shape.taps[1] * shape.taps[2];
-}
-
-// The gradient of a tap, or behind the last one of the bias.
-__device__ void write_gradient(const DepthwiseConvWeightCall& call, int taps, int tap, int channel,
-                               float sum) {
-  if (tap < taps) {
-    ((Bits*)call.grad_weight)[(long long)channel * taps + tap] = Type::write(sum);
-  } else {
-    ((Bits*)call.grad_bias)[channel] = Type::write(sum);
-  }
-}
 
 // Adds up what the block's threads with the same channels have of `count` taps, from `tap` on: the
 // gradients, or the block's part of them. All threads come here; those without channels have zeros.
@@ -38,7 +24,6 @@ __device__ void add_up_threads(const DepthwiseConvWeightCall& call, const Place&
     }
   }
   __syncthreads();
-  const int taps = taps_of(call.shape), all = taps + (call.grad_bias != nullptr ? 1 : 0);
   const int channels = call.shape.pieces * kWidth;
   const int first = (place.piece - place.own) * kWidth;
   for (int i = threadIdx.x; i < count * channels; i += blockDim.x) {
@@ -47,11 +32,7 @@ __device__ void add_up_threads(const DepthwiseConvWeightCall& call, const Place&
     const float* values = shared + (t * kWidth + own % kWidth) * blockDim.x + own / kWidth;
     float sum = 0;
     for (int row = 0; row < place.rows; ++row) sum += values[row * call.shape.pieces];
-    if (call.partials == 1) {
-      write_gradient(call, taps, tap + t, channel, sum);
-    } else {
-      call.partial[(place.set * all + tap + t) * call.shape.channels + channel] = sum;
-    }
+    write_sum(call, place.set, tap + t, channel, sum);
   }
 }
 
@@ -189,6 +170,7 @@ __device__ void weight_gradient_any(const DepthwiseConvWeightCall& call) {
 }
 
 __device__ void add_up(const DepthwiseConvWeightCall& call) {
+  wait_for_inputs();
   const unsigned channels = call.shape.channels, taps = taps_of(call.shape);
   const unsigned all = taps + (call.grad_bias != nullptr ? 1 : 0);
   const auto write = [&](unsigned column, float sum) {

@@ -397,25 +397,50 @@ def run_images(recorder: Recorder, device: torch.device) -> None:
     shapes = itertools.product(
         (2, 3, 64, 72, 100, 2048, 65_536), (1, 7, 56, 1024), (1, 300), (2, 3, 5, 7, 31), (1, 2)
     )
+    #: Of widths that there are kernels of whole images for, and of parts.
+    whole = itertools.product(
+        (8, 64, 104, 2048), (7, 14, 56), (1, 30, 1000), (3, 5, 7), (1, 2), (1, 14, 56, 1000)
+    )
     for step in range(3):
         _ops._conv_use_depthwise(step, 2)
     for (channels, size, batch, kernel, stride), dtype in itertools.product(shapes, DTYPES):
-        if channels * size * size * batch >= 1 << 36:
-            continue
-        weight = memory(device, dtype, channels, 1, kernel, kernel)
-        bias = memory(device, dtype, channels)
-        geometry = [stride, stride, *[kernel] * 4, 1, 1, channels]
-        out_size = (size + kernel) // stride + 1
-        x, out = (
-            memory(device, dtype, batch, n, n, channels).permute(0, 3, 1, 2)
-            for n in (size, out_size)
-        )
-        with recorder.calling("conv2d", dtype, batch, channels, size, kernel, stride):
-            _ops._conv.default(x, weight, bias, out, geometry, 2, True)
-            for mask in ((True, False, False, False), (False, True, False, False)):
-                _ops._conv_backward.default(out, x, weight, None, geometry, 0, mask)
+        if channels * size * size * batch < 1 << 36:
+            image = batch, channels, (size, size), kernel, stride, (kernel, kernel)
+            run_image(recorder, device, dtype, *image)
+    for (channels, columns, batch, kernel, stride, height), dtype in itertools.product(
+        whole, DTYPES
+    ):
+        padding = kernel, kernel // 2
+        image = batch, channels, (height, stride * columns), kernel, stride, padding
+        run_image(recorder, device, dtype, *image)
     for step in range(3):
         _ops._conv_use_depthwise(step, 0)
+
+
+def run_image(
+    recorder: Recorder,
+    device: torch.device,
+    dtype: torch.dtype,
+    batch: int,
+    channels: int,
+    size: tuple[int, int],
+    kernel: int,
+    stride: int,
+    padding: tuple[int, int],
+) -> None:
+    """A depthwise convolution of images, and each of its gradients."""
+    weight = memory(device, dtype, channels, 1, kernel, kernel)
+    bias = memory(device, dtype, channels)
+    geometry = [stride, stride, *padding, *padding, 1, 1, channels]
+    out_size = [(n + 2 * pad - kernel) // stride + 1 for n, pad in zip(size, padding, strict=True)]
+    x, out = (
+        memory(device, dtype, batch, *pixels, channels).permute(0, 3, 1, 2)
+        for pixels in (size, out_size)
+    )
+    with recorder.calling("conv2d", dtype, batch, channels, size, kernel, stride):
+        _ops._conv.default(x, weight, bias, out, geometry, 2, True)
+        for mask in ((True, False, False, False), (False, True, False, False)):
+            _ops._conv_backward.default(out, x, weight, None, geometry, 0, mask)
 
 
 def run_grouped_images(recorder: Recorder, device: torch.device) -> None:

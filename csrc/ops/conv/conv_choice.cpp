@@ -1,6 +1,7 @@
 #include "ops/conv/conv_choice.h"
 
 #include "graph/cudnn_library.h"
+#include "kernels/depthwise_conv.h"
 #include "kernels/grouped_conv.h"
 
 #include <c10/util/accumulate.h>
@@ -161,6 +162,9 @@ struct FasterDepthwise {
   bool needs_epilogue = false;
 };
 
+// Rows of an image, over the stride, up to which kernels that have whole ones are faster.
+constexpr int64_t kMostWhole = 14;
+
 constexpr FasterDepthwise kFasterDepthwise[] = {
     {ConvStep::kForward, 3, 1, 1},
     {ConvStep::kForward, 3, 1, 1, kFew, true},
@@ -200,6 +204,16 @@ bool is_faster_depthwise(const Conv& args, ConvStep step) {
   const bool is_dilated = geometry.dilation(0) != 1 || geometry.dilation(1) != 1;
   if (taps > 1 && (is_dilated || taps >= kManyTaps)) return stride == 1 && numbers >= kMany;
   const int64_t side = std::min(input.size(2), input.size(3)) / stride;
+  const int64_t pixels = input.size(3), channels = input.size(1);
+  const int64_t outputs = (pixels + geometry.before(1) + geometry.after(1) - taps) / stride + 1;
+  const bool is_whole =
+      input.size(2) <= kMostWhole * stride &&
+      has_whole_kernels(channels, pixels, outputs, taps, stride, geometry.before(1));
+  // The gradient of the input has those kernels where it is a convolution with a stride of 1.
+  if (is_whole && (step != ConvStep::kInputGradient || stride == 1)) return numbers >= kFew;
+  if (step == ConvStep::kWeightGradient && has_part_kernels(channels, outputs, taps, stride)) {
+    return numbers >= kSome;
+  }
   return std::any_of(std::begin(kFasterDepthwise), std::end(kFasterDepthwise),
                      [&](const FasterDepthwise& row) {
                        return row.step == step && row.taps == taps && row.stride == stride &&
