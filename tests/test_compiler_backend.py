@@ -17,6 +17,7 @@ import cudnn_ops
 from cudnn_ops.compiler import choice
 from cudnn_ops.compiler import rewrite as rewriting
 from cudnn_ops.compiler.choice import Chooser
+from cudnn_ops.compiler.measuring import Spec
 from cudnn_ops.compiler.nodes import call_of
 from cudnn_ops.compiler.options import settings_of
 from cudnn_ops.compiler.pattern import Found, Pattern
@@ -418,16 +419,13 @@ def test_images_between_convolutions_are_measured_channels_last(store):
 
 
 def test_rows_of_images_channels_are_measured_as_rows(store, monkeypatch):
-    drawn = []
+    drawn, stock = [], Spec.drawn
 
-    def random_like(node, pattern):
-        value = stock(node, pattern)
-        if node.op != "get_attr":
-            drawn.append(value.stride())
-        return value
+    def recorded(spec: Spec) -> Tensor:
+        drawn.append(spec.strides)
+        return stock(spec)
 
-    stock = choice._random_like
-    monkeypatch.setattr(choice, "_random_like", random_like)
+    monkeypatch.setattr(Spec, "drawn", recorded)
 
     def of_an_image(x: Tensor, w: Tensor) -> Tensor:
         return F.rms_norm(F.conv2d(x, w, padding=1).permute(0, 2, 3, 1), (4,), eps=1e-5)

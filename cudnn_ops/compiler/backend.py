@@ -52,14 +52,13 @@ def cudnn_ops(
     # All of this here: importing Dynamo imports this module.
     from cudnn_ops.compiler.choice import Chooser
     from cudnn_ops.compiler.options import settings_of
-    from cudnn_ops.compiler.patterns import PATTERNS
-    from cudnn_ops.compiler.rewrite import rewrite
+    from cudnn_ops.compiler.rounds import rewrite_measured
 
     settings = settings_of(mode, options)
     report = compile_report()
     begun = report.begin()
     patches = dict(list_mode_options(settings.mode)) | dict(settings.inductor)
-    swaps = rewrite(module, PATTERNS, Chooser(settings, report), report)
+    swaps = rewrite_measured(module, Chooser(settings, report))
     try:
         return compile_fx(module, list(example_inputs), config_patches=patches)  # type: ignore[return-value]
     except (RestartAnalysis, SkipFrame):

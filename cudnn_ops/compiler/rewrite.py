@@ -99,15 +99,27 @@ class Swaps:
 
 
 def rewrite(
-    module: fx.GraphModule, patterns: Sequence[Pattern], decide: Decide, report: CompileReport
+    module: fx.GraphModule,
+    patterns: Sequence[Pattern],
+    decide: Decide,
+    report: CompileReport,
+    is_final: Callable[[], bool] = lambda: True,
 ) -> Swaps:
-    """Swaps what the patterns find in a module's graph and in those of its submodules."""
+    """Swaps what the patterns find in a module's graph and in those of its submodules.
+
+    Args:
+        module: to change.
+        patterns: what is looked for, in this order.
+        decide: what is swapped.
+        report: gets all candidates.
+        is_final: asked when a graph has its swaps: what is going to be undone is not finished.
+    """
     swaps = Swaps()
     for name, child in module.named_children():
         # Higher-order operators call those: checkpointing, control flow.
         if isinstance(child, fx.GraphModule):
             log.debug("%s: a graph within the graph", name)
-            swaps.add(rewrite(child, patterns, decide, report))
+            swaps.add(rewrite(child, patterns, decide, report, is_final))
     graph = module.graph
     try:
         facts = GraphFacts(graph)
@@ -128,7 +140,8 @@ def rewrite(
     if facts.swapped:
         assert facts.before is not None
         own = Swaps(facts.swapped, [(module, facts.before)])
-        _finish(module, patterns, facts, own)
+        if is_final():
+            _finish(module, patterns, facts, own)
         swaps.add(own)
     elif facts.before is not None:
         module.graph = facts.before

@@ -18,26 +18,43 @@ MOST_SLEEP_CYCLES = SLEEP_CYCLES << 7
 
 Functions = Mapping[str, Callable[[], object]]
 Around = Callable[[str], AbstractContextManager[object]]
+#: Whether medians of a few samples will do.
+IsEnough = Callable[[Mapping[str, float]], bool]
+FEW_ROUNDS = 3
 
 
-def gpu_ms(functions: Functions, *, rounds: int, around: Around | None = None) -> dict[str, float]:
+def gpu_ms(
+    functions: Functions,
+    *,
+    rounds: int,
+    around: Around | None = None,
+    is_enough: IsEnough | None = None,
+) -> dict[str, float]:
     """Median GPU time of one call of each function, in milliseconds, with no host time in it.
 
     A sample is GPU_CALLS calls in a row over the same tensors; every function gives one sample a
     round. ``around(name)`` is a context entered around a sample, outside the timed part.
+    ``is_enough(medians)`` is asked after each of the rounds from :data:`FEW_ROUNDS` on, and ends
+    them.
     """
-    return medians(functions, GpuSample(), rounds, around, rehearses=True)
+    return medians(functions, GpuSample(), rounds, around, rehearses=True, is_enough=is_enough)
 
 
 def host_ms(
-    functions: Functions, *, rounds: int, calls: int = 10, around: Around | None = None
+    functions: Functions,
+    *,
+    rounds: int,
+    calls: int = 10,
+    around: Around | None = None,
+    is_enough: IsEnough | None = None,
 ) -> dict[str, float]:
     """Median host time of one call of each function, in milliseconds, without synchronization.
 
-    A sample is ``calls`` calls in a row that start on an idle GPU. ``around`` is as for
-    :func:`gpu_ms`.
+    A sample is ``calls`` calls in a row that start on an idle GPU. ``around`` and ``is_enough`` are
+    as for :func:`gpu_ms`.
     """
-    return medians(functions, partial(_host_sample, calls=calls), rounds, around)
+    sample = partial(_host_sample, calls=calls)
+    return medians(functions, sample, rounds, around, is_enough=is_enough)
 
 
 def cpu_ms(functions: Functions, *, rounds: int) -> dict[str, float]:
@@ -52,10 +69,12 @@ def medians(
     around: Around | None = None,
     warm_up_calls: int = WARM_UP_CALLS,
     rehearses: bool = False,
+    is_enough: IsEnough | None = None,
 ) -> dict[str, float]:
     """The median of each function's samples, one a round.
 
     With ``rehearses`` each gives one more before the first round, which does not count.
+    ``is_enough`` is as for :func:`gpu_ms`.
     """
     enter = around or (lambda _: nullcontext())
 
@@ -72,10 +91,15 @@ def medians(
             if rehearses:
                 take(name)
     samples: dict[str, list[float]] = {name: [] for name in functions}
-    for name in interleaved(functions, rounds):
+    found: dict[str, float] = {}
+    for count, name in enumerate(interleaved(functions, rounds), 1):
         with enter(name):
             samples[name].append(take(name))
-    return {name: statistics.median(values) for name, values in samples.items()}
+        if count % len(functions) == 0:
+            found = {name: statistics.median(values) for name, values in samples.items()}
+            if is_enough is not None and count >= FEW_ROUNDS * len(functions) and is_enough(found):
+                break
+    return found
 
 
 def interleaved(names: Iterable[str], rounds: int) -> Iterator[str]:

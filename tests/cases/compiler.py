@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from cudnn_ops.compiler.choice import Chooser, key_of
+from cudnn_ops.compiler.choice import Chooser
+from cudnn_ops.compiler.measuring import Question
 from cudnn_ops.compiler.options import settings_of
 from cudnn_ops.compiler.pattern import Found, Pattern
 from cudnn_ops.compiler.patterns import PATTERNS
@@ -31,7 +32,7 @@ class Asked(Chooser):
 
     def __call__(self, pattern: Pattern, found: Found, candidate: Candidate) -> bool:
         if not self._unmeasurable(found):
-            key_of(pattern, found)
+            Question.of(pattern, found)
         if found.only_measured and self.tries:
             return True
         return super().__call__(pattern, found, candidate)

@@ -18,7 +18,7 @@ faulthandler.dump_traceback_later(60, exit=True)  # of a deadlock
 
 import torch
 from torch._dynamo.convert_frame import compile_lock
-from cudnn_ops.compiler import choice
+from cudnn_ops.compiler import measuring
 
 ctypes.CDLL(sys.argv[1]).fake_device(b"NVIDIA H200", 90, 132, 232448)
 
@@ -33,7 +33,7 @@ class Compiled(torch.autograd.Function):
             return grad.view(4, 4)
 
 x = torch.empty(4, 4, device="cuda", requires_grad=True)
-with compile_lock, choice._outside_of_compilation():
+with compile_lock, measuring.outside_of_compilation():
     torch.autograd.grad([Compiled.apply(x)], [x], [torch.empty(16, device="cuda")])
 assert torch._C._is_multithreading_enabled()
 """
