@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,6 +102,27 @@ def test_a_step_begins_on_an_idle_gpu_and_is_not_put_off(gpu: Gpu) -> None:
     gpu.sleeps.append(0)  # what the events' time is made of
     assert harness.step_ms({"ours": lambda: gpu.log.append("call")}, rounds=2) == {"ours": 1.0}
     assert gpu.log == [*["call"] * timing.WARM_UP_CALLS, *["synchronize", "call"] * 2]
+
+
+@pytest.mark.parametrize(("enough_at", "rounds"), [(1, 3), (4, 4), (99, 6)])
+def test_rounds_end_once_medians_are_enough(gpu: Gpu, enough_at: int, rounds: int) -> None:
+    """Of no fewer samples than a few."""
+    taken: list[str] = []
+    asked: list[dict[str, float]] = []
+
+    def is_enough(medians: Mapping[str, float]) -> bool:
+        asked.append(dict(medians))
+        return len(taken) >= 2 * enough_at
+
+    def sample(function: Callable[[], object]) -> float:
+        taken.append(str(function()))
+        return float(len(taken))
+
+    functions = {"ours": lambda: "ours", "stock": lambda: "stock"}
+    times = timing.medians(functions, sample, 6, is_enough=is_enough)
+    assert sorted(taken) == ["ours"] * rounds + ["stock"] * rounds
+    assert times == asked[-1]
+    assert len(asked) == rounds - timing.FEW_ROUNDS + 1
 
 
 def test_rounds_hold_every_function_in_changing_order(gpu: Gpu) -> None:

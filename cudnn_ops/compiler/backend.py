@@ -14,6 +14,8 @@ from torch import fx
 
 from cudnn_ops.compiler.report import compile_report, first_line, warn
 
+_MARKED = "unsafe_marked_cacheable_functions"
+
 
 def cudnn_ops(
     module: fx.GraphModule,
@@ -50,6 +52,7 @@ def cudnn_ops(
     from torch._inductor.compile_fx import compile_fx
 
     # All of this here: importing Dynamo imports this module.
+    from cudnn_ops.compiler.caching import marked
     from cudnn_ops.compiler.choice import Chooser
     from cudnn_ops.compiler.options import settings_of
     from cudnn_ops.compiler.rounds import rewrite_measured
@@ -59,8 +62,9 @@ def cudnn_ops(
     begun = report.begin()
     patches = dict(list_mode_options(settings.mode)) | dict(settings.inductor)
     swaps = rewrite_measured(module, Chooser(settings, report))
+    ours = {_MARKED: patches.get(_MARKED, {}) | marked(module)} if swaps.candidates else {}
     try:
-        return compile_fx(module, list(example_inputs), config_patches=patches)  # type: ignore[return-value]
+        return compile_fx(module, list(example_inputs), config_patches=patches | ours)  # type: ignore[return-value]
     except (RestartAnalysis, SkipFrame):
         # Dynamo begins again, and the graph comes back.
         report.forget(begun)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
@@ -204,7 +205,15 @@ def memory_of_result(node: fx.Node) -> set[int]:
 def memory_given_to(graph: fx.Graph) -> set[int]:
     """The memory of a graph's inputs and of its module's tensors, which is not its own."""
     given = (*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr"))
-    return set[int]().union(*map(memory_of_result, given))
+    # Kept, since it is asked for each input of each match. Such nodes are added, never changed.
+    count, found = _given.get(graph, (0, set[int]()))
+    if count != len(given):
+        found = set[int]().union(*map(memory_of_result, given))
+        _given[graph] = len(given), found
+    return found
+
+
+_given: WeakKeyDictionary[fx.Graph, tuple[int, set[int]]] = WeakKeyDictionary()
 
 
 def is_same(first: Any, second: Any) -> bool:
