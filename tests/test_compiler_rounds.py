@@ -276,6 +276,23 @@ def test_nobody_waits_for_kernels_before_all_are_lowered(monkeypatch):
     assert waited == ["another", "mine"]
 
 
+@pytest.mark.parametrize("is_starting", [True, False])
+def test_kernels_go_to_a_pool_that_is_starting(is_starting, monkeypatch):
+    from torch._inductor.async_compile import AsyncCompile
+
+    not_ready = classmethod(lambda cls: False)
+    monkeypatch.setattr(AsyncCompile, "use_process_pool", not_ready)
+    monkeypatch.setattr(AsyncCompile, "_ready_future", object() if is_starting else None)
+    found: list[bool] = []
+    with measuring._kernels_later():
+        assert AsyncCompile.use_process_pool() is is_starting
+        other = threading.Thread(target=lambda: found.append(AsyncCompile.use_process_pool()))
+        other.start()
+        other.join()
+    assert found == [False]
+    assert vars(AsyncCompile)["use_process_pool"] is not_ready
+
+
 @pytest.mark.parametrize(
     "tensor",
     [

@@ -11,8 +11,8 @@ import functools
 import hashlib
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -92,8 +92,9 @@ class Question(NamedTuple):
         return cls(_key(pattern, computations, inputs), graphs, inputs, beforehand)
 
     @property
-    def devices(self) -> set[torch.device]:
-        return {spec.device for spec in self.inputs if spec is not None}
+    def gpus(self) -> set[torch.device]:
+        devices = {spec.device for spec in self.inputs if spec is not None}
+        return {device for device in devices if device.type == "cuda"}
 
     def more(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """What ``"ours"`` reads besides."""
@@ -159,13 +160,12 @@ class _Compiled:
     """What inductor makes of a graph, whose kernels may still be in the making."""
 
     def __init__(self, graph: fx.Graph, inputs: Sequence[Any]) -> None:
-        from torch._dynamo.utils import get_metrics_context
         from torch._functorch import config
         from torch._inductor.compile_fx import compile_fx
 
         # A backward, too, which is compiled when it is first called otherwise.
         now = config.patch(force_non_lazy_backward_lowering=True)
-        with get_metrics_context(), now, _kernels_later() as waiting:
+        with now, _kernels_later() as waiting:
             self._function: Any = compile_fx(fx.GraphModule({}, graph), list(inputs))
         self._waiting = waiting
 
@@ -175,7 +175,6 @@ class _Compiled:
 
     def step(self, inputs: Sequence[Any]) -> Callable[[], object]:
         """One call, and its gradients where there are any."""
-        self.wait()
         function = self._function
         leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
         grads = [torch.randn_like(x) if x.requires_grad else None for x in function(*inputs)]
@@ -200,22 +199,23 @@ class Compiler:
 
     def lower(self, question: Question) -> None:
         """Both graphs; their kernels may be in the making for longer."""
-        with outside_of_compilation():
+        with _aside(question):
             for name in question.graphs:
                 self._graph(question, name)
 
     def wait(self, question: Question) -> None:
         """For the kernels."""
-        for name in question.graphs:
-            self._graph(question, name).wait()
+        with _aside(question):
+            for name in question.graphs:
+                self._graph(question, name).wait()
 
     @contextmanager
     def steps(self, question: Question) -> Iterator[Steps]:
         """Both graphs' functions by name, of random tensors, in a context to time them in."""
-        devices = {device for device in question.devices if device.type == "cuda"}
+        self.wait(question)
         # Named, or torch would warn of a machine with several GPUs.
-        rng = torch.random.fork_rng(devices=[device.index or 0 for device in devices])
-        with rng, outside_of_compilation(), _current(devices), using_plan_policy(POLICY):
+        rng = torch.random.fork_rng(devices=[device.index or 0 for device in question.gpus])
+        with _aside(question), rng, using_plan_policy(POLICY):
             inputs = [None if spec is None else spec.drawn() for spec in question.inputs]
             more = {"ours": question.more(inputs), "stock": ()}
             yield {
@@ -241,10 +241,15 @@ _one_at_a_time = threading.Lock()
 
 @contextmanager
 def _kernels_later() -> Iterator[list[Callable[[], None]]]:
-    """What inductor would wait for in this thread, as functions that wait for it."""
+    """What inductor would wait for in this thread, as functions that wait for it.
+
+    Kernels go to its pool of processes while that is starting, too: inductor itself compiles its
+    first ones by itself then, one after the other.
+    """
     from torch._inductor.async_compile import AsyncCompile
 
     thread, wait = threading.get_ident(), AsyncCompile.wait
+    has_pool = vars(AsyncCompile)["use_process_pool"]
     waiting: list[Callable[[], None]] = []
 
     def later(self: AsyncCompile, scope: dict[str, Any]) -> None:
@@ -253,12 +258,19 @@ def _kernels_later() -> Iterator[list[Callable[[], None]]]:
         else:
             wait(self, scope)
 
+    def will_have_pool(cls: type[AsyncCompile]) -> bool:
+        is_ready: bool = has_pool.__get__(None, cls)()
+        is_starting = cls._ready_future is not None  # or there is to be none
+        return is_ready or (is_starting and threading.get_ident() == thread)
+
     with _one_at_a_time:
         AsyncCompile.wait = later  # type: ignore[method-assign]
+        AsyncCompile.use_process_pool = classmethod(will_have_pool)  # type: ignore[assignment,method-assign]
         try:
             yield waiting
         finally:
             AsyncCompile.wait = wait  # type: ignore[method-assign]
+            AsyncCompile.use_process_pool = has_pool  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -285,7 +297,12 @@ def outside_of_compilation() -> Iterator[None]:
         utils._metrics_context_tls.metrics_context = outer
 
 
-def _current(devices: Iterable[torch.device]) -> AbstractContextManager[object]:
-    """All tensors of a graph that is measured are on one GPU."""
-    device = next(iter(devices), None)
-    return nullcontext() if device is None else torch.cuda.device(device)
+@contextmanager
+def _aside(question: Question) -> Iterator[None]:
+    """Outside of the compilation under way, on the GPU that has all tensors of the question."""
+    from torch._dynamo.utils import get_metrics_context
+
+    gpu = next(iter(question.gpus), None)
+    current = nullcontext() if gpu is None else torch.cuda.device(gpu)
+    with outside_of_compilation(), get_metrics_context(), current:
+        yield
