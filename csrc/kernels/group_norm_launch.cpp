@@ -269,7 +269,9 @@ std::optional<GroupNormLaunch> resident_launch(const GroupNormProblem& problem,
   const int64_t slots = is_last ? problem.channels / width : 1;
   const int64_t steps = is_last ? problem.positions : group_channels * (problem.positions / width);
   const int64_t rows = is_last ? groups_of_piece(problem) : 1;
-  const int64_t most_threads = rows > kManyRows ? 512 : 1024;
+  // What does not stay in shared memory is read again by fewer threads, each with more under way.
+  const bool stays = numbers * problem.number_bytes <= used * limits.shared_bytes;
+  const int64_t most_threads = rows > kManyRows || !stays ? 512 : 1024;
   if (4 * used < 3 * limits.processors || slots > most_threads || steps > kMostSteps) return {};
   GroupNormLaunch launch{};
   GroupNormSpread& spread = launch.spread;

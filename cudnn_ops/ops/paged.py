@@ -82,7 +82,8 @@ def paged_attention(
     widened to float16 exactly. The kernel reads the keys once for every 32 rows, which are queries
     times the query heads of a key head. It supports head sizes 64 and 128, equal for keys and
     values. With caches of 16 bits it also runs for two or more queries of each sequence, up to 32
-    rows in all, and for one query of up to 16 sequences: it is faster than cuDNN there.
+    rows in all, and for one query of up to 64 sequences whose page tables reach 2048 tokens or
+    more: it is faster than cuDNN there.
 
     Args:
         query: [batch, length, heads, head size]; or packed, [tokens, heads, head size], with

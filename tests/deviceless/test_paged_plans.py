@@ -58,18 +58,20 @@ def test_what_has_no_band_needs_one_plan():
 
 
 @pytest.mark.parametrize(
-    ("sequences", "queries", "size", "packed", "ours"),
+    ("sequences", "queries", "size", "packed", "pages", "ours"),
     [
-        *((5, 1, 64, False, True), (5, 2, 64, False, True), (5, 16, 128, False, True)),
-        *((5, 17, 64, False, False), (5, 4, 32, False, False), (5, 1, 32, False, False)),
-        *((5, 1, 64, True, True), (5, 16, 64, True, True), (5, 17, 64, True, False)),
-        *((200, 1, 64, False, False), (200, 1, 64, True, False), (200, 2, 64, False, True)),
+        *((5, 1, 64, False, 128, True), (5, 2, 64, False, 20, True), (5, 16, 128, False, 20, True)),
+        *((5, 17, 64, False, 128, False), (5, 4, 32, False, 128, False)),
+        *((5, 1, 32, False, 128, False), (5, 1, 64, False, 127, False)),
+        *((5, 1, 64, True, 128, True), (5, 16, 64, True, 20, True), (5, 17, 64, True, 20, False)),
+        *((64, 1, 64, False, 128, True), (65, 1, 64, False, 128, False)),
+        *((200, 1, 64, True, 128, False), (200, 2, 64, False, 20, True)),
     ],
 )
-def test_few_queries_are_ours(sequences, queries, size, packed, ours):
+def test_few_queries_are_ours(sequences, queries, size, packed, pages, ours):
     """Up to 32 rows, with the two heads of a group, of head sizes that there are kernels for.
 
-    A single query is, of few sequences.
+    A single query is, of few sequences whose tables reach 2048 tokens.
     """
     cache = ((100, 16, 2, size), torch.bfloat16)
     shape, options = (sequences, queries, 4, size), dict(CAUSAL)
@@ -80,7 +82,7 @@ def test_few_queries_are_ours(sequences, queries, size, packed, ours):
         "paged_attention",
         (shape, torch.bfloat16),
         *(cache, cache),
-        page_table=(sequences, 20),
+        page_table=(sequences, pages),
         device="h200",
         **options,
     )

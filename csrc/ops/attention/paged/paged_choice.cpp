@@ -9,10 +9,11 @@ namespace {
 
 std::atomic<PagedUse> paged_use = PagedUse::kMeasured;
 
-// The most sequences of one query each that our kernel decodes; 0: none. Set by what
-// benchmarks/bench_paged_decode.py measures: cuDNN's kernel leaves more multiprocessors idle the
-// fewer there are.
-constexpr int64_t kMostSequencesOfOneQuery = 16;
+// One query of each sequence: up to how many sequences our kernel decodes, and from how many tokens
+// on that a page table reaches. Measured on an H200 (benchmarks/bench_paged_decode.py): of unlike
+// lengths cuDNN's took 1.1 to 1.5 times as long, of one length 0.97 to 1.15 times, and of 512 tokens
+// 0.85 to 0.98.
+constexpr int64_t kMostSequences = 64, kLeastReach = 2048;
 
 // As many rows, queries times the heads of a group, as the kernel takes at once. It was measured to
 // be faster than cuDNN's with its copies for several queries of each sequence: 4 and 8 of 64
@@ -23,8 +24,8 @@ bool is_faster(const Paged& args) {
   const int64_t heads = args.query.size(-2), heads_kv = args.key_cache.size(args.head_dim());
   const int64_t queries = args.is_packed() ? args.max_seqlen_q.expect_int() : args.query.size(1);
   if (heads_kv == 0 || queries * (heads / heads_kv) > kMostRows) return false;
-  const bool is_one_of_few = queries == 1 && args.page_table.size(0) <= kMostSequencesOfOneQuery;
-  return queries > 1 || is_one_of_few;
+  const int64_t reach = args.page_table.size(1) * args.key_cache.size(args.token_dim());
+  return queries > 1 || (args.page_table.size(0) <= kMostSequences && reach >= kLeastReach);
 }
 
 }  // namespace
