@@ -96,7 +96,7 @@ def test_results(index: int, dtype: torch.dtype, is_fp8: bool, folder: Path) -> 
     # From one block for all to more than there are units; few and many tiles on their way.
     blocks = (1, 2, 5, 7, 13, 200)[index % 6]
     needed = 4 if is_fp8 else 2
-    stages = needed + index % (6 - needed)
+    stages = needed + index % (5 - needed)
     out, lse = attend(
         folder,
         *t.arguments,
@@ -124,7 +124,7 @@ def test_any_combination(dtype: torch.dtype, is_fp8: bool, folder: Path) -> None
 
 
 @pytest.mark.parametrize("rows", [8, 16, 32])
-@pytest.mark.parametrize("stages", [2, 3, 4, 5])
+@pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("is_fp8", [False, True])
 def test_parts_begin_while_those_before_are_written(
     is_fp8: bool, stages: int, rows: int, folder: Path

@@ -358,10 +358,8 @@ struct PagedAttend {
         wait_for_copies<0>();
       } else if (ahead == 2) {
         wait_for_copies<1>();
-      } else if (ahead == 3) {
-        wait_for_copies<2>();
       } else {
-        wait_for_copies<3>();
+        wait_for_copies<2>();
       }
       __syncwarp();
       if (to_send < tile_end) tiles.send(to_send, page, free);

@@ -6,10 +6,10 @@
 // share: of one sequence or several, and of long ones several blocks have a part each; a beginning
 // counts as a unit, since it takes as long. Within a block each warp reads tiles of its own, which
 // are on their way while others are computed, so that no warp waits for another before the end of a
-// part; while that is written, the first tiles of the next one are on their way. Of few sequences
-// every block adds up the lengths by itself; of more a plan has the sums. Flash-decoding (Dao et
-// al., 2023) with the even division of Stream-K (Osama et al., 2023). Sums are in the same order
-// whichever block ends last.
+// part; of 16 bits and few rows the first tiles of the next one are on their way while that is
+// written. Of few sequences every block adds up the lengths by itself; of more a plan has the sums.
+// Flash-decoding (Dao et al., 2023) with the even division of Stream-K (Osama et al., 2023). Sums
+// are in the same order whichever block ends last.
 
 #include "paged_attend.cuh"
 #include "threads.cuh"
@@ -49,6 +49,9 @@ struct Decode : PagedAttend<Query, Cache, kSize, kRows> {
   using Base::sum;
   using Base::warp;
   using Base::without_base;
+  // Whether a part's first tiles are sent while the one before is written. What that needs would
+  // make the loop over keys longer, and of 8 bits its instructions take longer than the bytes.
+  static constexpr bool kOverlaps = !Base::kIsFp8 && kRows == 8;
   static constexpr int kPartialNumbers = kRows * (kSize + 2);
   static constexpr int kStageBytes = Base::Tiles::kStageBytes;
   // Of a warp's sums, in the place of its last stages.
@@ -59,6 +62,14 @@ struct Decode : PagedAttend<Query, Cache, kSize, kRows> {
   struct Place {
     long long begin, end;
     bool is_begun_here;  // whether this block has its first unit
+  };
+
+  // What is needed again at a part's end: registers are for the loop over keys.
+  struct Kept {
+    PagedPart part;
+    Place place;
+    long long all, end;
+    int blocks;
   };
 
   long long all;  // how many units there are
@@ -168,7 +179,8 @@ struct Decode : PagedAttend<Query, Cache, kSize, kRows> {
 
   // Of blocks first_block, where the part begins, to last_block.
   __device__ void write_all(const PagedPart& of, int first_block, int last_block) const {
-    constexpr int kAtOnce = 8;  // on their way together: the memory is far away
+    // On their way together: the memory is far away. More registers would be taken from the loop.
+    constexpr int kAtOnce = kOverlaps && kSize == 64 ? 4 : 8;
     for (int i = threadIdx.x; i < of.rows * (kSize / 4); i += kThreads) {
       const int row = i / (kSize / 4), column = i % (kSize / 4) * 4;
       Sums sums;
@@ -210,7 +222,7 @@ struct Decode : PagedAttend<Query, Cache, kSize, kRows> {
   }
 
   // What put_sums() put: the result, or a share of it for the block that is the last to be done.
-  __device__ void finish(const PagedPart& of, const Place& at) const {
+  __device__ void finish(PagedPart of, const Place& at) const {
     if (at.is_begun_here && at.end <= end) {
       for (int i = threadIdx.x; i < of.rows * (kSize / 4); i += kThreads) {
         const int row = i / (kSize / 4), column = i % (kSize / 4) * 4;
@@ -284,9 +296,8 @@ struct Decode : PagedAttend<Query, Cache, kSize, kRows> {
     for (int i = 0; i < kTimes; ++i) {
       if (i * kLanes < call.work.batch) units += units_of(i * kLanes + lane, lengths[i]);
     }
-#pragma unroll
-    for (int step = kLanes / 2; step > 0; step /= 2) units += __shfl_xor_sync(~0u, units, step);
-    return units;
+    // By which the compiler knows, as in same(), that all lanes have the same.
+    return __reduce_add_sync(~0u, units);
   }
 
   // The same as planned(), of the lengths themselves. There is such a unit.
@@ -364,31 +375,66 @@ struct Decode : PagedAttend<Query, Cache, kSize, kRows> {
     if (block >= blocks) return;
     end = quotient((block + 1) * all, blocks);
     long long at = quotient(block * all, blocks);
+    if constexpr (kOverlaps) {
+      run_overlapped(at);
+    } else {
+      while (find_part(at)) {
+        for (int i = 0; i < call.stages - 1; ++i) send_first_tile(i);
+        const PagedPart& done = compute_part();
+        finish(done, place);
+        if (end - place.end <= kPagedBeginning) return;  // as find_part() would say
+        __syncthreads();
+        at = place.end;
+      }
+    }
+  }
+
+  // From unit `at` on: a part's first tiles are sent beside the sums of the one before.
+  __device__ void run_overlapped(long long at) {
     const int ahead = call.stages - 1, beside_sums = min(ahead, call.stages - kSumStages);
-    PagedPart done;
+    const PagedPart* done = nullptr;
     Place done_at{};
-    for (bool is_first = true;; is_first = false) {
+    for (;;) {
       // As find_part() would say, without looking for the part.
-      const bool is_over = (!is_first && end - at <= kPagedBeginning) || !find_part(at);
+      const bool is_over = (done != nullptr && end - at <= kPagedBeginning) || !find_part(at);
 #pragma unroll 1
       for (int stage = 0;; ++stage) {
         if (stage == beside_sums) {
-          if (!is_first) finish(done, done_at);
+          if (done != nullptr) finish(*done, done_at);
           if (is_over) return;
-          if (!is_first) __syncthreads();
+          if (done != nullptr) __syncthreads();
         }
         if (stage == ahead) break;
         if (!is_over) send_first_tile(stage);
       }
-      load_queries();
-      start_rows();
-      __syncthreads();
-      attend();
-      put_sums();
-      done = part;
+      done = &compute_part();
       done_at = place;
       at = min(end, place.end);
     }
+  }
+
+  // Puts the sums of the part whose first tiles are on their way, and gives it back: before the
+  // next one is computed all threads must be done with it.
+  __device__ const PagedPart& compute_part() {
+    __shared__ Kept kept;
+    if (warp == 0) kept = {part, place, all, end, blocks};
+    load_queries();
+    start_rows();
+    __syncthreads();
+    attend();
+    put_sums();
+    place = {same(kept.place.begin), same(kept.place.end), same(kept.place.is_begun_here)};
+    all = same(kept.all);
+    end = same(kept.end);
+    blocks = same(kept.blocks);
+    return kept.part;
+  }
+
+  // So that the compiler knows that all lanes have the same: behind branches of other numbers it
+  // would bring the lanes together in each turn of the loop over keys.
+  template <class T>
+  static __device__ T same(T value) {
+    return (T)__shfl_sync(~0u, value, 0);
   }
 };
 
@@ -397,19 +443,19 @@ struct alignas(128) PagedMemory {
   unsigned char bytes[128];
 };
 
-// kBlocks at once on each multiprocessor.
+// kBlocks at once on each multiprocessor: blocks_per_processor() of paged_decode_cuda.cpp.
 #define PAGED_DECODE(name, Query, Cache, size, rows, kBlocks)                               \
   extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)                           \
       paged_decode_##name##_##size##_##rows(const __grid_constant__ PagedDecodeCall call) { \
     extern __shared__ PagedMemory shared[];                                                 \
     Decode<Query, Cache, size, rows>(call, shared->bytes).run();                            \
   }
-#define PAGED_DECODES(name, Query, Cache)      \
-  PAGED_DECODE(name, Query, Cache, 64, 8, 4)   \
-  PAGED_DECODE(name, Query, Cache, 64, 16, 3)  \
-  PAGED_DECODE(name, Query, Cache, 64, 32, 3)  \
-  PAGED_DECODE(name, Query, Cache, 128, 8, 4)  \
-  PAGED_DECODE(name, Query, Cache, 128, 16, 3) \
+#define PAGED_DECODES(name, Query, Cache)                                      \
+  PAGED_DECODE(name, Query, Cache, 64, 8, 4)                                   \
+  PAGED_DECODE(name, Query, Cache, 64, 16, 3)                                  \
+  PAGED_DECODE(name, Query, Cache, 64, 32, 3)                                  \
+  PAGED_DECODE(name, Query, Cache, 128, 8, (sizeof(Cache::Bits) == 1 ? 4 : 3)) \
+  PAGED_DECODE(name, Query, Cache, 128, 16, 3)                                 \
   PAGED_DECODE(name, Query, Cache, 128, 32, 2)
 
 #define PAGED_DECODES_OF(name, Query, Cache) PAGED_DECODES(name, Query, Cache)

@@ -8,7 +8,7 @@ constexpr int kPagedWarps = 4;          // of a block; together they take a unit
 constexpr int kPagedMostBlocks = 1024;  // of a launch
 // The most sequences whose lengths every block adds up by itself: they need no plan.
 constexpr int kPagedCounted = 128;
-constexpr int kPagedMostStages = 5;
+constexpr int kPagedMostStages = 4;
 constexpr int kPagedLine = 128;  // bytes that come from memory together
 // Words of a row in shared memory, besides its query: what it is scaled by, which keys it sees (2),
 // and of each warp the highest score and the sum.

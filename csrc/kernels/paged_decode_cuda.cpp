@@ -102,8 +102,10 @@ const DeviceKernel& kernel_of(at::ScalarType query, at::ScalarType cache, int64_
 #undef CUDNN_OPS_PAGED_DECODE
 
 // Blocks that are on a multiprocessor at once, as far as registers go: as the kernels declare.
-int64_t blocks_per_processor(int64_t size, int rows) {
-  return rows == 8 ? 4 : size == 128 && rows == 32 ? 2 : 3;
+// Of 16 bits and size 128 there is no room for more than 3 in shared memory.
+int64_t blocks_per_processor(int64_t size, int64_t element, int rows) {
+  if (rows == 8) return size == 128 && element == 2 ? 3 : 4;
+  return size == 128 && rows == 32 ? 2 : 3;
 }
 
 struct Shared {
@@ -121,7 +123,7 @@ Shared shared_of(int64_t size, int64_t element, int rows, const DeviceLimits& li
   const int64_t sums = kPagedWarps * rows * size * 4;
   const int64_t least = std::max<int64_t>(2, divide_up(sums, stage));
   const int64_t room =
-      (limits.shared_bytes + kReserved) / blocks_per_processor(size, rows) - kReserved;
+      (limits.shared_bytes + kReserved) / blocks_per_processor(size, element, rows) - kReserved;
   // What the kernel declares, filled up to where the tiles may lie.
   constexpr int64_t kDeclared = 128;
   const int64_t fitting = (room - kDeclared - queries - words) / stage;
@@ -130,7 +132,7 @@ Shared shared_of(int64_t size, int64_t element, int rows, const DeviceLimits& li
   // Of 16 bits the least number of stages may be more than there is room for. All have equal parts
   // of the work: blocks that wait for others would double its time.
   const int64_t resident = (limits.shared_bytes + kReserved) / (bytes + kDeclared + kReserved);
-  const int64_t most = blocks_per_processor(size, rows);
+  const int64_t most = blocks_per_processor(size, element, rows);
   return {static_cast<int>(stages), bytes, std::clamp<int64_t>(resident, 1, most)};
 }
 

@@ -43,6 +43,7 @@ struct PagedTiles {
   // Distances in bytes, as numbers of 32 bits, where each tile is within a page.
   unsigned key_page, key_slot, value_page, value_slot;
   bool is_within_page;
+  unsigned in_page;  // the bits of a token's number that say where in its page it is
   // Of the part of a sequence that this block is at:
   unsigned long long keys, values;  // where this lane's first copy comes from, in page 0
   unsigned long long table;         // the sequence's pages
@@ -75,6 +76,8 @@ struct PagedTiles {
     is_within_page = 1 << call.page_shift >= kPagedKeys && call.key_page < kMost &&
                      call.value_page < kMost && call.key_slot < kMost / kPagedKeys &&
                      call.value_slot < kMost / kPagedKeys;
+    in_page = (1u << call.page_shift) - 1;
+    keep(in_page);
     page_lane = is_within_page ? 0 : lane % kPagedKeys;
     keep(page_lane);
   }
@@ -128,7 +131,7 @@ struct PagedTiles {
   __device__ void send(int start, int page, unsigned stage) const {
     const unsigned to = stage + sent;
     if (start >= whole_begin && start < whole_end) {
-      const unsigned slot = start & ((1 << call.page_shift) - 1);
+      const unsigned slot = start & in_page;
       send_whole<0>(to, at(at(keys, page, key_page), slot, key_slot), key_slot);
       send_whole<kTileBytes>(to, at(at(values, page, value_page), slot, value_slot), value_slot);
     } else {

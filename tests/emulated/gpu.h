@@ -241,6 +241,11 @@ inline unsigned __ballot_sync(unsigned, bool is_so) {
   for (int i = 0; i < emulated::kLanes; ++i) lanes |= slots[i].words[0] << i;
   return lanes;
 }
+inline int __reduce_add_sync(unsigned, int value) {
+  int sum = 0;
+  for (int i = 0; i < emulated::kLanes; ++i) sum += emulated::from_lane(value, i);
+  return sum;
+}
 inline bool __any_sync(unsigned all, bool is_so) {
   return __ballot_sync(all, is_so) != 0;
 }
