@@ -414,7 +414,8 @@ def depthwise_images() -> Iterator[Sample]:
                 yield f"depthwise_conv_{step}, {name}", call
         for kernel, stride, columns in itertools.product((3, 5, 7), (1, 2), (7, 14)):
             call = partial(run, dtype, 72, kernel, stride, 0, stride * columns)
-            yield f"depthwise_conv_whole_{kernel}_{stride}_{columns}, {name}", call
+            step = "whole" if columns == 7 else "whole_weight"
+            yield f"depthwise_conv_{step}_{kernel}_{stride}_{columns}, {name}", call
         for kernel in (5, 7):
             call = partial(run, dtype, 72, kernel, 1, 0, 28)
             yield f"depthwise_conv_parts_{kernel}, {name}", call
