@@ -35,9 +35,8 @@ double time_plan(const Plan& plan, c10::ArrayRef<void*> pointers,
                  double (*time)(c10::function_ref<void()>)) {
   const auto workspace = c10::cuda::CUDACachingAllocator::get()->allocate(plan.workspace_bytes());
   try {
-    return time([&] {
-      plan.execute(thread_handle(), pointers, workspace.get(), /*capturing=*/false);
-    });
+    return time(
+        [&] { plan.execute(thread_handle(), pointers, workspace.get(), /*capturing=*/false); });
   } catch (const CudnnError&) {
     return kNever;
   }

@@ -11,8 +11,8 @@ std::atomic<PagedUse> paged_use = PagedUse::kMeasured;
 
 // One query of each sequence: up to how many sequences our kernel decodes, and from how many tokens
 // on that a page table reaches. Measured on an H200 (benchmarks/bench_paged_decode.py): of unlike
-// lengths cuDNN's took 1.1 to 1.5 times as long, of one length 0.97 to 1.15 times, and of 512 tokens
-// 0.85 to 0.98.
+// lengths cuDNN's took 1.1 to 1.5 times as long, of one length 0.97 to 1.15 times, and of 512
+// tokens 0.85 to 0.98.
 constexpr int64_t kMostSequences = 64, kLeastReach = 2048;
 
 // As many rows, queries times the heads of a group, as the kernel takes at once. It was measured to
