@@ -123,15 +123,7 @@ __device__ void forward_parts(const DepthwiseConvCall& call) {
 #define WHOLE(size, stride, columns)                                     \
   DEPTHWISE_CONV(whole_##size##_##stride##_##columns, DepthwiseConvCall, \
                  (forward<size, stride, columns>), (kWholeThreads, kWholeBlocks))
-#define OF_COLUMNS(columns) \
-  WHOLE(3, 1, columns)      \
-  WHOLE(5, 1, columns)      \
-  WHOLE(7, 1, columns)      \
-  WHOLE(3, 2, columns)      \
-  WHOLE(5, 2, columns)      \
-  WHOLE(7, 2, columns)
-OF_COLUMNS(7)
-OF_COLUMNS(14)
+WHOLE_SIZES(WHOLE)
 
 #define PARTS(size)                                                                    \
   DEPTHWISE_CONV(parts_##size, DepthwiseConvCall, (forward_parts<size, kPartColumns>), \

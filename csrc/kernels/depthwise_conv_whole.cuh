@@ -68,3 +68,14 @@ struct WholeImages {
     }
   }
 };
+
+// One of KERNEL(taps, stride, outputs) for all sizes that there are kernels of.
+#define WHOLE_SIZES(KERNEL)     \
+  WHOLE_SIZES_OF(KERNEL, 1, 7)  \
+  WHOLE_SIZES_OF(KERNEL, 2, 7)  \
+  WHOLE_SIZES_OF(KERNEL, 1, 14) \
+  WHOLE_SIZES_OF(KERNEL, 2, 14)
+#define WHOLE_SIZES_OF(KERNEL, stride, outputs) \
+  KERNEL(3, stride, outputs)                    \
+  KERNEL(5, stride, outputs)                    \
+  KERNEL(7, stride, outputs)

@@ -135,15 +135,7 @@ __device__ void weight_gradient(const DepthwiseConvWeightCall& call) {
 #define WHOLE(size, stride, columns)                                                  \
   DEPTHWISE_CONV(whole_weight_##size##_##stride##_##columns, DepthwiseConvWeightCall, \
                  (weight_gradient<size, stride, columns>), (kWholeThreads, kWholeBlocks))
-#define OF_COLUMNS(columns) \
-  WHOLE(3, 1, columns)      \
-  WHOLE(5, 1, columns)      \
-  WHOLE(7, 1, columns)      \
-  WHOLE(3, 2, columns)      \
-  WHOLE(5, 2, columns)      \
-  WHOLE(7, 2, columns)
-OF_COLUMNS(7)
-OF_COLUMNS(14)
+WHOLE_SIZES(WHOLE)
 
 #define PARTS(size)                                                          \
   DEPTHWISE_CONV(weight_parts_##size, DepthwiseConvWeightCall,               \

@@ -89,17 +89,9 @@ def paged_plan(
         raise
 
 
-def paged_uses_plan(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    page_table: Tensor,
-    seq_lens_kv: Tensor,
-    kv_layout: KVLayout = "NHD",
-) -> bool:
-    """Whether :func:`paged_attention` of these is what a plan has an effect on; not packed."""
-    arguments = (query, key_cache, value_cache, page_table, seq_lens_kv)
-    return bool(_ops._paged_runs_kernel(*arguments, head_major=is_head_major(kv_layout)))
+def paged_uses_plan(*tensors: Tensor, kv_layout: KVLayout = "NHD") -> bool:
+    """Whether a plan has an effect on :func:`paged_attention` of its first five arguments."""
+    return bool(_ops._paged_runs_kernel(*tensors, head_major=is_head_major(kv_layout)))
 
 
 def _empty(*args: Any) -> Tensor:

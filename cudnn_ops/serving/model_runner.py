@@ -313,26 +313,30 @@ class ModelRunner:
         inputs, cache = self._inputs, self._cache
         slots, lengths = inputs["slots"][:tokens], inputs["lengths"][:batch]
         table = inputs["table"][:batch]
-        # By what they depend on of a layer: layers share them.
-        plans: dict[tuple[int, tuple[int, int]], Tensor] = {}
+        # By what they depend on of a layer: layers share them. None where a plan has no effect.
+        plans: dict[tuple[int, tuple[int, int]], Tensor | None] = {}
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
             cache.append(layer, key, value, slots)
             caches = cache.key_cache(layer), cache.value_cache(layer)
             each = query.unflatten(0, (batch, queries)) if queries else query
             options |= masking | cache.descales(layer)
-            if caches[0].dtype == torch.float8_e4m3fn or (
-                queries and paged_uses_plan(each, *caches, table, lengths, cache.kv_layout)
-            ):
-                window = tuple(options.get("window_size", (-1, -1)))
-                kind = (query.shape[1], window)
-                if kind not in plans:
+            window = tuple(options.get("window_size", (-1, -1)))
+            kind = (query.shape[1], window)
+            if kind not in plans:
+                arguments = (each, *caches, table, lengths)
+                is_used = caches[0].dtype == torch.float8_e4m3fn or (
+                    queries > 0 and paged_uses_plan(*arguments, kv_layout=cache.kv_layout)
+                )
+                plans[kind] = None
+                if is_used:
                     plans[kind] = paged_plan(
                         *(each, caches[0], lengths),
                         window_size=window,
                         kv_layout=cache.kv_layout,
                         **masking,
                     )
+            if plans[kind] is not None:
                 options["plan"] = plans[kind]
             out = paged_attention(
                 each, *caches, table, lengths, kv_layout=cache.kv_layout, **options
