@@ -317,7 +317,13 @@ def adaptive_norms() -> Iterator[Sample]:
             columns = 16 // dtype.itemsize * count
             call = partial(run_uneven, dtype, columns)
             yield f"adaptive_norm_backward of {_UNEVEN_ROWS} rows, {name}, {columns} columns", call
-        for count, tokens in ((50, 3), (300, 3), (2100, 3), *((n, _MANY) for n in _OF_MANY)):
+        for count, tokens in (
+            (50, 3),
+            (50, 40),
+            (300, 3),
+            (2100, 3),
+            *((n, _MANY) for n in _OF_MANY),
+        ):
             columns = 16 // dtype.itemsize * count
             call = partial(run_many, dtype, columns, tokens)
             yield f"adaptive_norm_forward of {tokens} rows, {name}, {columns} columns", call

@@ -20,9 +20,10 @@
 namespace cudnn_ops {
 namespace {
 
-// By the number of a thread's pieces (index_of), for operands of any kind and for the usual ones.
+// By the number of a thread's pieces: 2, 4 and 8, and for operands of any kind 5 and 6 behind them.
+// Those that send for what rows are modulated by are for 4, 5 and 6.
 struct WideKernels {
-  DeviceKernel any[5], usual[5], gated[5];
+  DeviceKernel any[5], usual[3], gated[3], ahead[3], gated_ahead[3];
 };
 
 // By their pieces: 16 bytes, and one number.
@@ -33,7 +34,8 @@ struct ForwardKernels {
 };
 
 int index_of(unsigned vectors) {
-  return vectors == 2 ? 0 : vectors == 8 ? 4 : static_cast<int>(vectors) - 3;
+  const bool is_even = vectors == 2 || vectors == 4 || vectors == 8;
+  return static_cast<int>(is_even ? vectors / 4 : vectors - 2);
 }
 
 // First by whether they are gated.
@@ -43,13 +45,19 @@ struct BackwardKernels {
 };
 
 #define CUDNN_OPS_KERNEL(images, name) {images, "adaptive_norm_" name, true}
-#define CUDNN_OPS_SPREAD(images, name)                                       \
-  {CUDNN_OPS_KERNEL(images, name "_2"), CUDNN_OPS_KERNEL(images, name "_4"), \
-   CUDNN_OPS_KERNEL(images, name "_5"), CUDNN_OPS_KERNEL(images, name "_6"), \
-   CUDNN_OPS_KERNEL(images, name "_8")}
+#define CUDNN_OPS_EVEN(images, name)                                        \
+  CUDNN_OPS_KERNEL(images, name "_2"), CUDNN_OPS_KERNEL(images, name "_4"), \
+      CUDNN_OPS_KERNEL(images, name "_8")
+#define CUDNN_OPS_AHEAD(images, name)                                        \
+  {CUDNN_OPS_KERNEL(images, name "_4"), CUDNN_OPS_KERNEL(images, name "_5"), \
+   CUDNN_OPS_KERNEL(images, name "_6")}
 #define CUDNN_OPS_FORWARD(images)                                                           \
-  {{CUDNN_OPS_SPREAD(images, "forward_16"), CUDNN_OPS_SPREAD(images, "forward_usual"),      \
-    CUDNN_OPS_SPREAD(images, "forward_gated")},                                             \
+  {{{CUDNN_OPS_EVEN(images, "forward_16"), CUDNN_OPS_KERNEL(images, "forward_16_5"),        \
+     CUDNN_OPS_KERNEL(images, "forward_16_6")},                                             \
+    {CUDNN_OPS_EVEN(images, "forward_usual")},                                              \
+    {CUDNN_OPS_EVEN(images, "forward_gated")},                                              \
+    CUDNN_OPS_AHEAD(images, "forward_usual_ahead"),                                         \
+    CUDNN_OPS_AHEAD(images, "forward_gated_ahead")},                                        \
    {CUDNN_OPS_KERNEL(images, "forward_n_2"), CUDNN_OPS_KERNEL(images, "forward_n_8")},      \
    {CUDNN_OPS_KERNEL(images, "forward_any_16"), CUDNN_OPS_KERNEL(images, "forward_any_n")}, \
    CUDNN_OPS_KERNEL(images, "forward_usual_n"),                                             \
@@ -361,24 +369,28 @@ void adaptive_norm_forward(const AdaptiveNormOfRows& given, const at::Tensor& ou
   call.mean = data_of<float>(mean);
   call.rstd = data_of<float>(rstd);
   const AdaptiveNormProblem problem = operands.problem(call, args.input, 0);
-  const NormForwardLaunch launch = norm_forward_launch(problem);
+  const bool is_usual = has_usual_operands(call, is_float(args.input));
+  const AdaptiveNormForwardLaunch launch = adaptive_norm_forward_launch(problem, is_usual);
   call.group = launch.how.group;
+  call.row_bytes = launch.row_bytes;
+  call.is_past_first_cache = launch.is_past_first_cache;
   const auto& kernels = forward_kernels(type_index(args.input.scalar_type()));
   const bool is_wide = problem.piece_bytes == 16;
   const unsigned vectors = launch.how.vectors;
-  const bool is_usual = has_usual_operands(call, is_float(args.input));
-  const auto& wide = !is_usual          ? kernels.wide.any
-                     : problem.is_gated ? kernels.wide.gated
-                                        : kernels.wide.usual;
+  const DeviceKernel* wide = !is_usual          ? kernels.wide.any
+                             : problem.is_gated ? kernels.wide.gated
+                                                : kernels.wide.usual;
   constexpr unsigned kWarp = 32;
   const auto& narrow = !is_usual || vectors != 8 || call.group < kWarp ? kernels.narrow[vectors / 8]
                        : problem.is_gated                              ? kernels.gated
                                                                        : kernels.usual;
-  const auto& kernel = vectors == 0 ? kernels.any[is_wide ? 0 : 1]
-                       : is_wide    ? wide[index_of(vectors)]
-                                    : narrow;
+  const auto& ahead = problem.is_gated ? kernels.wide.gated_ahead : kernels.wide.ahead;
+  const auto& kernel = vectors == 0      ? kernels.any[is_wide ? 0 : 1]
+                       : launch.is_ahead ? ahead[vectors - 4]
+                       : is_wide         ? wide[index_of(vectors)]
+                                         : narrow;
   void* argument = &call;
-  kernel.launch(launch.blocks, 1, launch.threads, &argument);
+  kernel.launch(launch.blocks, 1, launch.threads, &argument, static_cast<int>(launch.shared_bytes));
 }
 
 void adaptive_norm_backward(const AdaptiveNormOfRows& given, const at::Tensor& grad_out,

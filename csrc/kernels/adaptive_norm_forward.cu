@@ -3,10 +3,13 @@
 // each type of the rows; adaptive_norm_cuda.cpp launches it.
 //
 // Rows lie in registers as in norm_forward.cu, and blocks come and go as there: those of one sample
-// follow one another, and read its scale and shift from the first cache.
+// follow one another. Of usual operands, rows that a warp has read its scale and shift from shared
+// memory (adaptive_norm_ahead.cuh), others from the first cache.
 
 #include "adaptive_norm.cuh"
+#include "adaptive_norm_ahead.cuh"
 #include "adaptive_norm_numbers.cuh"
+#include "cache_policy.cuh"
 #include "norm_moments.cuh"
 
 namespace {
@@ -65,15 +68,15 @@ __device__ void modulate(const AdaptiveNormCall& call, const void* scale, const 
 
 template <class Modulation, bool kIsUsual, bool kIsFull, int kVectors, int kWidth>
 __device__ void write(const AdaptiveNormCall& call, const Piece<Type, kWidth> (&pieces)[kVectors],
-                      unsigned row, unsigned sample, unsigned vectors, const Moments& moments) {
-  const void *scale = factor_of(call, sample).data, *shift = shift_of(call, sample).data;
+                      unsigned row, const ScaleAndShift& by, unsigned vectors,
+                      const Moments& moments) {
   auto* out = (Piece<Type, kWidth>*)call.out + (long long)row * vectors;
   each<kVectors, kIsFull>(call.group, vectors, [&](int v, unsigned at) {
     float values[kWidth];
     pieces[v].read(values);
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) values[k] = (values[k] - moments.mean) * moments.rstd;
-    modulate<Modulation, kIsUsual>(call, scale, shift, at, values);
+    modulate<Modulation, kIsUsual>(call, by.scale, by.shift, at, values);
     out[at] = Piece<Type, kWidth>::of(values);
   });
 }
@@ -95,6 +98,17 @@ __device__ void keep_moments(const AdaptiveNormCall& call, unsigned row, const M
   if (call.mean != nullptr) call.mean[row] = moments.mean;
 }
 
+// A row's pieces. Where all rows stay in the second cache, going past the first one leaves that to
+// scale and shift.
+template <class Way, bool kIsFull, int kVectors, class Vector>
+__device__ void load(const AdaptiveNormCall& call, const Vector* input, unsigned vectors,
+                     Vector (&pieces)[kVectors]) {
+  const bool is_past = Way::kIsUsual && !Way::kIsGated && call.is_past_first_cache;
+  each<kVectors, kIsFull>(call.group, vectors, [&](int v, unsigned at) {
+    pieces[v] = is_past ? load_past_first_cache(input + at) : input[at];
+  });
+}
+
 template <class Way, int kBytes, int kVectors, bool kIsFull>
 __device__ void forward_rows(const AdaptiveNormCall& call) {
   constexpr int kWidth = kBytes / sizeof(Bits);
@@ -105,8 +119,7 @@ __device__ void forward_rows(const AdaptiveNormCall& call) {
   const bool is_row = kIsFull || row < call.rows;
   const unsigned vectors = is_row ? call.columns / kWidth : 0;
   Vector pieces[kVectors];
-  const auto* input = (const Vector*)row_of(call.input, row);
-  each<kVectors, kIsFull>(group, vectors, [&](int v, unsigned at) { pieces[v] = input[at]; });
+  load<Way, kIsFull>(call, (const Vector*)row_of(call.input, row), vectors, pieces);
   const unsigned sample = is_row ? row / call.tokens : 0;
   if (Way::kIsUsual ? Way::kIsGated : call.update.data != nullptr) {
     const Parameter gate = gate_of(call, sample);
@@ -122,11 +135,48 @@ __device__ void forward_rows(const AdaptiveNormCall& call) {
   const Moments moments = moments_of<kIsFull>(pieces, vectors, call, call.is_layer, first, scratch);
   if (!is_row) return;
   if (threadIdx.x % group == 0) keep_moments(call, row, moments);
+  const ScaleAndShift by = {factor_of(call, sample).data, shift_of(call, sample).data};
   if (!Way::kIsUsual && call.is_scale_float) {
-    write<Float, Way::kIsUsual, kIsFull>(call, pieces, row, sample, vectors, moments);
+    write<Float, Way::kIsUsual, kIsFull>(call, pieces, row, by, vectors, moments);
   } else {
-    write<Type, Way::kIsUsual, kIsFull>(call, pieces, row, sample, vectors, moments);
+    write<Type, Way::kIsUsual, kIsFull>(call, pieces, row, by, vectors, moments);
   }
+}
+
+// Of usual operands, several rows a block.
+template <bool kIsGated, int kVectors, bool kIsFull>
+__device__ void forward_rows_ahead(const AdaptiveNormCall& call) {
+  constexpr int kWidth = 16 / sizeof(Bits);
+  using Vector = Piece<Type, kWidth>;
+  __shared__ float scratch[2][32];
+  const unsigned group = call.group;
+  const unsigned row = blockIdx.x * (blockDim.x / group) + threadIdx.x / group;
+  const bool is_row = kIsFull || row < call.rows;
+  const unsigned vectors = is_row ? call.columns / kWidth : 0;
+  Vector pieces[kVectors];
+  const auto* input = (const Vector*)row_of(call.input, row);
+  each<kVectors, kIsFull>(group, vectors, [&](int v, unsigned at) { pieces[v] = input[at]; });
+  const unsigned sample = is_row ? row / call.tokens : 0;
+  const Ahead ahead(call);
+  if constexpr (kIsGated) {
+    const auto* update = (const Vector*)row_of(call.update, row);
+    each<kVectors, kIsFull>(group, vectors,
+                            [&](int v, unsigned at) { ahead.copy_update(v, update + at); });
+    ahead.wait();
+    const Parameter gate = ahead.gate(sample);
+    auto* sum = (Vector*)call.sum + (long long)row * vectors;
+    each<kVectors, kIsFull>(group, vectors, [&](int v, unsigned at) {
+      float values[kWidth];
+      pieces[v].read(values);
+      sum[at] = pieces[v] = add_update(gate, *(const Vector*)ahead.update(v), at, values);
+    });
+  }
+  const auto first = [&] { return first_of(call, row, sample); };
+  const Moments moments = moments_of<kIsFull>(pieces, vectors, call, call.is_layer, first, scratch);
+  if constexpr (!kIsGated) ahead.wait();
+  if (!is_row) return;
+  if (threadIdx.x % group == 0) keep_moments(call, row, moments);
+  write<Type, true, kIsFull>(call, pieces, row, ahead.scale_and_shift(sample), vectors, moments);
 }
 
 // Rows that no pieces of 16 bytes fit. All that one needs is on its way before any of it is waited
@@ -193,17 +243,33 @@ __device__ void forward_numbers(const AdaptiveNormCall& call) {
   });
 }
 
+// Whether every thread has all of its kVectors pieces.
+template <int kBytes, int kVectors>
+__device__ bool is_full(const AdaptiveNormCall& call) {
+  return call.columns == kVectors * call.group * (kBytes / sizeof(Bits)) &&
+         call.rows == gridDim.x * (blockDim.x / call.group);
+}
+
 // kVectors pieces of kBytes a thread.
 template <class Way, int kBytes, int kVectors>
 __device__ void forward(const AdaptiveNormCall& call) {
   wait_for_inputs();
   let_next_start();
-  const bool is_full = call.columns == kVectors * call.group * (kBytes / sizeof(Bits)) &&
-                       call.rows == gridDim.x * (blockDim.x / call.group);
-  if (is_full) {
+  if (is_full<kBytes, kVectors>(call)) {
     forward_rows<Way, kBytes, kVectors, true>(call);
   } else {
     forward_rows<Way, kBytes, kVectors, false>(call);
+  }
+}
+
+template <bool kIsGated, int kVectors>
+__device__ void forward_ahead(const AdaptiveNormCall& call) {
+  wait_for_inputs();
+  let_next_start();
+  if (is_full<16, kVectors>(call)) {
+    forward_rows_ahead<kIsGated, kVectors, true>(call);
+  } else {
+    forward_rows_ahead<kIsGated, kVectors, false>(call);
   }
 }
 
@@ -284,14 +350,16 @@ __device__ void forward_any(const AdaptiveNormCall& call) {
 
 ADAPTIVE_NORM(forward_usual_2, 1024, 1, forward<Usual<false>, 16, 2>)
 ADAPTIVE_NORM(forward_usual_4, 640, 2, forward<Usual<false>, 16, 4>)
-ADAPTIVE_NORM(forward_usual_5, 256, 4, forward<Usual<false>, 16, 5>)
-ADAPTIVE_NORM(forward_usual_6, 256, 4, forward<Usual<false>, 16, 6>)
 ADAPTIVE_NORM(forward_usual_8, 512, 2, forward<Usual<false>, 16, 8>)
+ADAPTIVE_NORM(forward_usual_ahead_4, 256, 4, forward_ahead<false, 4>)
+ADAPTIVE_NORM(forward_usual_ahead_5, 256, 4, forward_ahead<false, 5>)
+ADAPTIVE_NORM(forward_usual_ahead_6, 256, 4, forward_ahead<false, 6>)
 ADAPTIVE_NORM(forward_gated_2, 1024, 1, forward<Usual<true>, 16, 2>)
 ADAPTIVE_NORM(forward_gated_4, 640, 2, forward<Usual<true>, 16, 4>)
-ADAPTIVE_NORM(forward_gated_5, 256, 4, forward<Usual<true>, 16, 5>)
-ADAPTIVE_NORM(forward_gated_6, 256, 4, forward<Usual<true>, 16, 6>)
 ADAPTIVE_NORM(forward_gated_8, 512, 2, forward<Usual<true>, 16, 8>)
+ADAPTIVE_NORM(forward_gated_ahead_4, 256, 4, forward_ahead<true, 4>)
+ADAPTIVE_NORM(forward_gated_ahead_5, 256, 4, forward_ahead<true, 5>)
+ADAPTIVE_NORM(forward_gated_ahead_6, 256, 4, forward_ahead<true, 6>)
 ADAPTIVE_NORM(forward_16_2, 1024, 1, forward<Any, 16, 2>)
 ADAPTIVE_NORM(forward_16_4, 512, 2, forward<Any, 16, 4>)
 ADAPTIVE_NORM(forward_16_5, 256, 3, forward<Any, 16, 5>)

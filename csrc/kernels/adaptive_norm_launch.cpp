@@ -167,6 +167,27 @@ AdaptiveNormBackwardLaunch odd_launch(const AdaptiveNormProblem& problem, bool h
 
 }  // namespace
 
+AdaptiveNormForwardLaunch adaptive_norm_forward_launch(const AdaptiveNormProblem& problem,
+                                                       bool is_usual) {
+  constexpr int64_t kMostCached = int64_t{64} << 20;  // measured on an H200
+  AdaptiveNormForwardLaunch launch{norm_forward_launch(problem), false, 0, 0, false};
+  const NormSpread& how = launch.how;
+  if (!is_usual || how.bytes != kPiece || how.vectors == 0) return launch;
+  const unsigned of_block = how.threads / how.group;
+  // Most rows of a block are of its first row's sample; rows that only warps have the room for have
+  // no other kernel.
+  const bool is_of_few = how.vectors == 4 && how.group <= kWarp && problem.tokens >= of_block;
+  launch.is_ahead = is_of_few || how.vectors == 5 || how.vectors == 6;
+  if (launch.is_ahead) {
+    launch.row_bytes = static_cast<unsigned>(problem.columns * problem.number_bytes);
+    launch.shared_bytes = int64_t{launch.row_bytes} * (problem.is_gated ? 3 : 2);
+    if (problem.is_gated) launch.shared_bytes += int64_t{how.vectors} * kPiece * how.threads;
+  }
+  launch.is_past_first_cache =
+      of_block == 1 && problem.rows * problem.columns * problem.number_bytes <= kMostCached;
+  return launch;
+}
+
 AdaptiveNormBackwardLaunch adaptive_norm_backward_launch(const AdaptiveNormProblem& problem,
                                                          const DeviceLimits& limits) {
   constexpr int64_t kDeclared = 1 << 10;  // what the kernels declare themselves

@@ -13,6 +13,17 @@ struct AdaptiveNormProblem : NormProblem {
   bool has_parameters;  // it adds up the gradients of weight and bias
 };
 
+struct AdaptiveNormForwardLaunch : NormForwardLaunch {
+  bool is_ahead;       // by kernels that send for scale, shift and gate (adaptive_norm_ahead.cuh)
+  unsigned row_bytes;  // what one of them takes in shared memory
+  int64_t shared_bytes;
+  bool is_past_first_cache;  // how blocks of one row read it
+};
+
+// `is_usual`: scale and shift are there, of the rows' type, and neither weight nor bias.
+AdaptiveNormForwardLaunch adaptive_norm_forward_launch(const AdaptiveNormProblem& problem,
+                                                       bool is_usual);
+
 struct AdaptiveNormBackwardLaunch {
   NormSpread how;      // of no pieces: kernels for rows of any size
   bool is_single;      // by kernels for samples of one row, whose blocks come and go

@@ -27,6 +27,8 @@ TYPES = (torch.float16, torch.bfloat16, torch.float32)
 PIECES = (
     *((3, 5, 5), (66, 8, 33), (2, 19, 96), (3, 173, 144), (13, 40, 160), (1, 515, 161)),
     *((40, 13, 192), (2, 19, 225), (1, 515, 225), (2, 3, 300), (1, 3, 2100), (2, 2, 4200)),
+    # Samples of fewer rows than a block has, and of a few more.
+    *((300, 2, 150), (47, 11, 125), (130, 5, 100)),
 )
 #: Rows that no thread loads more than one number of at a time: parts of a warp, a warp, several
 #: warps, and rows that no threads hold.
