@@ -131,7 +131,15 @@ def test_rounds_hold_every_function_in_changing_order(gpu: Gpu) -> None:
     rounds = ["".join(entered[i : i + 3]) for i in range(3, len(entered), 3)]
     assert len(rounds) == 20
     assert {"".join(sorted(names)) for names in rounds} == {"abc"}
-    assert len(set(rounds)) > 3
+    assert len(set(rounds[:6])) == len(set(rounds[6:12])) == 6
+    assert rounds[:6] != rounds[6:12]
+
+
+def test_many_functions_change_their_order() -> None:
+    rounds = "".join(timing.interleaved("abcdefgh", 9))
+    orders = [rounds[at : at + 8] for at in range(0, len(rounds), 8)]
+    assert {"".join(sorted(names)) for names in orders} == {"abcdefgh"}
+    assert len(set(orders)) == 9
 
 
 def test_rows_are_written_as_json(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import permutations
 
 import torch
 
@@ -21,6 +22,7 @@ Around = Callable[[str], AbstractContextManager[object]]
 #: Whether medians of a few samples will do.
 IsEnough = Callable[[Mapping[str, float]], bool]
 FEW_ROUNDS = 3
+_FEW = 4  # functions, whose orders are few
 
 
 def gpu_ms(
@@ -103,14 +105,23 @@ def medians(
 
 
 def interleaved(names: Iterable[str], rounds: int) -> Iterator[str]:
-    """Every name once a round, in a new order each round.
+    """Every name once a round, in another order each round.
 
-    In a fixed order one function would always run on the GPU that the same other one has heated.
+    In a fixed order one function would always run on the GPU that the same other one has heated. Of
+    a few, all orders have had their turn before one comes again: at the GPU's power limit samples
+    fall into those behind a hot function and those behind a cool one, and a median is of whichever
+    are more.
     """
     order, draw = list(names), random.Random(0)
-    for _ in range(rounds):
-        draw.shuffle(order)
-        yield from order
+    orders = list(permutations(order)) if len(order) <= _FEW else []
+    for index in range(rounds):
+        if orders:
+            if index % len(orders) == 0:
+                draw.shuffle(orders)
+            yield from orders[index % len(orders)]
+        else:
+            draw.shuffle(order)
+            yield from order
 
 
 class GpuSample:
