@@ -35,6 +35,7 @@ COLORS = {
     "torch_cudnn": "#3b75af",
     "torch_flash": "#8a63b0",
     "torch_efficient": "#c85c8e",
+    "flash_attn_4": "#c85c8e",
     "torch_varlen": "#8a63b0",
     "flex_attention": "#e1812c",
     "eager": "#3b75af",

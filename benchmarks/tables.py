@@ -418,6 +418,11 @@ TABLES = {
     "sdpa": Table(
         sdpa, "GPU time in ms, forward / backward, bf16; x is the peer's time over ours.", "sdpa"
     ),
+    "sdpa_newer": Table(
+        sdpa,
+        "GPU time in ms, forward / backward, bf16; x is the peer's time over ours.",
+        "sdpa_newer",
+    ),
     "attention_features": Table(
         attention_features,
         "GPU time in ms, forward / backward, bf16; x is the other's time over ours.",
