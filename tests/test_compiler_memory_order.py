@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -73,3 +74,47 @@ def test_autocast_and_gradients_of_some():
     x, weight = (one.float() for one in _inputs())
     found = check_swap(block, x, weight, expect=["group_norm"], swap=["group_norm"], tolerance=5e-2)
     assert all(_orders(found, torch.channels_last))
+
+
+def _copied(x: Tensor, weight: Tensor) -> Tensor:
+    """As a transformer of diffusers ends: its rows are an image, copied before a convolution."""
+    rows = F.group_norm(x, 2).permute(0, 2, 3, 1).sin()
+    return F.conv2d(rows.permute(0, 3, 1, 2).contiguous(), weight, padding=1)
+
+
+def _copies(found: Rewritten) -> int:
+    """Of those that are converted next; a copy of a result, for the stock strides, is not."""
+    copies = [node for node in found.graphs[0].graph.nodes if node.target == "contiguous"]
+    return sum(not node.kwargs and any(user in copies for user in node.users) for node in copies)
+
+
+@pytest.mark.parametrize("swap", [["group_norm"], ["convolution"]])
+def test_what_a_model_copied_for_a_convolution_is_read_as_it_was(swap: list[str]):
+    found = check_swap(_copied, *_inputs(), expect=swap, swap=swap)
+    assert _copies(found) == 0
+
+
+def test_a_copy_that_something_else_needs_stays():
+    def is_returned(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        copy = F.group_norm(x, 2).permute(0, 2, 3, 1).sin().permute(0, 3, 1, 2).contiguous()
+        return F.conv2d(copy, weight, padding=1), copy
+
+    def is_changed(x: Tensor, weight: Tensor) -> Tensor:
+        image = F.group_norm(x, 2).sin()
+        copy = image.contiguous(memory_format=torch.channels_last).contiguous()
+        image.add_(1)
+        return F.conv2d(copy, weight, padding=1) + image
+
+    def is_given(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        copy = x.contiguous().contiguous(memory_format=torch.channels_last)
+        return F.group_norm(F.conv2d(x, weight, padding=1), 2), copy
+
+    for function in (is_returned, is_changed, is_given):
+        check_swap(
+            function, *_inputs(), expect=["group_norm"], swap=["group_norm"], gradients=False
+        )
+    found = Rewritten(is_returned, ["group_norm"])
+    assert found(*_inputs())[1].is_contiguous()
+    x, weight = (one.contiguous(memory_format=torch.channels_last) for one in _inputs())
+    _, copy = Rewritten(is_given, ["group_norm"])(x, weight)
+    assert copy.data_ptr() != x.data_ptr()

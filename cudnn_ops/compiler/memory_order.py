@@ -7,16 +7,21 @@ says. So the graph says it: these convolutions read channels last, and what foll
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from cudnn_ops.compiler.nodes import call_of, has_static_sizes, value_of
+from cudnn_ops.compiler.nodes import Call, call_of, has_static_sizes, value_of
 
 #: Those of images, by their names in graphs, with what their results' memory is like.
 CONVOLUTIONS = {"conv2d": torch.channels_last, "conv3d": torch.channels_last_3d}
+_OURS = {
+    getattr(getattr(torch.ops.cudnn_ops, name), overload)
+    for name in CONVOLUTIONS
+    for overload in ("default", "padding")
+}
 
 
 def read_channels_last(graph: fx.Graph, run: Callable[[fx.Node], Any]) -> dict[fx.Node, Tensor]:
@@ -49,6 +54,40 @@ def read_channels_last(graph: fx.Graph, run: Callable[[fx.Node], Any]) -> dict[f
         _compute(node, out, node, run)
         before[node] = out
     return before
+
+
+def skip_copies(graph: fx.Graph, mutated: Collection[fx.Node]) -> None:
+    """Lets convolutions read channels last what a model copied to channels first for them.
+
+    As diffusers' transformers do of images, ``x.permute(0, 3, 1, 2).contiguous()``: inductor makes
+    one copy of this and of the conversion behind it, from channels last to channels last.
+
+    Args:
+        graph: one whose strides are settled.
+        mutated: nodes whose memory is written to: there a copy is one.
+    """
+    for node in list(graph.nodes):
+        call = call_of(node)
+        if call is None or not _is_conversion(call) or not all(map(_is_convolution, node.users)):
+            continue
+        source = call["input"]
+        while (copy := call_of(source)) is not None and copy.name == "contiguous":
+            if not {node, source, copy["input"]}.isdisjoint(mutated):
+                break
+            node.replace_input_with(source, copy["input"])
+            if not source.users:
+                graph.erase_node(source)
+            source = copy["input"]
+
+
+def _is_conversion(call: Call) -> bool:
+    return call.name == "contiguous" and call["memory_format"] in CONVOLUTIONS.values()
+
+
+def _is_convolution(node: fx.Node) -> bool:
+    """Whether it is torch's or ours, which write to nothing that they read."""
+    call = call_of(node)
+    return node.target in _OURS or (call is not None and call.name in CONVOLUTIONS)
 
 
 def _compute(node: fx.Node, like: Tensor, beside: fx.Node, run: Callable[[fx.Node], Any]) -> None:

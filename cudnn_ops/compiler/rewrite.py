@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from cudnn_ops.compiler.identities import identities
-from cudnn_ops.compiler.memory_order import read_channels_last
+from cudnn_ops.compiler.memory_order import read_channels_last, skip_copies
 from cudnn_ops.compiler.nodes import (
     call_of,
     changes_mode,
@@ -168,9 +168,12 @@ def _finish(
         return _run(node, facts)
 
     try:
-        if any(pattern.of_images for pattern in patterns if pattern.name in names):
+        has_images = any(pattern.of_images for pattern in patterns if pattern.name in names)
+        if has_images:
             facts.stock.update(read_channels_last(module.graph, run))
         Strides(module.graph, facts.stock, facts.mutated, run).settle()
+        if has_images:
+            skip_copies(module.graph, facts.mutated)
         why = "its swaps cannot be finished"
         for pattern in patterns:
             pattern.finish(module.graph, facts.mode, facts.mutated)
