@@ -143,8 +143,9 @@ def tune_linear(
 
 
 def _measure_size(size: tuple[int, int, int], rounds: int) -> Iterator[LinearTiming]:
-    # What engine is the best depends on the size, and on whether the activation has an erf, which
-    # takes as long as part of the product: the first activation of either sort finds it for all.
+    # What engine is the best depends on the size, and on whether the activation is the exact GELU,
+    # whose polynomial or erf takes as long as part of the product: the first activation of either
+    # sort finds it for all.
     best: dict[tuple[str, bool], str] = {}
     done: list[LinearTiming] = []
     for step, activation, engines in _STEPS:

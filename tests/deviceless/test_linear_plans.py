@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import cudnn_ops
 from cudnn_ops import plan_requests, warmup
 from cudnn_ops.ops.activation import needs_before
 from cudnn_ops.support import explain
 
+ROOT = Path(__file__).parents[2]
 BF16, HALF = torch.bfloat16, torch.float16
 ROWS, INPUTS, HIDDEN = 256, 128, 264
 LAYER = (((ROWS, INPUTS), BF16), ((HIDDEN, INPUTS), BF16))
@@ -124,3 +128,20 @@ def test_a_plan_that_cudnn_refuses_leaves_what_runs_without(linear_table):
     assert answer.supported
     assert answer.engine == "cudnn_ops"
     assert "graphs have no such activation" in answer.reason
+
+
+def test_the_exact_gelu_of_graphs():
+    """Its polynomial, as the source has it, by float32 as a GPU computes: the tails included."""
+    source = (ROOT / "csrc" / "ops" / "activation_slope_graph.h").read_text()
+    numbers = re.search(r"\{([-\d.ef, ]+)\}", source.partition("exact_gelu(")[2])
+    assert numbers is not None, source
+    coefficients = [float(number.strip().rstrip("f")) for number in numbers[1].split(",")]
+    assert len(coefficients) == 3
+    x = torch.cat([torch.linspace(-30, 30, 600001), torch.tensor([-1e30, -1e4, 1e4, 1e30])])
+    square = (x * x).clamp(max=100)
+    halves = torch.zeros_like(x)
+    for coefficient in reversed(coefficients):
+        halves = halves * square + coefficient / 2
+    found = x * ((x * halves).tanh() * 0.5 + 0.5)
+    exact = F.gelu(x.double())
+    assert ((found - exact).abs() <= 2.6e-5 + 1e-6 * exact.abs()).all()

@@ -49,7 +49,9 @@ std::shared_ptr<graph::FrontendGraph> make_forward(const LinearParams& params,
     out = value;
   } else {
     if (params.before.rank > 0) graph::output(out, kBefore, params.before);
-    if (params.activation != Activation::kNone) {
+    if (params.activation == Activation::kGelu) {
+      out = exact_gelu(*graph, out);
+    } else if (params.activation != Activation::kNone) {
       out = graph->pointwise(out, activation_node(params.activation));
     }
   }
