@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.cases.compiler import Rewritten, check_swap
 
@@ -118,3 +118,22 @@ def test_a_copy_that_something_else_needs_stays():
     x, weight = (one.contiguous(memory_format=torch.channels_last) for one in _inputs())
     _, copy = Rewritten(is_given, ["group_norm"])(x, weight)
     assert copy.data_ptr() != x.data_ptr()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_weights_stay_as_they_are_and_may_change(mode: type[torch.no_grad]):
+    """Neither in another order, in which ``view`` would fail, nor copied, of another time."""
+    model = nn.Sequential(nn.Conv2d(C, C, 3), nn.Conv2d(C, C, 3), nn.GroupNorm(2, C)).double().eval()
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    options = {"swap": ["convolution", "group_norm"]}
+    compiled = torch.compile(model, backend="cudnn_ops", options=options)
+    x, weight = _inputs()
+    with mode():
+        compiled(x)
+        assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), vector)
+        assert [parameter.data_ptr() for parameter in model.parameters()] == places
+        model[0].weight.data.mul_(2)
+        torch.testing.assert_close(compiled(x), model(x))
+        model[1].weight.data = weight
+        torch.testing.assert_close(compiled(x), model(x))
