@@ -123,7 +123,7 @@ def test_a_copy_that_something_else_needs_stays():
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_weights_stay_as_they_are_and_may_change(mode: type[torch.no_grad]):
     """Neither in another order, in which ``view`` would fail, nor copied, of another time."""
-    model = nn.Sequential(nn.Conv2d(C, C, 3), nn.Conv2d(C, C, 3), nn.GroupNorm(2, C)).double().eval()
+    model = nn.Sequential(nn.Conv2d(C, C, 3), nn.Conv2d(C, C, 3), nn.GroupNorm(2, C)).double()
     vector = nn.utils.parameters_to_vector(model.parameters())
     places = [parameter.data_ptr() for parameter in model.parameters()]
     options = {"swap": ["convolution", "group_norm"]}
