@@ -434,14 +434,24 @@ def test_rows_of_images_channels_are_measured_as_rows(store, monkeypatch):
         rows = F.conv2d(x, w, padding=1).permute(0, 2, 3, 1).cumsum(2)
         return F.rms_norm(rows, (4,), eps=1e-5)
 
+    def of_tokens(x: Tensor, w: Tensor) -> Tensor:
+        tokens = F.conv2d(x, w, padding=1).permute(0, 2, 3, 1).reshape(2, 64, 4)
+        return F.rms_norm(tokens, (4,), eps=1e-5) + tokens
+
     def of_the_input(x: Tensor, w: Tensor) -> Tensor:
         return F.rms_norm(x.permute(0, 2, 3, 1), (3,), eps=1e-5)
+
+    def of_the_input_s_tokens(x: Tensor, w: Tensor) -> Tensor:
+        tokens = x.permute(0, 2, 3, 1).reshape(2, 64, 3)
+        return F.rms_norm(tokens, (3,), eps=1e-5) + tokens
 
     x, w = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
     for model, strides in (
         (of_an_image, (256, 1, 32, 4)),
         (of_rows, (256, 32, 4, 1)),
+        (of_tokens, (256, 4, 1)),
         (of_the_input, (192, 64, 8, 1)),
+        (of_the_input_s_tokens, (192, 1, 64)),
     ):
         drawn.clear()
         chooser = Chooser(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -123,17 +125,18 @@ def test_a_copy_that_something_else_needs_stays():
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_weights_stay_as_they_are_and_may_change(mode: type[torch.no_grad]):
     """Neither in another order, in which ``view`` would fail, nor copied, of another time."""
-    model = nn.Sequential(nn.Conv2d(C, C, 3), nn.Conv2d(C, C, 3), nn.GroupNorm(2, C)).double()
+    first, second = (nn.Conv2d(C, C, 3) for _ in range(2))
+    model = nn.Sequential(first, second, nn.GroupNorm(2, C)).double()
     vector = nn.utils.parameters_to_vector(model.parameters())
     places = [parameter.data_ptr() for parameter in model.parameters()]
-    options = {"swap": ["convolution", "group_norm"]}
+    options: dict[str, Any] = {"swap": ["convolution", "group_norm"]}
     compiled = torch.compile(model, backend="cudnn_ops", options=options)
     x, weight = _inputs()
     with mode():
         compiled(x)
         assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), vector)
         assert [parameter.data_ptr() for parameter in model.parameters()] == places
-        model[0].weight.data.mul_(2)
+        first.weight.data.mul_(2)
         torch.testing.assert_close(compiled(x), model(x))
-        model[1].weight.data = weight
+        second.weight.data = weight
         torch.testing.assert_close(compiled(x), model(x))

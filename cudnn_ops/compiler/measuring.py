@@ -142,6 +142,8 @@ def strides_of(node: fx.Node, pattern: Pattern) -> tuple[int, ...]:
     """
     value = value_of(node)
     assert value is not None
+    if value.dim() == 3 and value.movedim(-1, 1).is_contiguous() and _is_of_image(node):
+        return make_contiguous_strides_for(value.shape)
     if value.dim() in (4, 5) and _is_computed(node):
         call = call_of(node)
         if pattern.of_images or (call is not None and call.name in CONVOLUTIONS):
@@ -149,6 +151,17 @@ def strides_of(node: fx.Node, pattern: Pattern) -> tuple[int, ...]:
         if value.movedim(-1, 1).is_contiguous():
             return make_contiguous_strides_for(value.shape)
     return value.stride()
+
+
+def _is_of_image(node: fx.Node) -> bool:
+    """Whether it is a view of a computed image, whose pixels are the tokens of a transformer."""
+    memory, shown = memory_of_result(node), node
+    while (value := value_of(shown)) is not None and value.dim() not in (4, 5):
+        sources = [one for one in shown.all_input_nodes if memory & memory_of_result(one)]
+        if len(sources) != 1:
+            return False
+        (shown,) = sources
+    return value is not None and _is_computed(node)
 
 
 def _is_computed(node: fx.Node) -> bool:

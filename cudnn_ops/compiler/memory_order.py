@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from cudnn_ops.compiler.nodes import Call, call_of, has_static_sizes, value_of
+from cudnn_ops.compiler.nodes import call_of, has_static_sizes, value_of
 
 #: Those of images, by their names in graphs, with what their results' memory is like.
 CONVOLUTIONS = {"conv2d": torch.channels_last, "conv3d": torch.channels_last_3d}
@@ -56,7 +56,9 @@ def read_channels_last(graph: fx.Graph, run: Callable[[fx.Node], Any]) -> dict[f
     return before
 
 
-def skip_copies(graph: fx.Graph, mutated: Collection[fx.Node]) -> None:
+def skip_copies(
+    graph: fx.Graph, mutated: Collection[fx.Node] = (), *, is_trial: bool = False
+) -> None:
     """Lets convolutions read channels last what a model copied to channels first for them.
 
     As diffusers' transformers do of images, ``x.permute(0, 3, 1, 2).contiguous()``: inductor makes
@@ -65,23 +67,34 @@ def skip_copies(graph: fx.Graph, mutated: Collection[fx.Node]) -> None:
     Args:
         graph: one whose strides are settled.
         mutated: nodes whose memory is written to: there a copy is one.
+        is_trial: whether it is a part of a graph, without such conversions yet: convolutions then
+            read what they will read behind one.
     """
     for node in list(graph.nodes):
-        call = call_of(node)
-        if call is None or not _is_conversion(call) or not all(map(_is_convolution, node.users)):
+        if not (_converts(node) or (is_trial and _is_convolution(node))) or not node.args:
             continue
-        source = call["input"]
-        while (copy := call_of(source)) is not None and copy.name == "contiguous":
-            if not {node, source, copy["input"]}.isdisjoint(mutated):
+        source = node.args[0]
+        while (copied := _copied(source)) is not None:
+            if not {node, source, copied}.isdisjoint(mutated):
                 break
-            node.replace_input_with(source, copy["input"])
+            node.replace_input_with(source, copied)
             if not source.users:
                 graph.erase_node(source)
-            source = copy["input"]
+            source = copied
 
 
-def _is_conversion(call: Call) -> bool:
-    return call.name == "contiguous" and call["memory_format"] in CONVOLUTIONS.values()
+def _copied(node: Any) -> fx.Node | None:
+    """What it is a copy of, if it is one."""
+    call = call_of(node) if isinstance(node, fx.Node) else None
+    return call["input"] if call is not None and call.name == "contiguous" else None
+
+
+def _converts(node: fx.Node) -> bool:
+    """Whether it is a conversion to channels last, for convolutions and nothing else."""
+    call = call_of(node)
+    if call is None or call.name != "contiguous":
+        return False
+    return call["memory_format"] in CONVOLUTIONS.values() and all(map(_is_convolution, node.users))
 
 
 def _is_convolution(node: fx.Node) -> bool:
