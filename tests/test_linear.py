@@ -152,7 +152,7 @@ def test_the_package_s_tables_have_every_standard_size():
         assert path.name == f"linear_sm{shipped.sm}.json"
         assert all((shipped.gpu, shipped.driver, shipped.cudnn, shipped.torch, shipped.date))
         timings = [LinearTiming(**entry) for entry in shipped.entries]
-        assert {(t.step, (t.rows, t.columns, t.depth)) for t in timings} == wanted
+        assert {(t.step, (t.rows, t.columns, t.depth)) for t in timings} >= wanted
         for timing in timings:
             assert set(timing.engine_ms) <= set(LINEAR_ENGINES), timing
             assert len(timing.engine_ms) > 1, timing
