@@ -15,10 +15,9 @@ from torchvision.models.regnet import ResBottleneckBlock
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
 import cudnn_ops
-from cudnn_ops.compiler.choice import Chooser, Times
-from cudnn_ops.compiler.options import settings_of
+from cudnn_ops.compiler.choice import Times
 from cudnn_ops.compiler.pattern import Found, Pattern
-from tests.cases.compiler import Rewritten, check_swap
+from tests.cases.compiler import Rewritten, Timed, check_swap
 
 C = 6
 
@@ -149,7 +148,7 @@ _OTHERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", [*_KEEPING, *_OTHERS])
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("swaps_others", [False, True])
-def test_a_result_that_a_gradient_needs_is_inductor_s(name, gradients, swaps_others, monkeypatch):
+def test_a_result_that_a_gradient_needs_is_inductor_s(name, gradients, swaps_others):
     """Which computes it again, where ours would keep it; but not for whoever asks for ours."""
     behind = (_KEEPING | _OTHERS)[name]
     norm, other = _norm(affine=False), _x().requires_grad_(gradients)
@@ -157,12 +156,11 @@ def test_a_result_that_a_gradient_needs_is_inductor_s(name, gradients, swaps_oth
     def block(x: Tensor) -> Tensor:
         return behind(norm(x), other)
 
-    def measure(_: Chooser, pattern: Pattern, found: Found) -> Times:
+    def times(pattern: Pattern, _: Found) -> Times:
         return Times(1.0, 2.0 if swaps_others or pattern.name == "batch_norm" else 0.5)
 
-    monkeypatch.setattr(Chooser, "_measure", measure)
     found = Rewritten(block)
-    found.chooser = Chooser(settings_of(None, None), found.report, lambda _: {})
+    found.chooser = Timed(found.report, times)
     found(_x().requires_grad_(gradients))
     (candidate,) = (one for one in found.report if one.pattern == "batch_norm")
     is_kept = gradients and name in _KEEPING

@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from torchvision.ops.misc import FrozenBatchNorm2d
 
 import cudnn_ops
-from cudnn_ops.compiler import choice
-from cudnn_ops.compiler.choice import Chooser
-from cudnn_ops.compiler.options import settings_of
+from cudnn_ops.compiler.choice import Times
 from cudnn_ops.compiler.pattern import Found, Pattern
 from cudnn_ops.compiler.patterns.dense_groups import dense
-from tests.cases.compiler import Rewritten, check_swap
+from tests.cases.compiler import Rewritten, Timed, check_swap
 
 C, K = 4, 6
 
@@ -348,18 +346,15 @@ def test_what_is_no_such_beginning(sizes, options):
     assert [candidate.note for candidate in found.report] == [""]
 
 
-def test_a_beginning_that_is_slower_by_squares(monkeypatch):
+def test_a_beginning_that_is_slower_by_squares():
     """It is tried as it is."""
 
-    def times(_: Chooser, __: Pattern, found: Found) -> choice.Times:
-        return choice.Times(3.0 if found.note else 1.0, 2.0)
+    def times(_: Pattern, found: Found) -> Times:
+        return Times(3.0 if found.note else 1.0, 2.0)
 
-    monkeypatch.setattr(Chooser, "_measure", times)
-    monkeypatch.setattr(choice, "_in_memory", {})
-    monkeypatch.setattr(choice, "_path", lambda: None)
     x, w = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
     found = Rewritten(lambda x, w: F.conv2d(x, w, stride=2))
-    found.chooser = Chooser(settings_of(None, None), found.report, lambda _: {})
+    found.chooser = Timed(found.report, times)
     found(x, w)
     (candidate,) = found.report.swapped
     assert (candidate.note, candidate.ours_ms) == ("", 1.0)

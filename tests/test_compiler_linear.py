@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cudnn_ops.compiler.choice import Chooser, Times
-from cudnn_ops.compiler.options import settings_of
+from cudnn_ops.compiler.choice import Times
 from cudnn_ops.compiler.patterns.gated import Gated
-from tests.cases.compiler import Rewritten, check_swap
+from tests.cases.compiler import Rewritten, Timed, check_swap
 
 ACTIVATIONS: list[Any] = [
     F.relu,
@@ -123,9 +122,8 @@ def test_a_gate_that_a_gradient_needs_is_inductor_s(activation, gradients, monke
     def block(x: Tensor, w: Tensor, b: Tensor, v: Tensor) -> Tensor:
         return activation(F.linear(x, w, b)) * F.linear(x, v)
 
-    monkeypatch.setattr(Chooser, "_measure", lambda *_: Times(1.0, 2.0))
     found = Rewritten(block)
-    found.chooser = Chooser(settings_of(None, {}), found.report, lambda _: {})
+    found.chooser = Timed(found.report, Times(1.0, 2.0))
     tensors = [each.requires_grad_(gradients) for each in _tensors((20, 12))]
     # As where the gated activation itself was not faster.
     monkeypatch.setattr(Gated, "find", lambda *_: iter(()))

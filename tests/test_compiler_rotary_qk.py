@@ -12,12 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cudnn_ops
-from cudnn_ops.compiler import choice
-from cudnn_ops.compiler.choice import Chooser
-from cudnn_ops.compiler.options import settings_of
+from cudnn_ops.compiler.choice import Times
 from cudnn_ops.compiler.pattern import Found, Pattern, shape_of
 from cudnn_ops.compiler.patterns.rotary_prefix import angles_of_all_tokens
-from tests.cases.compiler import Rewritten, check_swap
+from tests.cases.compiler import Rewritten, Timed, check_swap
 from tests.cases.rotary_spellings import (
     SPELLINGS,
     B,
@@ -266,22 +264,19 @@ def test_other_modes():
     _check(modes, expect=["rotary"] * 2)
 
 
-def test_each_gets_a_trial_of_its_own_where_both_together_are_slower(monkeypatch):
+def test_each_gets_a_trial_of_its_own_where_both_together_are_slower():
     """The times of the pair say nothing of the query alone, nor those of the query of the key."""
     trials: list[tuple[int, int]] = []  # results, heads
 
-    def times(_: Chooser, __: Pattern, found: Found) -> choice.Times:
+    def times(_: Pattern, found: Found) -> Times:
         trials.append((len(found.outputs), shape_of(found.inputs[0])[1]))
         times = {(2, H): (3.0, 2.0), (1, H): (1.0, 2.0), (1, 2): (2.0, 1.0)}
-        return choice.Times(*times[trials[-1]])
+        return Times(*times[trials[-1]])
 
-    monkeypatch.setattr(Chooser, "_measure", times)
-    monkeypatch.setattr(choice, "_in_memory", {})
-    monkeypatch.setattr(choice, "_path", lambda: None)
     angles = torch.randn(B, S, D)
     inputs = torch.randn(B, H, S, D), torch.randn(B, 2, S, D), angles.cos(), angles.sin()
     found = Rewritten(_of_each(llama))
-    found.chooser = Chooser(settings_of(None, None), found.report, lambda _: {})
+    found.chooser = Timed(found.report, times)
     torch.testing.assert_close(found(*inputs), _of_each(llama)(*inputs))
     assert sorted(trials) == [(1, 2), (1, H), (2, H)]
     assert found.swapped == ["rotary"]

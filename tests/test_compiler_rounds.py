@@ -154,7 +154,9 @@ def test_after_many_rounds_it_is_one_by_one(monkeypatch):
     monkeypatch.setattr("cudnn_ops.compiler.rounds._MOST_ROUNDS", 0)
     chooser = Events()
     _graph(_norms, *_inputs(), chooser=chooser)
-    assert set(chooser.events) == {"time"}
+    count = len(chooser.events) // 3
+    assert count > 1
+    assert chooser.events == ["lower", "wait", "time"] * count
     assert len(chooser.report.swapped) == 3
 
 

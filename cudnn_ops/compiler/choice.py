@@ -116,18 +116,17 @@ class Chooser:
             candidate.reason = reason
             return False
         question = Question.of(pattern, found)
-        if question.key in self._failed:
-            raise self._failed[question.key]
-        times = self._known.get(question.key)
-        if times is None:
+        if question.key not in self._known and question.key not in self._failed:
             if settings.dry_run:
                 candidate.reason = "dry run: not measured yet"
                 return False
             if self._open is not None:
                 self._open.setdefault(question.key, question)
                 return True
-            times = self._known[question.key] = self._measure(pattern, found)
-            _remember(question.key, times)
+            self.answer({question.key: question})
+        if question.key in self._failed:
+            raise self._failed[question.key]
+        times = self._known[question.key]
         candidate.ours_ms, candidate.stock_ms = times.ours, times.stock
         is_faster, candidate.reason = times.verdict()
         if settings.dry_run:
@@ -150,9 +149,6 @@ class Chooser:
         if not all(map(has_static_sizes, tensors)):
             return "a size is dynamic, and times differ from size to size"
         return ""
-
-    def _measure(self, pattern: Pattern, found: Found) -> Times:
-        return self._timed(Question.of(pattern, found))
 
     def _timed(self, question: Question) -> Times:
         with self._compiler.steps(question) as steps:

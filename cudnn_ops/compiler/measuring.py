@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch._prims_common import make_channels_last_strides_for, make_contiguous_strides_for
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import _get_qualified_name
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cudnn_ops import _C
@@ -106,19 +107,26 @@ class Question(NamedTuple):
 
 
 class Source:
-    """A graph of a trial, and its code while nothing has changed it."""
+    """A graph of a trial, and what it computes while nothing has changed it."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.code = graph.python_code("self").src
+        self.code = "\n".join(map(_line, graph.nodes))
 
     @property
     def meaning(self) -> str:
-        """The code, whatever part of a trial the nodes are."""
+        """The computation, whatever part of a trial the nodes are."""
         names: dict[str, str] = {}
         return _NUMBERED.sub(lambda one: names.setdefault(one[0], f"_{len(names)}"), self.code)
 
 
+def _line(node: fx.Node) -> str:
+    """What a node computes, the same in all processes; torch takes longer to write Python."""
+    target = node.target if isinstance(node.target, str) else _name(node.target)
+    return f"{node.name} = {node.op} {target} {node.args} {dict(node.kwargs)}"
+
+
+_name = functools.cache(_get_qualified_name)
 _NUMBERED = re.compile(r"\b(?:value|leader|follower)_\d+\b")
 
 

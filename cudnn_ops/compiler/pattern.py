@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
@@ -54,6 +55,41 @@ class Found:
             return (results,)
         # An operator that is traced gives one thing for all of its results.
         return tuple(results[i] for i in range(len(self.outputs)))
+
+    @functools.cached_property
+    def traced(self) -> Traced:
+        """The replacement as a graph, which is traced once: it is checked, timed and put in."""
+        graph = fx.Graph()
+        tracer = fx.proxy.GraphAppendingTracer(graph)
+        inputs = [graph.placeholder(f"input_{i}") for i in range(len(self.inputs))]
+        results = self.built(*(fx.Proxy(node, tracer) for node in inputs))
+        return Traced(graph, inputs, [result.node for result in results])
+
+
+class Traced(NamedTuple):
+    """A replacement as a graph of its own.
+
+    Attributes:
+        graph: without an output.
+        inputs: its placeholders.
+        results: the nodes of what it gives.
+    """
+
+    graph: fx.Graph
+    inputs: list[fx.Node]
+    results: list[fx.Node]
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """What it computes."""
+        return [node for node in self.graph.nodes if node.op != "placeholder"]
+
+    def copied_into(self, graph: fx.Graph, inputs: Sequence[fx.Node]) -> list[fx.Node]:
+        """Puts its nodes into another graph, reading these inputs; returns those of the results."""
+        copies = dict(zip(self.inputs, inputs, strict=True))
+        for node in self.nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        return [copies[node] for node in self.results]
 
 
 class Inputs:

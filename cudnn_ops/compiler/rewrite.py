@@ -1,37 +1,26 @@
 """Puts our operators into a captured graph: matches, checks, decides, replaces.
 
-Patterns know what they look for. What has to hold for every match is checked here: that nothing
-else uses what goes away, that nothing writes to what is read, that gradients and autocast are on
-for all of it or for none, and that the result has the shape, dtype and device that it had. What
-depends on strides is settled when a graph has all of its swaps (:mod:`cudnn_ops.compiler.strides`).
+Patterns know what they look for; what has to hold for every match is in
+:mod:`cudnn_ops.compiler.checks`. What depends on strides is settled when a graph has all of its
+swaps (:mod:`cudnn_ops.compiler.strides`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
-import torch
-from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.node import map_arg
-from torch.utils._pytree import tree_leaves
+from torch import fx
 
+from cudnn_ops.compiler import running
+from cudnn_ops.compiler.checks import objection, place_of, too_early
+from cudnn_ops.compiler.facts import GraphFacts
 from cudnn_ops.compiler.identities import identities
 from cudnn_ops.compiler.memory_order import read_channels_last, skip_copies
-from cudnn_ops.compiler.nodes import (
-    call_of,
-    changes_mode,
-    memory_of,
-    mutated,
-    value_of,
-    written_by,
-)
+from cudnn_ops.compiler.nodes import call_of, value_of, written_by
 from cudnn_ops.compiler.pattern import Found, Pattern, Refusal
 from cudnn_ops.compiler.report import Candidate, CompileReport, first_line, warn
 from cudnn_ops.compiler.strides import Strides
@@ -40,36 +29,6 @@ log = logging.getLogger("cudnn_ops.compiler")
 
 #: Decides about a match: whether it is swapped, why not, and what was measured.
 Decide = Callable[[Pattern, Found, Candidate], bool]
-
-
-class GraphFacts:
-    """What checks need to know of a graph, looked up once for every graph."""
-
-    def __init__(self, graph: fx.Graph):
-        self.place: dict[fx.Node, int] = {}
-        self.number(graph)
-        self.mode: dict[fx.Node, tuple[fx.Node, ...]] = {}
-        modes: list[fx.Node] = []
-        for node in graph.nodes:
-            if changes_mode(node):
-                modes.append(node)
-            self.mode[node] = tuple(modes)
-        self.mutated = mutated(graph)
-        # What the pattern at hand could replace and was not to: its parts are none of their own.
-        self.declined: set[fx.Node] = set()
-        #: Of our results, what the stock graph gives in their place.
-        self.stock: dict[fx.Node, Tensor] = {}
-        #: The graph as it was, from the first swap on.
-        self.before: fx.Graph | None = None
-        self.swapped: list[Candidate] = []
-
-    def number(self, graph: fx.Graph) -> None:
-        """Notes the places of nodes, after some were moved."""
-        self.place.update((node, place) for place, node in enumerate(graph.nodes))
-
-    def add(self, node: fx.Node, like: fx.Node) -> None:
-        self.place[node] = self.place[like]
-        self.mode[node] = self.mode[like]
 
 
 @dataclass
@@ -165,7 +124,7 @@ def _finish(
     why = "it depends on the strides of what would be swapped"
 
     def run(node: fx.Node) -> Any:
-        return _run(node, facts)
+        return running.run(node, facts)
 
     try:
         has_images = any(pattern.of_images for pattern in patterns if pattern.name in names)
@@ -237,223 +196,27 @@ def _most_telling(tried: list[Candidate]) -> Candidate:
     return next((each for each in tried if each.ours_ms is not None), tried[-1])
 
 
-def objection(found: Found, facts: GraphFacts) -> str:
-    """Why a match must not be replaced, whatever is faster; empty where it may be."""
-    inside = set(found.nodes)
-    for node in found.nodes:
-        if node not in found.outputs and any(user not in inside for user in node.users):
-            return f"{node.name}, an intermediate result, is used elsewhere"
-    computed = [node for node in found.nodes if not _is_constant(node)]
-    if len({facts.mode[node] for node in computed}) > 1:
-        return "gradients or autocast are switched on or off within it"
-    own = {node for node in found.written if _is_read_within(node, inside, facts)}
-    read = facts.mutated.intersection((*found.inputs, *found.unchanged)) - own
-    is_input_changed = not all(_is_changed_before(node, found, facts) for node in read)
-    changed = facts.mutated & inside
-    changed -= _filled_within(found, facts)
-    if is_input_changed or not all(_is_changed_within(node, inside, facts) for node in changed):
-        return "a tensor that it reads is changed in place"
-    if _too_early(found, facts) is None:
-        return "an input is computed only after a result is used"
-    try:
-        with _unlogged():
-            results = fake_results(found, facts)
-    except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
-        return f"the operator does not support it: {first_line(error)}"
-    for output, result in zip(found.outputs, results, strict=True):
-        if difference := _difference(value_of(output), result):
-            return difference
-    return ""
-
-
-def _place_of(found: Found, facts: GraphFacts) -> fx.Node | None:
-    """The node before which the replacement is put: among the match's own, behind all inputs.
-
-    None where there is none: what was put in another match's place has one place.
-    """
-    last = max((facts.place[node] for node in found.inputs), default=-1)
-    least = max(last + 1, min(facts.place[node] for node in found.outputs))
-    computed = (node for node in found.nodes if not _is_constant(node))
-    after = (node for node in computed if facts.place[node] >= least)
-    return min(after, key=facts.place.__getitem__, default=None)
-
-
-#: What can as well be computed later: no products, whose results would be kept for longer.
-_MOVES = {
-    *("transpose", "unsqueeze", "getitem", "narrow", "split", "chunk", "unbind", "expand"),
-    *("reshape", "permute", "flatten", "unflatten", "contiguous", "cat", "cast", "mul"),
-}
-
-
-def _too_early(found: Found, facts: GraphFacts) -> list[fx.Node] | None:
-    """What reads a result before all inputs are computed; None where it cannot be moved."""
-    place, inside = facts.place, set(found.nodes)
-    behind = _place_of(found, facts)
-    if behind is None:
-        return None
-    early: set[fx.Node] = set()
-    waiting = list(found.outputs)
-    while waiting:
-        users = set(waiting.pop().users).difference(inside)
-        waiting += (user for user in users - early if place[user] < place[behind])
-        early.update(user for user in users if place[user] < place[behind])
-    for node in early:
-        call = call_of(node)
-        if call is None or call.name not in _MOVES or call.in_place or node in facts.mutated:
-            return None
-        is_read_by_it = node in found.inputs or not inside.isdisjoint(node.users)
-        if is_read_by_it or facts.mode[node] != facts.mode[behind]:
-            return None
-    return sorted(early, key=place.__getitem__)
-
-
-@contextlib.contextmanager
-def _unlogged() -> Iterator[None]:
-    """Torch logs what an operator refuses before it raises; here a refusal is an answer."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    was_disabled, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = was_disabled
-
-
-def _is_changed_within(node: fx.Node, inside: set[fx.Node], facts: GraphFacts) -> bool:
-    """Whether the match has all writes to its memory, and all that this was before the last one.
-
-    As in ``x *= sigmoid(x)`` of a result. What was overwritten must not be read afterwards.
-    """
-    memory = memory_of(node.meta.get("example_value"))
-    sharing = {one for one in facts.place if memory & memory_of(one.meta.get("example_value"))}
-    for writer in facts.place:
-        if sharing.isdisjoint(written_by(writer)):
-            continue
-        last = facts.place[writer]
-        before = [one for one in sharing if facts.place[one] < last]
-        users = (user for one in before for user in one.users)
-        if not inside.issuperset((writer, *before)) or any(facts.place[u] > last for u in users):
-            return False
-    return True
-
-
-def _filled_within(found: Found, facts: GraphFacts) -> set[fx.Node]:
-    """The tensors that the match fills, and views of them, where all writes to them are its own.
-
-    Nothing but the match and views of its results reads them: they are its intermediate results.
-    """
-    inside = set(found.nodes)
-    filled: set[fx.Node] = set()
-    for node in found.filled:
-        memory = memory_of(node.meta.get("example_value"))
-        sharing = {one for one in facts.place if memory & memory_of(one.meta.get("example_value"))}
-        writers = {one for one in facts.place if not sharing.isdisjoint(written_by(one))}
-        if inside.issuperset(writers):
-            filled |= sharing
-    return filled
-
-
-def _is_changed_before(node: fx.Node, found: Found, facts: GraphFacts) -> bool:
-    """Whether all writes to its memory come before the match, which reads what they leave.
-
-    Models fill keys part by part. What the match does not read itself may have been read earlier.
-    """
-    if node in found.unchanged or node.users.keys().isdisjoint(found.nodes):
-        return False
-    begin = min(facts.place[one] for one in found.nodes if not _is_constant(one))
-    memory = memory_of(node.meta.get("example_value"))
-    sharing = {one for one in facts.place if memory & memory_of(one.meta.get("example_value"))}
-    return all(
-        place < begin or sharing.isdisjoint(written_by(writer))
-        for writer, place in facts.place.items()
-    )
-
-
-def _is_read_within(node: fx.Node, inside: set[fx.Node], facts: GraphFacts) -> bool:
-    """Whether nothing else in the graph reads that memory, or writes to it."""
-    memory = memory_of(node.meta.get("example_value"))
-    sharing = (one for one in facts.place if memory & memory_of(one.meta.get("example_value")))
-    return all(inside.issuperset(one.users) for one in sharing)
-
-
-def _is_constant(node: fx.Node) -> bool:
-    """Whether it reads no tensor: gradients and autocast do not concern it."""
-    return not node.all_input_nodes
-
-
-def _difference(expected: Tensor | None, result: Tensor) -> str:
-    if expected is None:
-        return "the result is no tensor"
-    for what in ("dtype", "device", "shape"):
-        was, would_be = getattr(expected, what), getattr(result, what)
-        if was != would_be:
-            return f"the result's {what} would be {would_be} in place of {was}"
-    return ""
-
-
-def fake_results(found: Found, facts: GraphFacts) -> tuple[Tensor, ...]:
-    """What the replacement gives for the tensors without memory that stand for the inputs."""
-    inputs = [value_of(node) for node in found.inputs]
-    with _without_memory(inputs), _autocast(facts.mode[found.outputs[-1]]):
-        return found.built(*inputs)
-
-
-def _run(node: fx.Node, facts: GraphFacts) -> Any:
-    """What a node gives for the values without memory of those that it reads."""
-    given = (node.args, node.kwargs)
-    args, kwargs = cast(Any, map_arg(given, lambda one: one.meta["example_value"]))
-    with _without_memory(args), _autocast(facts.mode.get(node, ())):
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        assert callable(node.target)
-        return node.target(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _without_memory(inputs: Any) -> Iterator[None]:
-    mode = next((x.fake_mode for x in tree_leaves(inputs) if isinstance(x, FakeTensor)), None)
-    assert isinstance(mode, FakeTensorMode), "a graph without fake tensors"
-    # As Dynamo does: without it torch's composite functions refuse sizes that are symbols.
-    with mode, torch.no_grad(), enable_python_dispatcher():
-        yield
-
-
-@contextlib.contextmanager
-def _autocast(modes: Sequence[fx.Node]) -> Iterator[None]:
-    """The autocast that these nodes have entered and not left."""
-    entered = [node for node in modes if node.target is torch.amp.autocast_mode._enter_autocast]
-    left = {node.args[0] for node in modes if node.target is torch.amp.autocast_mode._exit_autocast}
-    with contextlib.ExitStack() as stack:
-        for node in entered:
-            if node not in left:
-                device, dtype, enabled, cache = cast(tuple[Any, ...], node.args)
-                stack.enter_context(
-                    torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
-                )
-        yield
-
-
 def _replace(graph: fx.Graph, facts: GraphFacts, found: Found) -> None:
     if facts.before is None:
         facts.before = _copy_of(graph)
-    behind = _place_of(found, facts)
+    behind = place_of(found, facts)
     assert behind is not None  # or there would have been an objection
     like = behind
-    if early := _too_early(found, facts):
+    if early := too_early(found, facts):
         behind = early[0]
         for node in early:
             like.prepend(node)
         facts.number(graph)
     last_before = behind.prev
     with graph.inserting_before(behind):
-        tracer = fx.proxy.GraphAppendingTracer(graph)
-        results = found.built(*(fx.Proxy(node, tracer) for node in found.inputs))
+        results = found.traced.copied_into(graph, found.inputs)
     node = last_before.next
     while node is not behind:
+        node.meta = {**like.meta, "example_value": node.meta["example_value"]}
         facts.add(node, behind)
-        node.meta = {**like.meta, "example_value": _run(node, facts)}
         node = node.next
-    for output, result in zip(found.outputs, results, strict=True):
-        node, stock = result.node, facts.stock.pop(output, value_of(output))
+    for output, node in zip(found.outputs, results, strict=True):
+        stock = facts.stock.pop(output, value_of(output))
         assert stock is not None
         node.meta = {**output.meta, "example_value": node.meta["example_value"]}
         if stock.requires_grad:

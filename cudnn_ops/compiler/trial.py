@@ -249,10 +249,8 @@ def _ours(
     found: Found, inputs: list[fx.Node], leaders: list[fx.Node]
 ) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     graph, values = _begun(inputs, leaders)
-    tracer = fx.proxy.GraphAppendingTracer(graph)
-    results = found.built(*(fx.Proxy(values[node], tracer) for node in found.inputs))
-    values |= {node: one.node for node, one in zip(found.outputs, results, strict=True)}
-    return graph, values
+    results = found.traced.copied_into(graph, [values[node] for node in found.inputs])
+    return graph, values | dict(zip(found.outputs, results, strict=True))
 
 
 def _begun(

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from cudnn_ops.ops.remembered import remembered
+
 
 def register(name: str, *, fake: Callable[..., Any], cpu: Callable[..., Any]) -> None:
     """Registers the fake and the CPU kernel of an operator."""
-    torch.library.register_fake(f"cudnn_ops::{name}", fake)
+    torch.library.register_fake(f"cudnn_ops::{name}", remembered(fake))
     torch.library.impl(f"cudnn_ops::{name}", "CPU", cpu)
 
 

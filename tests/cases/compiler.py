@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from cudnn_ops.compiler.choice import Chooser
+from cudnn_ops.compiler.choice import Chooser, Times
 from cudnn_ops.compiler.measuring import Question
 from cudnn_ops.compiler.options import settings_of
 from cudnn_ops.compiler.pattern import Found, Pattern
@@ -35,6 +35,26 @@ class Asked(Chooser):
             Question.of(pattern, found)
         if found.only_measured and self.tries:
             return True
+        return super().__call__(pattern, found, candidate)
+
+
+class Timed(Chooser):
+    """Knows how long each match takes.
+
+    Attributes:
+        times: of a pattern and a match.
+    """
+
+    def __init__(
+        self, report: CompileReport, times: Callable[[Pattern, Found], Times] | Times
+    ) -> None:
+        super().__init__(settings_of(None, None), report, lambda _: {})
+        self.times = times
+
+    def __call__(self, pattern: Pattern, found: Found, candidate: Candidate) -> bool:
+        if not self._unmeasurable(found):
+            times = self.times if isinstance(self.times, Times) else self.times(pattern, found)
+            self._known[Question.of(pattern, found).key] = times
         return super().__call__(pattern, found, candidate)
 
 
