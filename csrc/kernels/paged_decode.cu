@@ -116,19 +116,21 @@ struct Decode : PagedSums<Query, Cache, kSize, kRows> {
     }
   }
 
-  // Whether all other blocks of a part have put theirs.
+  // Whether all other blocks of a part have put theirs. One thread's fence is for all of its block,
+  // behind the barrier: a fence of each takes longer.
   __device__ bool is_last(int first_block, int last_block) const {
     __shared__ int before;
     int* counters = call.counters == nullptr ? paged_counters[call.slot] : call.counters;
-    __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) before = atomicAdd(counters + first_block, 1);
+    if (threadIdx.x == 0) {
+      asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;"
+                   : "=r"(before)
+                   : "l"(counters + first_block), "r"(1)
+                   : "memory");
+    }
     __syncthreads();
     const bool is_last = before == last_block - first_block;
-    if (is_last) {
-      __threadfence();
-      if (threadIdx.x == 0) counters[first_block] = 0;  // for the next call with them
-    }
+    if (is_last && threadIdx.x == 0) counters[first_block] = 0;  // for the next call with them
     return is_last;
   }
 

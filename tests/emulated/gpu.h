@@ -328,6 +328,10 @@ inline void mad_wide_u32(unsigned long long& to, uint32_t a, uint32_t b, unsigne
 inline void ld_global_nc_b32(int& to, unsigned long long from) {
   std::memcpy(&to, reinterpret_cast<const void*>(from), sizeof to);
 }
+inline void atom_add_acq_rel_gpu_global_s32(int& before, int* to, int value) {
+  before = *to;
+  *to += value;
+}
 inline void griddepcontrol_wait() {
 }
 inline void griddepcontrol_launch_dependents() {
