@@ -170,9 +170,9 @@ struct Decode : PagedSums<Query, Cache, kSize, kRows> {
     return false;
   }
 
-  // A sequence, and how many units come before it, if there were one head of keys.
+  // A sequence, how many units come before it, if there were one head of keys, and its length.
   struct Sequence {
-    int index, before;
+    int index, before, length;
   };
 
   // Of a plan's sums: the last with sums[index] <= unit. Each lane looks at one of 32 places where
@@ -186,7 +186,7 @@ struct Decode : PagedSums<Query, Cache, kSize, kRows> {
       low += __popc(__ballot_sync(~0u, is_up_to_it)) * step;
       high = min(high, low + step);
     }
-    return {low, sums[low]};
+    return {low, sums[low], call.work.seq_lens_kv[low]};
   }
 
   // Of a sequence that may be there or not.
@@ -213,22 +213,35 @@ struct Decode : PagedSums<Query, Cache, kSize, kRows> {
     return __reduce_add_sync(~0u, units);
   }
 
+  // Of as many sequences as a warp has lanes, of each lane's one.
+  struct Scan {
+    int length, units, up_to;  // and with it
+
+    __device__ Sequence sequence(int start, int before, int in_these) const {
+      return {start + in_these, before + __shfl_sync(~0u, up_to - units, in_these),
+              __shfl_sync(~0u, length, in_these)};
+    }
+  };
+  __device__ Scan scan(int start) const {
+    Scan scan;
+    scan.length = length_of(start + lane);
+    scan.units = scan.up_to = units_of(start + lane, scan.length);
+#pragma unroll
+    for (int step = 1; step < kLanes; step *= 2) {
+      const int other = __shfl_up_sync(~0u, scan.up_to, step);
+      if (lane >= step) scan.up_to += other;
+    }
+    return scan;
+  }
+
   // The same as planned(), of the lengths themselves. There is such a unit.
   __device__ Sequence counted(int unit) const {
     int before = 0;
     for (int start = 0;; start += kLanes) {
-      const int mine = units_of(start + lane, length_of(start + lane));
-      int up_to = mine;  // and with it
-#pragma unroll
-      for (int step = 1; step < kLanes; step *= 2) {
-        const int other = __shfl_up_sync(~0u, up_to, step);
-        if (lane >= step) up_to += other;
-      }
-      const int in_these = __popc(__ballot_sync(~0u, before + up_to <= unit));
-      if (in_these < kLanes) {
-        return {start + in_these, before + __shfl_sync(~0u, up_to - mine, in_these)};
-      }
-      before += __shfl_sync(~0u, up_to, kLanes - 1);
+      const Scan these = scan(start);
+      const int in_these = __popc(__ballot_sync(~0u, before + these.up_to <= unit));
+      if (in_these < kLanes) return these.sequence(start, before, in_these);
+      before += __shfl_sync(~0u, these.up_to, kLanes - 1);
     }
   }
 
@@ -236,13 +249,21 @@ struct Decode : PagedSums<Query, Cache, kSize, kRows> {
     return call.work.batch <= kPagedCounted;
   }
 
-  // The part in which unit `at` is, and what of it from there on is this block's; false: nothing.
-  __device__ bool find_part(long long at) {
+  // Of units of all heads.
+  __device__ int unit_of(long long at) const {
+    return (int)quotient(at, (long long)call.heads_kv);
+  }
+  __device__ Sequence sequence_at(long long at) const {
+    const int unit = unit_of(at);
+    return is_counted() ? counted(unit) : planned(unit);
+  }
+
+  // The part of `sequence` in which unit `at` is, and what of it from there on is this block's;
+  // false: nothing.
+  __device__ bool find_part(long long at, const Sequence& sequence) {
     const long long heads = call.heads_kv;
-    const int unit = (int)quotient(at, heads);
-    const Sequence sequence = is_counted() ? counted(unit) : planned(unit);
     part.index = sequence.index;
-    part.sequence = PagedSequence(call.work, sequence.index);
+    part.sequence = PagedSequence(call.work, sequence.index, sequence.length);
     const PagedSpan span(call.work, part.sequence, kRows);
     const int number = (int)quotient(at - sequence.before * heads, span.cost());
     place.begin = sequence.before * heads + (long long)number * span.cost();
@@ -280,7 +301,12 @@ struct Decode : PagedSums<Query, Cache, kSize, kRows> {
     // Read before it is needed, so that it comes with the lengths.
     const bool has_plan = call.plan != nullptr;
     const int word = has_plan ? call.plan[kPagedCounters + lane % kPagedHead] : 0;
-    const int units = is_counted() ? count_units() : call.plan[kPagedSums + call.work.batch];
+    // What one look at the lengths tells of all of them is also where this block's first part is.
+    const bool is_scanned = call.work.batch <= kLanes;
+    const Scan scanned = is_scanned ? scan(0) : Scan{};
+    const int units = is_scanned     ? __shfl_sync(~0u, scanned.up_to, kLanes - 1)
+                      : is_counted() ? count_units()
+                                     : call.plan[kPagedSums + call.work.batch];
     if (has_plan && !is_of_this(word)) return;
     all = (long long)units * call.heads_kv;
     blocks = (int)min((long long)gridDim.x, all);
@@ -288,28 +314,38 @@ struct Decode : PagedSums<Query, Cache, kSize, kRows> {
     if (block >= blocks) return;
     end = quotient((block + 1) * all, blocks);
     long long at = quotient(block * all, blocks);
-    if constexpr (kOverlaps) {
-      run_overlapped(at);
+    Sequence sequence;
+    if (is_scanned) {
+      const int index = __popc(__ballot_sync(~0u, scanned.up_to <= unit_of(at)));
+      sequence = scanned.sequence(0, 0, index);
     } else {
-      while (find_part(at)) {
+      sequence = sequence_at(at);
+    }
+    if constexpr (kOverlaps) {
+      run_overlapped(at, sequence);
+    } else {
+      while (find_part(at, sequence)) {
         for (int i = 0; i < call.stages - 1; ++i) send_first_tile(i);
         const PagedPart& done = compute_part();
         finish(done, place);
         if (end - place.end <= kPagedBeginning) return;  // as find_part() would say
         __syncthreads();
         at = place.end;
+        sequence = sequence_at(at);
       }
     }
   }
 
-  // From unit `at` on: a part's first tiles are sent beside the sums of the one before.
-  __device__ void run_overlapped(long long at) {
+  // From unit `at` on, of `sequence`: a part's first tiles are sent beside the sums of the one
+  // before.
+  __device__ void run_overlapped(long long at, Sequence sequence) {
     const int ahead = call.stages - 1, beside_sums = min(ahead, call.stages - kSumStages);
     const PagedPart* done = nullptr;
     Place done_at{};
     for (;;) {
       // As find_part() would say, without looking for the part.
-      const bool is_over = (done != nullptr && end - at <= kPagedBeginning) || !find_part(at);
+      const bool is_over =
+          (done != nullptr && end - at <= kPagedBeginning) || !find_part(at, sequence);
 #pragma unroll 1
       for (int stage = 0;; ++stage) {
         if (stage == beside_sums) {
@@ -323,6 +359,7 @@ struct Decode : PagedSums<Query, Cache, kSize, kRows> {
       done = &compute_part();
       done_at = place;
       at = min(end, place.end);
+      if (end - at > kPagedBeginning) sequence = sequence_at(at);
     }
   }
 
