@@ -621,12 +621,18 @@ def decoding() -> Iterator[Sample]:
         one = replace(ONE, head_size=size, value_size=size, is_causal=True)
         queries = rows // 2  # times a group of two heads
         case = replace(SPECULATE, lengths=(queries,) * 5, lengths_kv=(700, 2, 33, 0, 16), one=one)
+        check_ours(case, dtype, is_fp8, is_planned)
+
+    def check_ours(
+        case: paged_cases.PagedCase, dtype: torch.dtype, is_fp8: bool, is_planned: bool = False
+    ) -> None:
         on_cpu = paged_cases.make(case, dtype, "cpu", seed=1)
         t = paged_cases.make(case, dtype, "cuda", seed=1)
         if is_fp8:
             descales = torch.tensor([[0.02], [0.02]])
             on_cpu, t = (paged_cases.in_fp8(each, *descales) for each in (on_cpu, t))
-        words = (t.seq_lens_kv, None, queries, 2, True, (-1, -1), True)
+        queries, group = case.lengths[0], case.one.heads // case.one.heads_kv
+        words = (t.seq_lens_kv, None, queries, group, case.one.is_causal, (-1, -1), True)
         plan = _ops._paged_plan(*words) if is_planned else None
         _ops._paged_use_kernel(2)
         try:
@@ -635,12 +641,22 @@ def decoding() -> Iterator[Sample]:
             _ops._paged_use_kernel(0)
         paged_cases.check(case, on_cpu, out.cpu(), lse.cpu())
 
+    def run_even(size: int, dtype: torch.dtype, is_fp8: bool) -> None:
+        """So many sequences that clusters for each head of keys fill the GPU."""
+        count = torch.cuda.get_device_properties().multi_processor_count // 4 - 3
+        one = replace(ONE, head_size=size, value_size=size)
+        case = replace(DECODE, lengths=(1,) * count, lengths_kv=(300,) * count, one=one)
+        check_ours(case, dtype, is_fp8)
+
     for name, dtype in TYPES.items():
         if dtype == torch.float32:
             continue
         for cache, size, rows in itertools.product((name, "e4m3"), (64, 128), (8, 16, 32)):
             call = partial(run_ours, size, rows, dtype, cache == "e4m3")
             yield f"paged_decode_{name}_{cache}_{size}_{rows}", call
+        for cache, size in itertools.product((name, "e4m3"), (64, 128)):
+            call = partial(run_even, size, dtype, cache == "e4m3")
+            yield f"paged_decode_even_{name}_{cache}_{size}", call
     yield "paged_plan", partial(run_ours, 64, 8, torch.bfloat16, True, is_planned=True)
     causal = replace(ONE, is_causal=True)
     full = replace(DECODE, lengths=(1,) * 4, lengths_kv=(70, 1, 33, 128))  # nothing to pad

@@ -155,6 +155,39 @@ def test_the_order_of_blocks_changes_no_bit(is_fp8: bool, folder: Path) -> None:
         assert torch.equal(lse, results[0][1])
 
 
+#: Of lengths alike and unlike, among them none, and fewer tokens than the warps' first tiles.
+EVEN = [
+    (EQUAL, 1),
+    (EQUAL, 6),
+    (replace(EQUAL, lengths_kv=(700, 640, 690)), 3),
+    (replace(EQUAL, lengths_kv=(9, 9, 9)), 8),
+    (replace(EQUAL, lengths_kv=(0, 0, 0), spare_width=3), 2),
+    (replace(EQUAL, lengths_kv=(257, 256, 255), page_size=128, head_major=True), 4),
+    (replace(EQUAL, lengths_kv=(300, 290, 280), page_size=4, spare_width=3), 2),
+    (PagedCase((1,) * 3, (530,) * 3, replace(ONE, heads=16, heads_kv=2, sinks=True)), 5),
+    (PagedCase((2,) * 3, (530,) * 3, replace(ONE, heads=9, heads_kv=3, softcap=3.0)), 2),
+    (PagedCase((1,) * 40, (70,) * 40, replace(ONE, heads=1, heads_kv=1)), 2),
+    (DECODE, 2),
+    (replace(EQUAL, lengths_kv=(700, 100, 690)), 3),
+    (replace(DECODE, one=replace(ONE, is_causal=True)), 3),  # sees all, as the last query
+]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("dtype", "is_fp8"), TYPES, ids=str)
+@pytest.mark.parametrize(("case", "parts"), EVEN, ids=str)
+def test_clusters(
+    case: PagedCase, parts: int, dtype: torch.dtype, is_fp8: bool, seed: int, folder: Path
+) -> None:
+    """Of a sequence's head of keys each has one, whose blocks meet in shared memory."""
+    t = make(case, dtype, is_fp8, seed)
+    stages = 4 if is_fp8 else 2 + seed
+    out, lse = attend(
+        folder, *t.arguments, **t.options, parts=parts, stages=stages, rows=8, seed=seed
+    )
+    cases.check(case, t, out, lse)
+
+
 def test_one_plan_serves_several_calls(folder: Path) -> None:
     case = replace(SPECULATE, lengths=(4,) * 3, lengths_kv=(4, 70, 300))
     for seed, plan in enumerate([None, "one"]):

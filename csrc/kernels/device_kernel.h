@@ -53,12 +53,19 @@ class DeviceKernel {
   }
 
   // On the current device and stream. `arguments` are the addresses of the kernel's parameters;
-  // each block gets `shared_bytes` in addition to what the kernel declares. Any thread may call
-  // this, and the next.
-  void launch(int64_t blocks, int rows, int threads, void** arguments, int shared_bytes = 0) const;
+  // each block gets `shared_bytes` in addition to what the kernel declares. Of more than one block
+  // to a `cluster` there are clusters, for which the GPU must be of compute capability 9.0 or
+  // newer. Any thread may call this, and the next.
+  void launch(int64_t blocks, int rows, int threads, void** arguments, int shared_bytes = 0,
+              int cluster = 1) const;
 
   // How many such blocks the current device runs at the same time.
   int64_t resident_blocks(int threads, int shared_bytes) const;
+
+  // How many clusters it does, of up to kMostCluster of them, as every GPU with clusters has: fewer
+  // than there would be room for, as the blocks of one are near each other.
+  static constexpr int kMostCluster = 8;
+  int64_t resident_clusters(int threads, int shared_bytes, int cluster) const;
 
  private:
   const void* function() const;
@@ -74,6 +81,8 @@ class DeviceKernel {
   mutable std::atomic<uint64_t> allowed_ = 0;
   // The last answer of resident_blocks(): device, arguments and blocks per multiprocessor.
   mutable std::atomic<uint64_t> resident_ = 0;
+  // And of resident_clusters(), for each size of a cluster.
+  mutable std::array<std::atomic<uint64_t>, kMostCluster + 1> resident_clusters_{};
 };
 
 }  // namespace cudnn_ops

@@ -16,6 +16,14 @@ namespace {
 
 std::atomic<int64_t> most_shared_bytes = 0;
 
+cudaLaunchAttribute cluster_of(int blocks) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = static_cast<unsigned>(blocks);
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  return attribute;
+}
+
 }  // namespace
 
 DeviceLimits current_limits() {
@@ -74,11 +82,11 @@ void DeviceKernel::allow(int shared_bytes) const {
   allowed_.store(needed, std::memory_order_release);
 }
 
-void DeviceKernel::launch(int64_t blocks, int rows, int threads, void** arguments,
-                          int shared_bytes) const {
+void DeviceKernel::launch(int64_t blocks, int rows, int threads, void** arguments, int shared_bytes,
+                          int cluster) const {
   TORCH_CHECK_VALUE(blocks <= std::numeric_limits<int32_t>::max(), name_, ": too many tokens");
   allow(shared_bytes);
-  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchAttribute attributes[3]{};
   unsigned count = 0;
   if (starts_early_ && at::cuda::getCurrentDeviceProperties()->major >= 9) {
     auto& early = attributes[count++];
@@ -90,6 +98,7 @@ void DeviceKernel::launch(int64_t blocks, int rows, int threads, void** argument
     cooperative.id = cudaLaunchAttributeCooperative;
     cooperative.val.cooperative = 1;
   }
+  if (cluster > 1) attributes[count++] = cluster_of(cluster);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(rows));
   config.blockDim = dim3(static_cast<unsigned>(threads));
@@ -117,6 +126,31 @@ int64_t DeviceKernel::resident_blocks(int threads, int shared_bytes) const {
   }
   const auto per_processor = static_cast<int64_t>(known & ((1U << kCountBits) - 1));
   return per_processor * at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+}
+
+int64_t DeviceKernel::resident_clusters(int threads, int shared_bytes, int cluster) const {
+  constexpr int kCountBits = 16;
+  const auto device = static_cast<uint64_t>(c10::cuda::current_device());
+  const uint64_t asked =
+      (device << 32 | static_cast<uint64_t>(threads) << 20 | static_cast<uint64_t>(shared_bytes))
+      << kCountBits;
+  auto& last = resident_clusters_.at(static_cast<size_t>(cluster));
+  uint64_t known = last.load(std::memory_order_relaxed);
+  if (known >> kCountBits << kCountBits != asked) {
+    allow(shared_bytes);
+    cudaLaunchAttribute attribute = cluster_of(cluster);
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(cluster));
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    int clusters = 0;
+    C10_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, function(), &config));
+    known = asked | static_cast<uint64_t>(clusters);
+    last.store(known, std::memory_order_relaxed);
+  }
+  return static_cast<int64_t>(known & ((1U << kCountBits) - 1));
 }
 
 }  // namespace cudnn_ops

@@ -8,9 +8,11 @@
 // are on their way while others are computed, so that no warp waits for another before the end of a
 // part; of 16 bits and few rows the first tiles of the next one are on their way while that is
 // written. Of few sequences every block adds up the lengths by itself; of more a plan has the sums.
+// Few sequences that are not long have clusters instead (paged_even.cuh).
 // Flash-decoding (Dao et al., 2023) with the even division of Stream-K (Osama et al., 2023). Sums
 // are in the same order whichever block ends last.
 
+#include "paged_even.cuh"
 #include "paged_sums.cuh"
 #include "threads.cuh"
 
@@ -400,13 +402,21 @@ struct alignas(128) PagedMemory {
     extern __shared__ PagedMemory shared[];                                                 \
     Decode<Query, Cache, size, rows>(call, shared->bytes).run();                            \
   }
+#define PAGED_EVEN(name, Query, Cache, size, kBlocks)                                   \
+  extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)                       \
+      paged_decode_even_##name##_##size(const __grid_constant__ PagedDecodeCall call) { \
+    extern __shared__ PagedMemory shared[];                                             \
+    PagedEven<Query, Cache, size>(call, shared->bytes).run();                           \
+  }
 #define PAGED_DECODES(name, Query, Cache)                                      \
   PAGED_DECODE(name, Query, Cache, 64, 8, 4)                                   \
   PAGED_DECODE(name, Query, Cache, 64, 16, 3)                                  \
   PAGED_DECODE(name, Query, Cache, 64, 32, 3)                                  \
   PAGED_DECODE(name, Query, Cache, 128, 8, (sizeof(Cache::Bits) == 1 ? 4 : 3)) \
   PAGED_DECODE(name, Query, Cache, 128, 16, 3)                                 \
-  PAGED_DECODE(name, Query, Cache, 128, 32, 2)
+  PAGED_DECODE(name, Query, Cache, 128, 32, 2)                                 \
+  PAGED_EVEN(name, Query, Cache, 64, 4)                                        \
+  PAGED_EVEN(name, Query, Cache, 128, (sizeof(Cache::Bits) == 1 ? 4 : 3))
 
 #define PAGED_DECODES_OF(name, Query, Cache) PAGED_DECODES(name, Query, Cache)
 PAGED_DECODES_OF(KERNEL_NAME, KERNEL_QUERY, KERNEL_CACHE)

@@ -9,7 +9,9 @@ constexpr int kPagedMostBlocks = 1024;  // of a launch
 // The most sequences whose lengths every block adds up by itself: they need no plan.
 constexpr int kPagedCounted = 128;
 constexpr int kPagedMostStages = 4;
-constexpr int kPagedLine = 128;  // bytes that come from memory together
+constexpr int kPagedMostParts = 8;  // blocks of a cluster
+constexpr int kPagedEvenRows = 8;   // of queries and their heads that have clusters, at most
+constexpr int kPagedLine = 128;     // bytes that come from memory together
 // Words of a row in shared memory, besides its query: what it is scaled by, which keys it sees (2),
 // and of each warp the highest score and the sum.
 constexpr int kPagedRowWords = 3 + 2 * kPagedWarps;
@@ -56,6 +58,8 @@ struct PagedDecodeCall {
   int table_lines;                     // of kPagedLine bytes, the page table's first ones
   int page_shift;                      // a page has 2 to the power of it tokens
   int descale_k_step, descale_v_step;  // to the next head of keys
+  int table_width;                     // pages of a sequence
   int stages;                          // of tiles on their way, 2 to kPagedMostStages
+  int parts;                           // blocks of a cluster, where there are clusters
   float scale, softcap;
 };

@@ -89,6 +89,10 @@ using Kernels = std::array<DeviceKernel, 6>;
     }                                                                                              \
   }
 
+#define CUDNN_OPS_PAGED_EVEN(images, name)             \
+  {CUDNN_OPS_PAGED_DECODE(images, "even_" name "_64"), \
+   CUDNN_OPS_PAGED_DECODE(images, "even_" name "_128")}
+
 const DeviceKernel& kernel_of(at::ScalarType query, at::ScalarType cache, int64_t size, int rows) {
   static const Kernels kernels[2][2] = {
       {CUDNN_OPS_PAGED_DECODES(kPagedDecodeHalfImages, "half_half"),
@@ -98,6 +102,17 @@ const DeviceKernel& kernel_of(at::ScalarType query, at::ScalarType cache, int64_
   const auto& all = kernels[query == at::kBFloat16][cache == at::kFloat8_e4m3fn];
   return all.at(static_cast<size_t>((size == 128 ? 3 : 0) + rows / 16));
 }
+
+// The kernel of clusters.
+const DeviceKernel& even_kernel_of(at::ScalarType query, at::ScalarType cache, int64_t size) {
+  static const DeviceKernel kernels[2][2][2] = {
+      {CUDNN_OPS_PAGED_EVEN(kPagedDecodeHalfImages, "half_half"),
+       CUDNN_OPS_PAGED_EVEN(kPagedDecodeHalfFp8Images, "half_e4m3")},
+      {CUDNN_OPS_PAGED_EVEN(kPagedDecodeBFloat16Images, "bfloat16_bfloat16"),
+       CUDNN_OPS_PAGED_EVEN(kPagedDecodeBFloat16Fp8Images, "bfloat16_e4m3")}};
+  return kernels[query == at::kBFloat16][cache == at::kFloat8_e4m3fn][size == 128];
+}
+#undef CUDNN_OPS_PAGED_EVEN
 #undef CUDNN_OPS_PAGED_DECODES
 #undef CUDNN_OPS_PAGED_DECODE
 
@@ -134,6 +149,28 @@ Shared shared_of(int64_t size, int64_t element, int rows, const DeviceLimits& li
   const int64_t resident = (limits.shared_bytes + kReserved) / (bytes + kDeclared + kReserved);
   const int64_t most = blocks_per_processor(size, element, rows);
   return {static_cast<int>(stages), bytes, std::clamp<int64_t>(resident, 1, most)};
+}
+
+// Blocks for each pair of a sequence and a head of keys, as many as find room for all pairs at
+// once; 0: there are no clusters for such a call. `reach`: the most tokens of a sequence.
+int parts_of(const PagedWork& work, int64_t heads_kv, int64_t reach, int64_t blocks,
+             int shared_bytes, const DeviceLimits& limits, const DeviceKernel& kernel) {
+  constexpr int kLeastSm = 90, kLeastParts = 2;
+  const int64_t pairs = int64_t{work.batch} * heads_kv;
+  const bool ends_behind_all = work.right < 0 || (work.queries == 1 && work.bottom_right != 0);
+  const bool is_decoding = work.cu_seqlens_q == nullptr && work.left < 0 && ends_behind_all &&
+                           work.queries * work.group <= kPagedEvenRows && reach > 0;
+  if (limits.sm_version < kLeastSm || !is_decoding) return 0;
+  auto parts = static_cast<int>(std::min<int64_t>(blocks / pairs, kPagedMostParts));
+  while (parts >= kLeastParts && kernel.resident_clusters(kThreads, shared_bytes, parts) < pairs) {
+    --parts;
+  }
+  if (parts < kLeastParts) return 0;
+  // Tiles of a warp, one behind the other: so many more than of equal shares take no longer than
+  // what these need besides (H200).
+  constexpr int64_t kMore = 3;
+  const int64_t units = divide_up(reach, kPagedUnit);
+  return divide_up(units, parts) > divide_up(units * pairs, blocks) + kMore ? 0 : parts;
 }
 
 // 0 for one number, whose stride means nothing.
@@ -196,28 +233,42 @@ void decode_pages(const PagedQueries& queries, const PagedDecode& args,
   const WorkTensors tensors(queries);
   PagedDecodeCall call{};
   call.work = tensors.work;
-  std::optional<at::Tensor> plan = given;
-  std::optional<int> slot;
-  if (!plan && tensors.work.batch <= kPagedCounted) slot = own_counters();
-  if (!plan && !slot) plan = make_paged_plan(queries);
-  call.slot = slot.value_or(0);
-  call.counters = plan ? plan->mutable_data_ptr<int>() : nullptr;
-  call.plan = call.counters;
   const int64_t size = args.query.size(-1);
   const int rows = rows_of(queries);
   constexpr int64_t kMostLines = 1 << 12;  // to be fetched early: of few sequences
   const DeviceLimits limits = current_limits();
   const Shared shared = shared_of(size, args.key_cache.element_size(), rows, limits);
-  const int64_t blocks = std::min<int64_t>(kPagedMostBlocks, limits.processors * shared.blocks);
+  const at::ScalarType query_type = args.query.scalar_type();
+  const at::ScalarType cache_type = args.key_cache.scalar_type();
+  int64_t blocks = std::min<int64_t>(kPagedMostBlocks, limits.processors * shared.blocks);
+  const int64_t heads_kv = args.key_cache.size(args.head_major ? 1 : 2);
+  const DeviceKernel& even_kernel = even_kernel_of(query_type, cache_type, size);
+  const auto shared_bytes = static_cast<int>(shared.bytes);
+  const int64_t reach = args.page_table.size(1) * args.key_cache.size(args.head_major ? 2 : 1);
+  call.parts = parts_of(tensors.work, heads_kv, reach, blocks, shared_bytes, limits, even_kernel);
+  std::optional<at::Tensor> plan = given;
+  at::Tensor partials;
+  if (call.parts > 0) {
+    blocks = call.parts * tensors.work.batch * heads_kv;
+  } else {
+    std::optional<int> slot;
+    if (!plan && tensors.work.batch <= kPagedCounted) slot = own_counters();
+    if (!plan && !slot) plan = make_paged_plan(queries);
+    call.slot = slot.value_or(0);
+    call.counters = plan ? plan->mutable_data_ptr<int>() : nullptr;
+    call.plan = call.counters;
+    partials = at::detail::empty_cuda({2 * blocks, rows * (size + 2)}, at::kFloat,
+                                      args.query.device(), std::nullopt);
+    call.partials = partials.mutable_data_ptr<float>();
+  }
   const at::Tensor table =
       args.page_table.stride(1) == 1 ? args.page_table : args.page_table.contiguous();
   const std::optional<at::Tensor> sinks =
       args.sinks ? std::optional(args.sinks->to(at::kFloat).contiguous()) : std::nullopt;
-  const at::Tensor partials = at::detail::empty_cuda({2 * blocks, rows * (size + 2)}, at::kFloat,
-                                                     args.query.device(), std::nullopt);
   point_to(call, args, out, lse);
   call.page_table = table.const_data_ptr<int>();
   call.table_row = table.stride(0);
+  call.table_width = static_cast<int>(table.size(1));
   const int64_t table_bytes =
       ((table.size(0) - 1) * table.stride(0) + table.size(1)) * static_cast<int64_t>(sizeof(int));
   call.table_lines = static_cast<int>(std::min<int64_t>(table_bytes / kPagedLine, kMostLines));
@@ -226,13 +277,12 @@ void decode_pages(const PagedQueries& queries, const PagedDecode& args,
   call.descale_k_step = step_of(args.descale_k);
   call.descale_v_step = step_of(args.descale_v);
   call.sinks = data_of(sinks);
-  call.partials = partials.mutable_data_ptr<float>();
   call.stages = shared.stages;
   call.scale = args.scale;
   call.softcap = args.softcap;
   void* argument = &call;
-  kernel_of(args.query.scalar_type(), args.key_cache.scalar_type(), size, rows)
-      .launch(blocks, 1, kThreads, &argument, static_cast<int>(shared.bytes));
+  const auto& kernel = call.parts > 0 ? even_kernel : kernel_of(query_type, cache_type, size, rows);
+  kernel.launch(blocks, 1, kThreads, &argument, shared_bytes, std::max(call.parts, 1));
 }
 
 }  // namespace cudnn_ops

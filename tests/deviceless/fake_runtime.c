@@ -208,6 +208,15 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const voi
   return cudaSuccess;
 }
 
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* kernel,
+                                           const cudaLaunchConfig_t* config) {
+  const unsigned blocks = config->attrs[0].val.clusterDim.x;
+  const int threads = (int)config->blockDim.x, shared = (int)config->dynamicSmemBytes;
+  *clusters = on_occupancy(current_device, kernel, threads, shared) *
+              devices[current_device].multiProcessorCount / (int)blocks;
+  return cudaSuccess;
+}
+
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel,
                                 void** arguments) {
   unsigned is_cooperative = 0;

@@ -31,6 +31,9 @@ struct Index {
 struct alignas(8) uint2 {
   unsigned x, y;
 };
+struct alignas(8) float2 {
+  float x, y;
+};
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
@@ -53,7 +56,7 @@ struct Thread {
   std::unique_ptr<char[]> stack{new char[kStack]};
   Index index;
   bool is_done = false;
-  long long warp_turn = 0, block_turn = 0;  // how many barriers it has come to
+  long long warp_turn = 0, block_turn = 0, cluster_turn = 0;  // how many barriers it has come to
   std::vector<Copy> sent;                   // not yet in a group
   std::deque<std::vector<Copy>> groups;
 };
@@ -65,13 +68,19 @@ struct Warp {
   Slot slots[2][kLanes];  // by turns, so that one barrier does
 };
 
-struct Gpu {
+struct Block {
+  Index index;
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   std::vector<uint8_t> shared;
+};
+
+struct Gpu {
+  std::vector<Block> cluster;  // the blocks that there are at once
+  Block* block = nullptr;      // and the one that runs
   ucontext_t scheduler;
   Thread* current = nullptr;
-  Index block, grid, threads_of_block;
+  Index grid, threads_of_block;
   bool copies_at_once = false;  // in place of when they are waited for
 };
 inline Gpu gpu;
@@ -83,11 +92,14 @@ inline int lane() {
   return self().index.x % kLanes;
 }
 inline Warp& warp() {
-  return gpu.warps[self().index.x / kLanes];
+  return gpu.block->warps[self().index.x / kLanes];
+}
+inline uint8_t* shared_memory_of(Block& block) {
+  return reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(block.shared.data()) + 127) &
+                                    ~uintptr_t{127});
 }
 inline uint8_t* shared_memory() {
-  return reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(gpu.shared.data()) + 127) &
-                                    ~uintptr_t{127});
+  return shared_memory_of(*gpu.block);
 }
 
 // Until all threads from first on, that have not ended, have come as far.
@@ -95,11 +107,21 @@ inline void wait_for(size_t first, size_t count, long long Thread::* turn) {
   const long long mine = ++(self().*turn);
   const auto all_came = [&] {
     for (size_t i = first; i < first + count; ++i) {
-      if (!gpu.threads[i].is_done && gpu.threads[i].*turn < mine) return false;
+      const Thread& thread = gpu.block->threads[i];
+      if (!thread.is_done && thread.*turn < mine) return false;
     }
     return true;
   };
   while (!all_came()) swapcontext(&self().context, &gpu.scheduler);
+}
+// Until all threads of the cluster have come as far: none of them ends before.
+inline void wait_for_cluster() {
+  const long long mine = ++self().cluster_turn;
+  const auto came = [&](const Thread& thread) { return thread.cluster_turn >= mine; };
+  const auto all_came = [&](const Block& block) { return std::ranges::all_of(block.threads, came); };
+  while (!std::ranges::all_of(gpu.cluster, all_came)) {
+    swapcontext(&self().context, &gpu.scheduler);
+  }
 }
 inline void wait_for_warp() {
   wait_for(self().index.x / kLanes * kLanes, kLanes, &Thread::warp_turn);
@@ -209,17 +231,15 @@ inline void arrive(size_t most) {
 }  // namespace emulated
 
 #define threadIdx (emulated::self().index)
-#define blockIdx (emulated::gpu.block)
+#define blockIdx (emulated::gpu.block->index)
 #define gridDim (emulated::gpu.grid)
 #define blockDim (emulated::gpu.threads_of_block)
 
 inline void __syncthreads() {
-  emulated::wait_for(0, emulated::gpu.threads.size(), &emulated::Thread::block_turn);
+  emulated::wait_for(0, emulated::gpu.block->threads.size(), &emulated::Thread::block_turn);
 }
 inline void __syncwarp() {
   emulated::wait_for_warp();
-}
-inline void __threadfence() {
 }
 template <class T>
 T __shfl_sync(unsigned, T value, int source) {
@@ -241,6 +261,11 @@ inline unsigned __ballot_sync(unsigned, bool is_so) {
   for (int i = 0; i < emulated::kLanes; ++i) lanes |= slots[i].words[0] << i;
   return lanes;
 }
+inline int __reduce_max_sync(unsigned, int value) {
+  int most = value;
+  for (int i = 0; i < emulated::kLanes; ++i) most = max(most, emulated::from_lane(value, i));
+  return most;
+}
 inline int __reduce_add_sync(unsigned, int value) {
   int sum = 0;
   for (int i = 0; i < emulated::kLanes; ++i) sum += emulated::from_lane(value, i);
@@ -251,11 +276,6 @@ inline bool __any_sync(unsigned all, bool is_so) {
 }
 inline int __popc(unsigned bits) {
   return __builtin_popcount(bits);
-}
-inline int atomicAdd(int* to, int value) {
-  const int before = *to;
-  *to += value;
-  return before;
 }
 inline float __uint_as_float(unsigned bits) {
   float value;
@@ -332,6 +352,28 @@ inline void atom_add_acq_rel_gpu_global_s32(int& before, int* to, int value) {
   before = *to;
   *to += value;
 }
+inline void barrier_cluster_arrive_release_aligned() {
+}
+inline void barrier_cluster_wait_acquire_aligned() {
+  emulated::wait_for_cluster();
+}
+// The block stands above the address.
+constexpr unsigned kBlockShift = 24;
+inline void mapa_shared__cluster_u32(uint32_t& to, uint32_t address, int block) {
+  to = address | static_cast<uint32_t>(block) << kBlockShift;
+}
+template <class... Floats>
+void load_from_cluster(uint32_t address, Floats&... to) {
+  auto& block = emulated::gpu.cluster.at(address >> kBlockShift);
+  const auto* from = emulated::shared_memory_of(block) + (address & ((1u << kBlockShift) - 1));
+  ((std::memcpy(&to, from, sizeof to), from += sizeof to), ...);
+}
+inline void ld_shared__cluster_v4_f32(float& x, float& y, float& z, float& w, uint32_t address) {
+  load_from_cluster(address, x, y, z, w);
+}
+inline void ld_shared__cluster_v2_f32(float& x, float& y, uint32_t address) {
+  load_from_cluster(address, x, y);
+}
 inline void griddepcontrol_wait() {
 }
 inline void griddepcontrol_launch_dependents() {
@@ -396,50 +438,75 @@ constexpr auto mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32 = multiply<from
 
 namespace emulated {
 
-// One block after the other, in an order that the seed says, and with it when copies arrive; what shared memory holds is NaN.
+// Until all of its threads have ended or come to one of the cluster's barriers; whether some have
+// not ended.
+inline bool run_alone(Block& block) {
+  gpu.block = &block;
+  const auto turns = [&block] {
+    long long sum = 0;
+    for (const Thread& thread : block.threads) {
+      sum += thread.warp_turn + thread.block_turn + thread.cluster_turn + thread.is_done;
+    }
+    return sum;
+  };
+  long long before, after = turns();
+  do {
+    before = after;
+    for (Thread& thread : block.threads) {
+      if (thread.is_done) continue;
+      gpu.current = &thread;
+      swapcontext(&gpu.scheduler, &thread.context);
+    }
+    after = turns();
+  } while (after != before);
+  return !std::ranges::all_of(block.threads, [](const Thread& thread) { return thread.is_done; });
+}
+
+// One block or cluster of them after the other, in an order that the seed says, and with it when
+// copies arrive; what shared memory holds is NaN. What blocks declare as shared memory is one for
+// all: those of a cluster take turns only where they wait for each other.
 template <class Call>
 void launch(void (*kernel)(const Call), const Call& call, unsigned blocks, unsigned rows,
-            unsigned threads, size_t shared_bytes, unsigned seed) {
+            unsigned threads, size_t shared_bytes, unsigned seed, unsigned cluster) {
   gpu.grid = {blocks, rows};
   gpu.threads_of_block = {threads, 1};
   gpu.copies_at_once = seed % 2 == 1;
-  std::vector<Index> order;
-  for (unsigned i = 0; i < blocks * rows; ++i) order.push_back({i % blocks, i / blocks});
+  std::vector<Index> order;  // of the first blocks of clusters
+  for (unsigned i = 0; i < blocks * rows; i += cluster) order.push_back({i % blocks, i / blocks});
   std::shuffle(order.begin(), order.end(), std::mt19937(seed));
   static void (*body)(const Call);
   static const Call* argument;
   body = kernel;
   argument = &call;
-  for (const Index& block : order) {
-    gpu.block = block;
-    gpu.shared.assign(shared_bytes + 256, 0xff);
-    gpu.warps.assign((threads + kLanes - 1) / kLanes, {});
-    gpu.threads.resize(threads);
-    for (unsigned i = 0; i < threads; ++i) {
-      Thread& thread = gpu.threads[i];
-      thread.index = {i, 0};
-      thread.is_done = false;
-      thread.warp_turn = thread.block_turn = 0;
-      thread.sent.clear();
-      thread.groups.clear();
-      getcontext(&thread.context);
-      thread.context.uc_stack.ss_sp = thread.stack.get();
-      thread.context.uc_stack.ss_size = kStack;
-      thread.context.uc_link = &gpu.scheduler;
-      void (*entry)() = [] {
-        body(*argument);
-        self().is_done = true;
-      };
-      makecontext(&thread.context, entry, 0);
+  gpu.cluster.resize(cluster);
+  for (const Index& first : order) {
+    for (unsigned k = 0; k < cluster; ++k) {
+      Block& block = gpu.cluster[k];
+      block.index = {first.x + k, first.y};
+      block.shared.assign(shared_bytes + 256, 0xff);
+      block.warps.assign((threads + kLanes - 1) / kLanes, {});
+      block.threads.resize(threads);
+      for (unsigned i = 0; i < threads; ++i) {
+        Thread& thread = block.threads[i];
+        thread.index = {i, 0};
+        thread.is_done = false;
+        thread.warp_turn = thread.block_turn = thread.cluster_turn = 0;
+        thread.sent.clear();
+        thread.groups.clear();
+        getcontext(&thread.context);
+        thread.context.uc_stack.ss_sp = thread.stack.get();
+        thread.context.uc_stack.ss_size = kStack;
+        thread.context.uc_link = &gpu.scheduler;
+        void (*entry)() = [] {
+          body(*argument);
+          self().is_done = true;
+        };
+        makecontext(&thread.context, entry, 0);
+      }
     }
     for (bool is_running = true; is_running;) {
       is_running = false;
-      for (Thread& thread : gpu.threads) {
-        if (thread.is_done) continue;
-        is_running = true;
-        gpu.current = &thread;
-        swapcontext(&gpu.scheduler, &thread.context);
-      }
+      for (Block& block : gpu.cluster) is_running |= run_alone(block);
     }
   }
 }

@@ -62,8 +62,9 @@ def library_of(folder: Path, name: str, calls: tuple[str, ...], *macros: str) ->
         (folder / path.name).write_text(as_cpp(path.read_text()))
     launchers = "".join(
         f'extern "C" void launch_{call}(void (*kernel)(const {call}), const {call}* call, '
-        "unsigned blocks, unsigned rows, unsigned threads, size_t shared, unsigned seed) {\n"
-        "  emulated::launch(kernel, *call, blocks, rows, threads, shared, seed);\n}\n"
+        "unsigned blocks, unsigned rows, unsigned threads, size_t shared, unsigned seed, "
+        "unsigned cluster) {\n"
+        "  emulated::launch(kernel, *call, blocks, rows, threads, shared, seed, cluster);\n}\n"
         for call in calls
     )
     source = folder / f"{name}.cpp"
@@ -108,9 +109,11 @@ def launch(
     threads: int,
     shared: int = 0,
     seed: int = 0,
+    cluster: int = 1,
 ) -> None:
-    """Runs a kernel, its blocks in an order that the seed says."""
+    """Runs a kernel, its blocks, or clusters of so many, in an order that the seed says."""
     run = library[f"launch_{type(call).__name__}"]
-    run.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_uint] * 3 + [ctypes.c_size_t, ctypes.c_uint]
+    numbers = [*[ctypes.c_uint] * 3, ctypes.c_size_t, *[ctypes.c_uint] * 2]
+    run.argtypes = [ctypes.c_void_p] * 2 + numbers
     run.restype = None
-    run(library[kernel], ctypes.addressof(call), *grid, threads, shared, seed)
+    run(library[kernel], ctypes.addressof(call), *grid, threads, shared, seed, cluster)

@@ -129,6 +129,7 @@ def attend(
     descale_v: Tensor | None = None,
     blocks: int = 6,
     stages: int = 4,
+    parts: int = 0,
     rows: int = 0,
     seed: int = 0,
     plan: Tensor | None = None,
@@ -138,6 +139,7 @@ def attend(
     """The output and the log-sum-exp; ``rows`` of a block are 8, 16 or 32, 0: as many as needed.
 
     Few sequences have a plan where one is given, or with ``is_planned``; many have one always.
+    With ``parts`` each sequence's head of keys has a cluster of so many blocks, of 8 rows.
     """
     name, source = NAMES[query.dtype]
     cache_name, cache_source = NAMES[key_cache.dtype]
@@ -158,6 +160,7 @@ def attend(
     tokens = query.shape[0]
     lse = torch.full((heads, tokens) if packed else (batch, heads, queries), torch.nan)
     lse_strides = (0, 1, lse.stride(0)) if packed else (lse.stride(0), 1, lse.stride(1))
+    blocks = parts * batch * heads_kv or blocks
     partials = torch.full((2 * blocks, rows * (size + 2)), torch.nan)
     sinks = None if sinks is None else sinks.float().contiguous()
     query_strides = (0, *query.stride()[:2]) if packed else query.stride()[:3]
@@ -183,7 +186,9 @@ def attend(
         "page_shift": key_cache.shape[slot_dim].bit_length() - 1,
         "descale_k_step": _step(descale_k),
         "descale_v_step": _step(descale_v),
+        "table_width": page_table.shape[1],
         "stages": stages,
+        "parts": parts,
         "scale": size**-0.5 if scale is None else scale,
         "softcap": softcap,
     }
@@ -206,8 +211,9 @@ def attend(
     )
     bytes_of_tile = 2 * 16 * size * key_cache.element_size()
     shared = rows * size * 2 + rows * 4 * 11 + 4 * stages * bytes_of_tile
-    kernel = f"paged_decode_{name}_{cache_name}_{size}_{rows}"
-    launch(library, kernel, call, (blocks, 1), 128, shared, seed)
+    types = f"{name}_{cache_name}_{size}"
+    kernel = f"paged_decode_even_{types}" if parts else f"paged_decode_{types}_{rows}"
+    launch(library, kernel, call, (blocks, 1), 128, shared, seed, max(parts, 1))
     own = (ctypes.c_int * (SLOTS * COUNTERS)).in_dll(library, "paged_counters")
     counters = torch.frombuffer(own, dtype=torch.int32) if plan is None else plan[:COUNTERS]
     assert not counters.any()
