@@ -2,81 +2,18 @@
 // Compiled as group_norm_forward.cu is, whose kernels take three launches where groups are too
 // large for a block.
 //
-// A sample's numbers are one stretch of memory, channels last; so are a group's, channels first.
-// Such a unit is cut into as many parts as there are blocks for it. A block reads its part into
-// shared memory and finds the moments of its groups; when all blocks have (grid_barrier.cuh) it
-// joins those of its unit's parts, every block in the same order, and writes the norm. What does
-// not fit is read again behind the barrier, the last of it first, which is in the L2 cache still.
+// A block reads its part of a unit (group_norm_resident.cuh) into shared memory and finds the
+// moments of its groups; when all blocks have (grid_barrier.cuh) it joins those of its unit's
+// parts, every block in the same order, and writes the norm. What does not fit is read again behind
+// the barrier, the last of it first, which is in the L2 cache still.
 
-#include "cache_policy.cuh"
-#include "grid_barrier.cuh"
 #include "group_norm_moments.cuh"
+#include "group_norm_resident.cuh"
 
 namespace {
 
-constexpr unsigned kWarp = 32;
-// Copies of a thread that are under way at the same time: a power of two.
-constexpr unsigned kAhead = kGroupNormAhead;
-
-// The pieces of a block: the threads have them in turns, in the order of memory. Channels last, a
-// thread's pieces all are of the same channels.
 template <int kBytes, bool kIsLast>
-struct Part {
-  static constexpr int kWidth = kBytes / sizeof(Bits);
-  static constexpr int kChannels = kIsLast ? kWidth : 1;  // of a piece
-  using Vector = Piece<Type, kWidth>;
-
-  const GroupNormCall& call;
-  unsigned unit, part;
-  unsigned active;       // threads that have pieces
-  unsigned count;        // of the thread's pieces
-  unsigned first_piece;  // of the thread in the unit, channels first
-  long long start;       // where that is in memory
-  Vector* kept;
-
-  __device__ Part(const GroupNormCall& call) : call(call) {
-    const GroupNormSpread& spread = call.spread;
-    extern __shared__ uint4 memory[];
-    kept = (Vector*)memory + threadIdx.x;
-    unit = blockIdx.x / spread.stretches;
-    part = blockIdx.x - unit * spread.stretches;
-    const unsigned slots = kIsLast ? spread.slots : 1;  // pieces of a step
-    active = slots * spread.lanes;
-    const unsigned first = part * spread.stretch;
-    const unsigned pieces = (min(all_steps(), first + spread.stretch) - first) * slots;
-    const bool has_some = threadIdx.x < active && threadIdx.x < pieces;
-    count = has_some ? (pieces - threadIdx.x + active - 1) / active : 0;
-    first_piece = first + threadIdx.x;
-    start = ((long long)unit * all_steps() + first) * slots + threadIdx.x;
-  }
-
-  // Steps in memory: positions of all channels, or pieces of a group.
-  __device__ unsigned all_steps() const {
-    return kIsLast ? call.positions : group_channels() * (call.positions / kWidth);
-  }
-  __device__ unsigned group_channels() const {
-    return call.channels / call.groups;
-  }
-  // Of a unit.
-  __device__ unsigned groups() const {
-    return kIsLast ? call.groups : 1;
-  }
-  // The first of the thread's channels, channels last.
-  __device__ unsigned channel() const {
-    return threadIdx.x % call.spread.slots * kWidth;
-  }
-  __device__ long long offset(unsigned i) const {
-    return start + (long long)i * active;
-  }
-  // Where a piece is in shared memory. Those beyond the ones that stay take turns.
-  __device__ Vector* place(unsigned i) const {
-    const unsigned staying = call.spread.staying;
-    return kept + (i < staying ? i : staying + (i - staying) % kAhead) * blockDim.x;
-  }
-  __device__ void send_for(const void* from, unsigned i, unsigned long long policy) const {
-    copy_async_by<kBytes>(place(i), (const Vector*)from + offset(i), policy);
-  }
-};
+using Pieces = Part<kBytes, kIsLast, 1>;
 
 // Shared memory behind the pieces: parts of threads to be joined, weight and bias of the unit's
 // channels where they are first, mean and 1 / deviation of its groups.
@@ -93,38 +30,82 @@ struct Room {
   }
 };
 
-// Reads all pieces, or writes and keeps their sum with the residual's.
-template <bool kAdds, int kBytes, bool kIsLast, class Found>
-__device__ void read_pieces(const GroupNormCall& call, const Part<kBytes, kIsLast>& part,
-                            Found& found) {
-  using Vector = typename Part<kBytes, kIsLast>::Vector;
-  constexpr int kWidth = Part<kBytes, kIsLast>::kWidth;
-  const auto* residual = (const Vector*)call.residual;
-  // What stays need not be in the L2 cache, so that more of the rest is.
-  const auto usual = l2_policy(false), once = l2_policy(true);
-  const auto send = [&](unsigned i) {
-    if (i < part.count) {
-      part.send_for(call.input, i, i < call.spread.staying && call.spread.streams ? once : usual);
+// The moments of a thread's numbers: of its pieces as a whole, or of each of their channels. They
+// come from sums of the distances from the first number and of their squares, three instructions a
+// number. As that is one of the numbers itself, what the mean's square takes off the squares leaves
+// a part of them no smaller than one of a number more than there are, so that few digits are lost,
+// whatever the numbers are. Equal numbers have no distance, and are their own mean.
+template <int kWidth, bool kIsOfChannels>
+struct NearMoments {
+  static constexpr int kChannels = kIsOfChannels ? kWidth : 1;
+  float count;
+  float scale;  // a power of two, 1 / count or less: sums of large numbers stay finite
+  float bases[kChannels] = {}, sums[kChannels] = {}, squares[kChannels] = {};
+
+  __device__ NearMoments(unsigned pieces) {
+    const unsigned numbers = pieces * (kWidth / kChannels);
+    count = (float)numbers;
+    scale = __uint_as_float((95 + __clz(numbers - 1)) << 23);
+  }
+  __device__ void begin(const float (&values)[kWidth]) {
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) bases[c] = values[c];
+  }
+  __device__ void take(const float (&values)[kWidth]) {
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      const int c = kIsOfChannels ? k : 0;
+      const float distance = values[k] - bases[c];
+      sums[c] = fmaf(distance, scale, sums[c]);
+      squares[c] = fmaf(distance, distance, squares[c]);
     }
-    commit_copies();
-  };
-  for (unsigned i = 0; i < kAhead; ++i) send(i);
+  }
+  __device__ void finish(Moments (&all)[kChannels]) const {
+    constexpr float kMost = 3.4028235e38f;
+    const float share = 1 / (count * scale);
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+      const float distance = sums[c] * share;
+      const float left = fmaf(-count * distance, distance, squares[c]);
+      // What is infinite, or no number, stays so.
+      const float squared = squares[c] <= kMost ? fmaxf(left, 0) : squares[c];
+      all[c] = count == 0 ? Moments{} : Moments{bases[c] + distance, squared, count};
+    }
+  }
+};
+
+// Reads all pieces, or writes and keeps their sum with the residual's.
+template <bool kAdds, bool kStreams, int kBytes, bool kIsLast, class Found>
+__device__ void read_pieces(const GroupNormCall& call, const Pieces<kBytes, kIsLast>& part,
+                            Found& found) {
+  using Vector = typename Pieces<kBytes, kIsLast>::Vector;
+  constexpr int kWidth = Pieces<kBytes, kIsLast>::kWidth;
+  const auto* residual = (const Vector*)call.residual;
   Vector added[2];
   if constexpr (kAdds) {
 #pragma unroll
     for (unsigned i = 0; i < 2; ++i) {
-      if (i < part.count) added[i] = residual[part.offset(i)];
+      if (part.has(i)) added[i] = residual[part.offset(i)];
     }
   }
-  for (unsigned i = 0; i < part.count; ++i) {
-    wait_for_all_but<kAhead - 1>();
-    Vector* own = part.place(i);
+  const auto begin = [&](const Vector* own) {
+    if (!part.has(0)) return;
+    float values[kWidth];
+    own->read(values);
+    if constexpr (kAdds) {
+      added[0].add_to(values);
+      Vector::of(values).read(values);
+    }
+    found.begin(values);
+  };
+  const auto use = [&](unsigned i, Vector* own) {
+    if (!part.has(i)) return;
     float values[kWidth];
     own->read(values);
     if constexpr (kAdds) {
       added[0].add_to(values);
       added[0] = added[1];
-      if (i + 2 < part.count) added[1] = residual[part.offset(i + 2)];
+      if (part.has(i + 2)) added[1] = residual[part.offset(i + 2)];
       // The norm is of what is written.
       const Vector sum = Vector::of(values);
       ((Vector*)call.sum)[part.offset(i)] = sum;
@@ -132,27 +113,28 @@ __device__ void read_pieces(const GroupNormCall& call, const Part<kBytes, kIsLas
       sum.read(values);
     }
     found.take(values);
-    send(i + kAhead);
-  }
+  };
+  read_all<kStreams>(part, {call.input}, begin, use);
 }
 
 // The moments of the thread's channels by their groups, of which each takes a row of `all`. Every
 // channel has as many numbers.
 template <int kWidth>
-__device__ void share_by_groups(const GroupNormCall& call, const PieceMoments<kWidth, true>& found,
+__device__ void share_by_groups(const GroupNormCall& call, const Moments (&found)[kWidth],
                                 unsigned channel, Moments* all) {
   const unsigned group_channels = call.channels / call.groups;
   unsigned left = group_channels - channel % group_channels;
+  const float count = found[0].floats[2];
   float channels = 0, mean = 0, squares = 0;
   all += threadIdx.x;
 #pragma unroll
   for (int k = 0; k < kWidth; ++k) {
-    const float share = near_reciprocal(channels + 1), distance = found.mean[k] - mean;
-    squares += fmaf(distance * channels * found.count, distance * share, found.squares[k]);
+    const float share = near_reciprocal(channels + 1), distance = found[k].floats[0] - mean;
+    squares += fmaf(distance * channels * count, distance * share, found[k].floats[1]);
     mean = fmaf(distance, share, mean);
     channels += 1;
     if (--left > 0 && k < kWidth - 1) continue;
-    *all = {mean, squares, channels * found.count};
+    *all = {mean, squares, channels * count};
     all += blockDim.x;
     left = group_channels;
     channels = mean = squares = 0;
@@ -160,37 +142,51 @@ __device__ void share_by_groups(const GroupNormCall& call, const PieceMoments<kW
 }
 
 // Joins the moments of so many parts, which `get` gives by their indices, by the threads of a warp
-// in a fixed order: the first one's are of some numbers.
+// in a fixed order: the first one's are of some numbers. Each part is asked for once, as long as
+// there are few, and all of them at the same time.
 template <class Get>
 __device__ Moments join_in_warp(unsigned parts, const Get& get) {
+  constexpr unsigned kHeld = 2;
   const unsigned lane = threadIdx.x % kWarp;
-  const float base = get(0).floats[0];
+  Moments held[kHeld] = {};
+#pragma unroll
+  for (unsigned h = 0; h < kHeld; ++h) {
+    const unsigned i = h * kWarp + lane;
+    if (h * kWarp >= parts) break;
+    held[h] = get(min(i, parts - 1));
+    if (i >= parts) held[h] = {};
+  }
+  const float base = __shfl_sync(~0u, held[0].floats[0], 0);
   float count = 0, apart = 0;
-  for (unsigned i = lane; i < parts; i += kWarp) {
-    const Moments part = get(i);
+  const auto add = [&](const Moments& part) {
     count += part.floats[2];
     apart = fmaf(part.floats[2], part.floats[0] - base, apart);
-  }
+  };
+#pragma unroll
+  for (const Moments& part : held) add(part);
+  for (unsigned i = kHeld * kWarp + lane; i < parts; i += kWarp) add(get(i));
   count = sum_within_warp(count, kWarp);
   const float mean = base + sum_within_warp(apart, kWarp) / count;
   float squares = 0;
-  for (unsigned i = lane; i < parts; i += kWarp) {
-    const Moments part = get(i);
+  const auto add_squares = [&](const Moments& part) {
     const float distance = part.floats[0] - mean;
     squares += fmaf(part.floats[2] * distance, distance, part.floats[1]);
-  }
+  };
+#pragma unroll
+  for (const Moments& part : held) add_squares(part);
+  for (unsigned i = kHeld * kWarp + lane; i < parts; i += kWarp) add_squares(get(i));
   return {mean, sum_within_warp(squares, kWarp), count};
 }
 
 // Means of all parts of all groups of all units, then what belongs to them.
 template <int kBytes, bool kIsLast>
-__device__ float* part_of(const GroupNormCall& call, const Part<kBytes, kIsLast>& part,
+__device__ float* part_of(const GroupNormCall& call, const Pieces<kBytes, kIsLast>& part,
                           unsigned group, unsigned index) {
   return call.partial + ((part.unit * part.groups() + group) * call.spread.stretches + index);
 }
 
 template <int kBytes, bool kIsLast>
-__device__ void write_part(const GroupNormCall& call, const Part<kBytes, kIsLast>& part,
+__device__ void write_part(const GroupNormCall& call, const Pieces<kBytes, kIsLast>& part,
                            unsigned group, const Moments& moments) {
   float* to = part_of(call, part, group, part.part);
   to[0] = moments.floats[0];
@@ -198,12 +194,12 @@ __device__ void write_part(const GroupNormCall& call, const Part<kBytes, kIsLast
 }
 
 // The moments of each of the unit's groups in this part, which other blocks read.
-template <int kBytes, bool kIsLast, class Found>
-__device__ void write_moments(const GroupNormCall& call, const Part<kBytes, kIsLast>& part,
-                              const Room& room, const Found& found) {
+template <int kBytes, bool kIsLast, int kChannels>
+__device__ void write_moments(const GroupNormCall& call, const Pieces<kBytes, kIsLast>& part,
+                              const Room& room, const Moments (&found)[kChannels]) {
   const unsigned warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
   if constexpr (kIsLast) {
-    constexpr unsigned kWidth = Part<kBytes, true>::kWidth;
+    constexpr unsigned kWidth = Pieces<kBytes, true>::kWidth;
     share_by_groups(call, found, part.channel(), room.found);
     __syncthreads();
     const unsigned group_channels = part.group_channels(), slots = call.spread.slots;
@@ -218,7 +214,7 @@ __device__ void write_moments(const GroupNormCall& call, const Part<kBytes, kIsL
       if (threadIdx.x % kWarp == 0) write_part(call, part, group, all);
     }
   } else {
-    Moments all = found.moments(0);
+    Moments all = found[0];
     join_lanes(all, kWarp);
     if (threadIdx.x % kWarp == 0) room.found[warp] = all;
     __syncthreads();
@@ -230,10 +226,10 @@ __device__ void write_moments(const GroupNormCall& call, const Part<kBytes, kIsL
 
 // Mean and 1 / deviation of the unit's groups, from all its parts.
 template <int kBytes, bool kIsLast>
-__device__ void find_stats(const GroupNormCall& call, const Part<kBytes, kIsLast>& part,
+__device__ void find_stats(const GroupNormCall& call, const Pieces<kBytes, kIsLast>& part,
                            float2* stats) {
   const unsigned stretch = call.spread.stretch, steps = part.all_steps();
-  const unsigned numbers = kIsLast ? part.group_channels() : Part<kBytes, kIsLast>::kWidth;
+  const unsigned numbers = kIsLast ? part.group_channels() : Pieces<kBytes, kIsLast>::kWidth;
   for (unsigned group = threadIdx.x / kWarp; group < part.groups(); group += blockDim.x / kWarp) {
     const Moments all = join_in_warp(call.spread.stretches, [&](unsigned i) -> Moments {
       const float* from = part_of(call, part, group, i);
@@ -250,126 +246,125 @@ __device__ void find_stats(const GroupNormCall& call, const Part<kBytes, kIsLast
   }
 }
 
-// Of channels side by side. The type is asked for once: a load behind a branch would wait for the
-// one before it.
-template <int kChannels>
-__device__ void read_parameters(const void* data, bool is_float, unsigned channel, float otherwise,
-                                float (&values)[kChannels]) {
-  if (data == nullptr) {
-#pragma unroll
-    for (int k = 0; k < kChannels; ++k) values[k] = otherwise;
-  } else if (is_float) {
-#pragma unroll
-    for (int k = 0; k < kChannels; ++k) values[k] = ((const float*)data)[channel + k];
-  } else {
-    Bits bits[kChannels];
-#pragma unroll
-    for (int k = 0; k < kChannels; ++k) bits[k] = ((const Bits*)data)[channel + k];
-#pragma unroll
-    for (int k = 0; k < kChannels; ++k) values[k] = Type::read(bits[k]);
-  }
-}
-
-// What the channels of a piece are multiplied by and what is added, with the mean in between.
+// What the channels of a piece are multiplied by and what is added, with the mean in between; both
+// times what SiLU's argument comes multiplied by, where there is one.
 template <int kBytes, bool kIsLast>
 struct Parameters {
-  static constexpr int kChannels = Part<kBytes, kIsLast>::kChannels;
+  static constexpr int kChannels = kBytes / sizeof(Bits);
   float centers[kChannels], factors[kChannels], shifts[kChannels];
 
   // Before the statistics are known, so that nothing waits for it behind them.
-  __device__ void load(const GroupNormCall& call, const Part<kBytes, kIsLast>& part,
-                       const Room& room) {
-    if constexpr (kIsLast) {
-      read_parameters(call.weight, call.is_weight_float, part.channel(), 1, factors);
-      read_parameters(call.bias, call.is_bias_float, part.channel(), 0, shifts);
-    } else {
-      const unsigned count = part.group_channels(), first = part.unit % call.groups * count;
-      for (unsigned i = threadIdx.x; i < count; i += blockDim.x) {
-        room.parameters[i] = {weight_of(call, first + i), bias_of(call, first + i)};
-      }
-    }
+  __device__ void load(const GroupNormCall& call, const Pieces<kBytes, true>& part, const Room&) {
+    read_parameters(call.weight, call.is_weight_float, part.channel(), 1, factors);
+    read_parameters(call.bias, call.is_bias_float, part.channel(), 0, shifts);
   }
-  __device__ void finish(const GroupNormCall& call, const Part<kBytes, kIsLast>& part,
+  __device__ void finish(const GroupNormCall& call, const Pieces<kBytes, true>& part,
                          const Room& room) {
-    if constexpr (kIsLast) {
-      const unsigned group_channels = part.group_channels();
-      unsigned group = part.channel() / group_channels;
-      unsigned left = (group + 1) * group_channels - part.channel();
+    const float scale = call.has_silu ? Silus::kScale : 1;
+    const unsigned group_channels = part.group_channels();
+    unsigned group = part.channel() / group_channels;
+    unsigned left = (group + 1) * group_channels - part.channel();
 #pragma unroll
-      for (int k = 0; k < kChannels; ++k) {
-        const float2 stats = room.stats[group];
-        centers[k] = stats.x;
-        factors[k] *= stats.y;
-        if (--left > 0) continue;
-        left = group_channels;
-        group = min(group + 1, call.groups - 1);
-      }
-    } else {
-      centers[0] = room.stats[0].x;
+    for (int k = 0; k < kChannels; ++k) {
+      const float2 stats = room.stats[group];
+      centers[k] = stats.x;
+      factors[k] *= stats.y * scale;
+      shifts[k] *= scale;
+      if (--left > 0) continue;
+      left = group_channels;
+      group = min(group + 1, call.groups - 1);
     }
   }
-  // For the thread's piece of that number.
-  __device__ void choose(const GroupNormCall& call, const Part<kBytes, kIsLast>& part,
-                         const Room& room, unsigned i) {
-    if constexpr (!kIsLast) {
-      const unsigned row = call.positions / Part<kBytes, kIsLast>::kWidth;
-      const float2 own = room.parameters[(part.first_piece + i * part.active) / row];
-      factors[0] = own.x * room.stats[0].y;
-      shifts[0] = own.y;
-    }
+  __device__ void go_back(const Room&) {
   }
 };
 
-template <int kBytes, bool kIsLast>
-__device__ void normalize(const GroupNormCall& call, const Part<kBytes, kIsLast>& part,
+// Channels first these are another channel's from time to time, as pieces come from the last to the
+// first.
+template <int kBytes>
+struct Parameters<kBytes, false> {
+  float centers[1], factors[1], shifts[1];
+  float rstd, scale;
+  unsigned channel, rest;             // of the group; pieces of it before this one
+  unsigned row, back, channels_back;  // pieces of a channel, and to the thread's next
+
+  __device__ void load(const GroupNormCall& call, const Pieces<kBytes, false>& part,
+                       const Room& room) {
+    const unsigned count = part.group_channels(), first = part.unit % call.groups * count;
+    for (unsigned i = threadIdx.x; i < count; i += blockDim.x) {
+      room.parameters[i] = {weight_of(call, first + i), bias_of(call, first + i)};
+    }
+    row = call.positions / Pieces<kBytes, false>::kWidth;
+    channels_back = part.active / row;
+    back = part.active - channels_back * row;
+    // One beyond the thread's last, which go_back() then comes to.
+    const unsigned beyond = part.first_piece + part.count * part.active;
+    channel = beyond / row;
+    rest = beyond - channel * row;
+  }
+  __device__ void finish(const GroupNormCall& call, const Pieces<kBytes, false>&,
+                         const Room& room) {
+    scale = call.has_silu ? Silus::kScale : 1;
+    centers[0] = room.stats[0].x;
+    rstd = room.stats[0].y * scale;
+  }
+  __device__ void go_back(const Room& room) {
+    channel -= channels_back;
+    if (rest < back) {
+      rest += row;
+      --channel;
+    }
+    rest -= back;
+    const float2 own = room.parameters[channel];
+    factors[0] = own.x * rstd;
+    shifts[0] = own.y * scale;
+  }
+};
+
+template <bool kHasSilu, int kBytes, bool kIsLast>
+__device__ void normalize(const GroupNormCall& call, const Pieces<kBytes, kIsLast>& part,
                           const Room& room, Parameters<kBytes, kIsLast>& parameters) {
-  using Vector = typename Part<kBytes, kIsLast>::Vector;
-  constexpr int kWidth = Part<kBytes, kIsLast>::kWidth;
-  const unsigned staying = call.spread.staying;
-  const auto once = l2_policy(true);
-  const auto use = [&](unsigned i) {
+  using Vector = typename Pieces<kBytes, kIsLast>::Vector;
+  constexpr int kWidth = Pieces<kBytes, kIsLast>::kWidth;
+  const bool streams = call.spread.streams;
+  read_back(part, {call.residual == nullptr ? call.input : call.sum}, [&](unsigned i, Vector* own) {
     float values[kWidth];
-    part.place(i)->read(values);
-    parameters.choose(call, part, room, i);
+    own->read(values);
+    parameters.go_back(room);
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) {
       const int c = kIsLast ? k : 0;
       values[k] =
           fmaf(values[k] - parameters.centers[c], parameters.factors[c], parameters.shifts[c]);
     }
-    if (call.has_silu) {
-#pragma unroll
-      for (int k = 0; k < kWidth; ++k) values[k] = SiluOf<Type::kDigits>::of(values[k]).x;
-    }
+    if constexpr (kHasSilu) Silus::apply(values);
     Vector* to = (Vector*)call.out + part.offset(i);
-    if (call.spread.streams) {
+    if (streams) {
       store_once(to, Vector::of(values));
     } else {
       *to = Vector::of(values);
     }
-  };
-  const void* input = call.residual == nullptr ? call.input : call.sum;
-  // The last pieces are there still, and make room for those before them.
-  for (unsigned i = part.count; i > staying; --i) {
-    wait_for_all_but<kAhead - 1>();
-    use(i - 1);
-    if (i > staying + kAhead) part.send_for(input, i - 1 - kAhead, once);
-    commit_copies();
-  }
-  for (unsigned i = 0; i < min(staying, part.count); ++i) use(i);
+  });
 }
 
 template <int kBytes, bool kIsLast>
 __device__ void resident(const GroupNormCall& call) {
-  const Part<kBytes, kIsLast> part(call);
+  using Pieces = Pieces<kBytes, kIsLast>;
+  const Pieces part(call);
   const Room room(call, kIsLast);
-  PieceMoments<Part<kBytes, kIsLast>::kWidth, kIsLast> found;
-  if (call.residual == nullptr) {
-    read_pieces<false>(call, part, found);
-  } else {
-    read_pieces<true>(call, part, found);
+  Moments moments[Pieces::kChannels];
+  {
+    NearMoments<Pieces::kWidth, kIsLast> found(part.count);
+    if (call.residual != nullptr) {
+      read_pieces<true, true>(call, part, found);
+    } else if (call.spread.streams) {
+      read_pieces<false, true>(call, part, found);
+    } else {
+      read_pieces<false, false>(call, part, found);
+    }
+    found.finish(moments);
   }
-  write_moments(call, part, room, found);
+  write_moments(call, part, room, moments);
   const unsigned before = arrive_at_grid();
   Parameters<kBytes, kIsLast> parameters;
   parameters.load(call, part, room);
@@ -377,7 +372,11 @@ __device__ void resident(const GroupNormCall& call) {
   find_stats(call, part, room.stats);
   __syncthreads();
   parameters.finish(call, part, room);
-  normalize(call, part, room, parameters);
+  if (call.has_silu) {
+    normalize<true>(call, part, room, parameters);
+  } else {
+    normalize<false>(call, part, room, parameters);
+  }
 }
 
 }  // namespace

@@ -56,6 +56,9 @@ inline float rsqrtf(float value) {
 inline void max_NaN_f32(float& most, float one, float other) {
   most = std::isnan(one) || std::isnan(other) ? __uint_as_float(0x7fffffff) : std::max(one, other);
 }
+inline void min_NaN_f32(float& least, float one, float other) {
+  least = std::isnan(one) || std::isnan(other) ? __uint_as_float(0x7fffffff) : std::min(one, other);
+}
 inline float __expf(float value) {
   return std::exp(value);
 }
@@ -173,6 +176,15 @@ T __shfl_xor_sync(unsigned, T value, unsigned distance) {
   the_block.values[threadIdx.x] = bits_as<unsigned>(value);
   the_block.meet_warp();
   const T other = bits_as<T>(the_block.values[threadIdx.x ^ distance]);
+  the_block.meet_warp();
+  return other;
+}
+
+template <class T>
+T __shfl_sync(unsigned, T value, unsigned lane) {
+  the_block.values[threadIdx.x] = bits_as<unsigned>(value);
+  the_block.meet_warp();
+  const T other = bits_as<T>(the_block.values[threadIdx.x / 32 * 32 + lane]);
   the_block.meet_warp();
   return other;
 }
