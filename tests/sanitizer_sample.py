@@ -213,7 +213,8 @@ def group_norms() -> Iterator[Sample]:
             _ops._norm_limit_shared_memory(0)
 
     forward = "group_norm_held, group_norm_resident, group_norm_forward"
-    stems = f"{forward}, group_norm_held_backward and group_norm_backward"
+    resident = "group_norm_resident_first, group_norm_resident_last"
+    stems = f"{forward}, group_norm_held_backward, {resident} and group_norm_backward"
     for name, dtype in TYPES.items():
         for sizes, shared in ((_HELD, 0), (_WHOLE, 0), (_RESIDENT, 0), (_IN_PARTS, 1 << 10)):
             for (channels, size, is_last), adds in itertools.product(sizes, (False, True)):

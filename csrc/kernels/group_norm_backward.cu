@@ -5,23 +5,18 @@
 // that times the normed number. Over samples they are the gradients of bias and weight; over the
 // channels of a group, each times its weight, they are what the gradient of the input is less by.
 // As in the forward, one kernel does all of a group that fits into shared memory, else three do;
-// group_norm_held_backward.cu has those that stay in registers.
+// group_norm_held_backward.cu has those that stay in registers, and
+// group_norm_resident_backward.cuh tells of those that are kept by blocks which run at the same
+// time.
 
-#include "column_sums.cuh"
-#include "group_norm.cuh"
+#include "group_norm_sums.cuh"
 
 namespace {
 
-struct Sums {
-  float floats[2];  // of the gradient, and of it times the normed number
-
-  __device__ void take(const Sums& other) {
-    floats[0] += other.floats[0];
-    floats[1] += other.floats[1];
-  }
-};
-
-constexpr int kAhead = 2;
+// Pieces of each tensor that a thread has under way. Of one channel it has few other numbers, and
+// registers for more.
+template <bool kIsLast>
+constexpr int kAhead = kIsLast ? 2 : 4;
 
 // What a thread knows of its channels.
 template <int kBytes, bool kIsLast>
@@ -67,7 +62,7 @@ __device__ void find_sums(const GroupNormCall& call, const Tile<kBytes, kIsLast>
     Sums sums[kChannels] = {};
     if (tile.has(channel)) {
       const Channels<kBytes, kIsLast> channels(call, tile, channel);
-      Vector inputs[kAhead], grads[kAhead];
+      Vector inputs[kAhead<kIsLast>], grads[kAhead<kIsLast>];
       const auto load = [&](int i, long long at) {
         inputs[i] = kKeeps ? kept[0] : input[at];
         grads[i] = kKeeps ? kept[blockDim.x] : grad_out[at];
@@ -85,7 +80,7 @@ __device__ void find_sums(const GroupNormCall& call, const Tile<kBytes, kIsLast>
           own.floats[1] = fmaf(grad[k], x[k], own.floats[1]);
         }
       };
-      tile.template each<kAhead>(channel, load, use);
+      tile.template each<kAhead<kIsLast>>(channel, load, use);
     }
     join<kIsLast>(call, tile.lane, sums, shared.scratch);
     if (tile.lane != 0 || !tile.has(channel)) continue;
@@ -116,7 +111,7 @@ __device__ void write_gradient(const GroupNormCall& call, const Tile<kBytes, kIs
       constants[k] = slope.x;
       multiples[k] = slope.y;
     });
-    Vector inputs[kAhead], grads[kAhead];
+    Vector inputs[kAhead<kIsLast>], grads[kAhead<kIsLast>];
     const auto load = [&](int i, long long at) {
       if constexpr (kKeeps) {
         inputs[i] = kept[0];
@@ -141,7 +136,7 @@ __device__ void write_gradient(const GroupNormCall& call, const Tile<kBytes, kIs
       if (more != nullptr) more[at].add_to(x);
       ((Vector*)call.out)[at] = Vector::of(x);
     };
-    tile.template each<kAhead>(channel, load, use);
+    tile.template each<kAhead<kIsLast>>(channel, load, use);
   }
 }
 
@@ -163,21 +158,7 @@ __device__ void find_group_sums(const GroupNormCall& call, const Tile<kBytes, kI
   __syncthreads();
   const unsigned group_channels = call.channels / call.groups;
   const unsigned groups = (tile.end_channel - tile.first_channel) / group_channels;
-  const unsigned threads = group_threads(groups), lane = threadIdx.x % threads;
-  const unsigned together = blockDim.x / threads;
-  for (unsigned first = 0; first < groups; first += together) {
-    const unsigned group = first + threadIdx.x / threads;
-    float sum = 0, along = 0;
-    for (unsigned i = lane; i < group_channels && group < groups; i += threads) {
-      const unsigned channel = group * group_channels + i;
-      const float weight = weight_of(call, tile.first_channel + channel);
-      sum = fmaf(weight, found[channel].x, sum);
-      along = fmaf(weight, found[channel].y, along);
-    }
-    sum = sum_within_warp(sum, threads);
-    along = sum_within_warp(along, threads);
-    if (lane == 0 && group < groups) write(group, sum, along);
-  }
+  add_up_groups(call, found, tile.first_channel, groups, write);
 }
 
 // Groups of a sample that are a block's, from the first number to the gradient, but for the sums
@@ -219,28 +200,12 @@ __device__ void sums(const GroupNormCall& call) {
 // The gradients of weight and bias by the first blocks, 32 channels of one of them each; by each of
 // the others the slopes of a group.
 __device__ void totals(const GroupNormCall& call) {
-  const unsigned strips =
-      call.grad_weight == nullptr && call.grad_bias == nullptr ? 0 : (call.channels + 31) / 32;
-  const unsigned rows = call.samples * call.spread.stretches;
-  const long long numbers = (long long)rows * call.channels;
-  if (blockIdx.x < 2 * strips) {
-    const bool is_weight = blockIdx.x < strips;
-    void* out = is_weight ? call.grad_weight : call.grad_bias;
-    if (out == nullptr) return;
-    const bool is_float = is_weight ? call.is_weight_float : call.is_bias_float;
-    const auto write = [&](unsigned channel, float sum) {
-      if (is_float) {
-        ((float*)out)[channel] = sum;
-      } else {
-        ((Bits*)out)[channel] = Type::write(sum);
-      }
-    };
-    return add_up_columns(call.partial + (is_weight ? numbers : 0), rows, call.channels, write,
-                          is_weight ? blockIdx.x : blockIdx.x - strips);
-  }
+  const unsigned strips = strips_of_totals(call);
+  if (blockIdx.x < 2 * strips) return add_up_totals(call, blockIdx.x);
   __shared__ float scratch[2][32];
   const unsigned at = blockIdx.x - 2 * strips, sample = at / call.groups;
   const unsigned group = at - sample * call.groups, group_channels = call.channels / call.groups;
+  const long long numbers = (long long)call.samples * call.spread.stretches * call.channels;
   const float* partial = call.partial + (long long)sample * call.spread.stretches * call.channels +
                          (long long)group * group_channels;
   float found[2] = {};

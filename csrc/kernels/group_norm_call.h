@@ -1,8 +1,7 @@
-// What the kernels of group_norm_held.cu, group_norm_resident.cu, group_norm_forward.cu and
-// group_norm_backward.cu are called with: one header for both sides.
+// What the kernels of group norm are called with: one header for both sides.
 #pragma once
 
-// Of group_norm_resident.cu: copies of a thread that are under way at the same time, a power of
+// Of group_norm_resident.cuh: copies of a thread that are under way at the same time, a power of
 // two.
 constexpr unsigned kGroupNormAhead = 8;
 
@@ -20,7 +19,7 @@ struct GroupNormSpread {
   unsigned kept;       // bytes of shared memory for pieces; 0: none are kept
   unsigned scratch;    // bytes of shared memory for joining what the threads of a slot found
   bool has_groups;  // whole groups, in the strip: what a block finds is joined to one part of each
-  // Of group_norm_resident.cu: pieces that each thread keeps; whether there are others, which go
+  // Of group_norm_resident.cuh: pieces that each thread keeps; whether there are others, which go
   // through shared memory, and so many at a time.
   unsigned staying;
   bool streams;
@@ -43,11 +42,13 @@ struct GroupNormHold {
 struct GroupNormCall {
   const void *input, *residual, *grad_out, *grad_sum;  // null: absent
   const void *weight, *bias;                           // null: absent
-  void *out, *sum;       // the backward's out: the gradient of the input; null: not wanted
-  float *mean, *rstd;    // [samples, groups]; the forward writes them
-  float* partial;        // [2, samples * stretches, channels], or groups: see has_groups
-  float* group_partial;  // the backward's, [samples * stretches, groups, 2]; null: no groups
-  float* slopes;         // [samples, groups, 2]: see group_norm_backward.cu
+  void *out, *sum;     // the backward's out: the gradient of the input; null: not wanted
+  float *mean, *rstd;  // [samples, groups]; the forward writes them
+  float* partial;      // [2, samples * stretches, channels], or groups: see has_groups
+  // The backward's, [samples * stretches, groups, 2], or of blocks that wait for each other and
+  // have parts of groups [samples * groups, stretches, 2]; null: no groups.
+  float* group_partial;
+  float* slopes;                  // [samples, groups, 2]: see group_norm_backward.cu
   void *grad_weight, *grad_bias;  // null: not wanted
   unsigned samples, channels, groups, positions;
   float eps;

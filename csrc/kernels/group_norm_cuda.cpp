@@ -14,7 +14,13 @@
 #include "group_norm_held_half_images.h"
 #include "group_norm_resident_bfloat16_images.h"
 #include "group_norm_resident_float_images.h"
+#include "group_norm_resident_first_bfloat16_images.h"
+#include "group_norm_resident_first_float_images.h"
+#include "group_norm_resident_first_half_images.h"
 #include "group_norm_resident_half_images.h"
+#include "group_norm_resident_last_bfloat16_images.h"
+#include "group_norm_resident_last_float_images.h"
+#include "group_norm_resident_last_half_images.h"
 #include "kernels/device_kernel.h"
 #include "kernels/group_norm_call.h"
 #include "kernels/group_norm_launch.h"
@@ -47,6 +53,11 @@ struct HeldBackwardKernels {
 // By their pieces, 8 bytes and 16: where channels are first in memory, then where they are last.
 struct ResidentKernels {
   DeviceKernel all[4];
+};
+
+// By their pieces as above: of blocks that wait for each other, and of others.
+struct ResidentBackwardKernels {
+  DeviceKernel waiting[4], alone[4];
 };
 
 struct ForwardKernels {
@@ -85,6 +96,14 @@ struct BackwardKernels {
           CUDNN_OPS_RESIDENT_KERNEL(images, "16_last")                                             \
     }                                                                                              \
   }
+#define CUDNN_OPS_RESIDENT_ORDERS(kernel, type, name)              \
+  {kernel(kGroupNormResidentFirst##type##Images, name "8_first"),  \
+   kernel(kGroupNormResidentFirst##type##Images, name "16_first"), \
+   kernel(kGroupNormResidentLast##type##Images, name "8_last"),    \
+   kernel(kGroupNormResidentLast##type##Images, name "16_last")}
+#define CUDNN_OPS_RESIDENT_BACKWARD(type)                                   \
+  {CUDNN_OPS_RESIDENT_ORDERS(CUDNN_OPS_RESIDENT_KERNEL, type, "backward_"), \
+   CUDNN_OPS_RESIDENT_ORDERS(CUDNN_OPS_KERNEL, type, "resident_backward_")}
 #define CUDNN_OPS_FORWARD(images)                                          \
   {CUDNN_OPS_WIDTHS(images, "whole"), CUDNN_OPS_WIDTHS(images, "moments"), \
    CUDNN_OPS_WIDTHS(images, "groups"), CUDNN_OPS_WIDTHS(images, "apply")}
@@ -111,6 +130,13 @@ const ResidentKernels& resident_kernels(int type) {
   static const ResidentKernels all[3] = {CUDNN_OPS_RESIDENT(kGroupNormResidentHalfImages),
                                          CUDNN_OPS_RESIDENT(kGroupNormResidentBFloat16Images),
                                          CUDNN_OPS_RESIDENT(kGroupNormResidentFloatImages)};
+  return all[type];
+}
+
+const ResidentBackwardKernels& resident_backward_kernels(int type) {
+  static const ResidentBackwardKernels all[3] = {CUDNN_OPS_RESIDENT_BACKWARD(Half),
+                                                 CUDNN_OPS_RESIDENT_BACKWARD(BFloat16),
+                                                 CUDNN_OPS_RESIDENT_BACKWARD(Float)};
   return all[type];
 }
 
@@ -158,6 +184,10 @@ size_t index_of(const GroupNormProblem& problem, const GroupNormHeldLaunch& laun
   const unsigned bytes = launch.piece_bytes;
   const size_t piece = bytes == 16 ? 3 : bytes == 8 ? 2 : bytes > problem.number_bytes ? 1 : 0;
   return (problem.is_channels_last ? 4 : 0) + piece;
+}
+
+size_t resident_index_of(const GroupNormProblem& problem) {
+  return (problem.is_channels_last ? 2 : 0) + (problem.piece_bytes() == 16 ? 1 : 0);
 }
 
 // What both directions have in common.
@@ -237,7 +267,7 @@ void group_norm_forward(const GroupNormOfImages& args, const at::Tensor& residua
     call.spread = resident->spread;
     const at::Tensor memory = allocate(partial_numbers(call, problem.groups), args.input);
     call.partial = data_of<float>(memory);
-    const size_t index = (problem.is_channels_last ? 2 : 0) + (problem.piece_bytes() == 16 ? 1 : 0);
+    const size_t index = resident_index_of(problem);
     return resident_kernels(type).all[index].launch(resident->blocks, 1, resident->threads,
                                                     &argument,
                                                     static_cast<int>(resident->shared_bytes));
@@ -295,6 +325,21 @@ void group_norm_backward(const GroupNormOfImages& args, const at::Tensor& grad_o
     (held->has_many ? all.many : all.few)[index_of(problem, *held)].launch(
         held->blocks, 1, held->threads, &argument, static_cast<int>(held->shared_bytes));
     if (needs_totals) kernels.totals.launch(strips, 1, kGroupThreads, &argument);
+    return;
+  }
+  if (const auto resident = resident_launch(problem, limits)) {
+    call.spread = resident->spread;
+    const bool waits = call.spread.stretches > 1;
+    const int64_t of_groups = partial_numbers(call, problem.groups);
+    const int64_t numbers = needs_totals ? partial_numbers(call, problem.channels) : 0;
+    const at::Tensor memory = allocate(of_groups + numbers, args.input);
+    call.group_partial = data_of<float>(memory);
+    call.partial = needs_totals ? call.group_partial + of_groups : nullptr;
+    const ResidentBackwardKernels& all = resident_backward_kernels(type);
+    (waits ? all.waiting : all.alone)[resident_index_of(problem)].launch(
+        resident->blocks, 1, resident->threads, &argument,
+        static_cast<int>(resident->shared_bytes));
+    if (needs_totals && !waits) kernels.totals.launch(strips, 1, kGroupThreads, &argument);
     return;
   }
   const GroupNormLaunch launch = group_norm_launch(problem, limits);

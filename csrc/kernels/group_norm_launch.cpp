@@ -9,23 +9,15 @@ constexpr int64_t kWarp = 32, kVectorBytes = 16, kSector = 32;
 constexpr int64_t kReserved = 1 << 10;  // bytes of shared memory of a block, for the system
 constexpr auto kPair = 2 * static_cast<int64_t>(sizeof(float));
 
-// Positions as threads count them, and the channels of a slot.
-int64_t steps_of(const GroupNormProblem& problem) {
-  return problem.is_channels_last ? problem.positions : problem.positions / problem.width();
-}
-
+// The channels of a slot.
 int64_t slot_channels(const GroupNormProblem& problem) {
   return problem.is_channels_last ? problem.width() : 1;
-}
-
-int64_t round_up(int64_t number, int64_t to) {
-  return divide_up(number, to) * to;
 }
 
 // Blocks of about `threads` for `channels` of them each, and for all positions.
 GroupNormLaunch spread_over(const GroupNormProblem& problem, int64_t channels, int64_t threads) {
   constexpr int64_t kSteps = 4;  // of a thread at least: as many loads are under way
-  const int64_t steps = steps_of(problem), all = divide_up(channels, slot_channels(problem));
+  const int64_t steps = problem.steps(), all = divide_up(channels, slot_channels(problem));
   int64_t slots = 0, lanes = 1, turns = 0;
   if (problem.is_channels_last) {
     turns = divide_up(all, threads);
@@ -64,7 +56,7 @@ GroupNormLaunch whole_launch(const GroupNormProblem& problem, int64_t groups, in
   const int64_t channels = groups * (problem.channels / problem.groups);
   GroupNormLaunch launch = spread_over(problem, channels, threads);
   GroupNormSpread& spread = launch.spread;
-  const int64_t each = spread.turns * divide_up(steps_of(problem), spread.lanes);
+  const int64_t each = spread.turns * divide_up(problem.steps(), spread.lanes);
   const int64_t kept = each * launch.threads * problem.width() * problem.number_bytes *
                        (problem.is_backward ? 2 : 1);
   launch.is_whole = true;
@@ -104,7 +96,7 @@ GroupNormLaunch parts_launch(const GroupNormProblem& problem, const DeviceLimits
   }
   GroupNormLaunch launch = spread_over(problem, channels, threads);
   GroupNormSpread& spread = launch.spread;
-  const int64_t steps = steps_of(problem);
+  const int64_t steps = problem.steps();
   const int64_t stretches = std::clamp<int64_t>(resident / launch.blocks, 1,
                                                 divide_up(steps, kSteps * int64_t{spread.lanes}));
   const int64_t stretch = divide_up(steps, stretches);
@@ -177,14 +169,6 @@ unsigned multiplier_of(const GroupNormProblem& problem, int64_t row_vectors) {
       divide_up(int64_t{1} << 31, is_last ? row_vectors : problem.positions));
 }
 
-// The most that a piece of channels, which are last, has some of.
-int64_t groups_of_piece(const GroupNormProblem& problem) {
-  const int64_t width = problem.width(), group_channels = problem.channels / problem.groups;
-  if (group_channels % width == 0) return 1;
-  return width % group_channels == 0 ? width / group_channels
-                                     : divide_up(width - 1, group_channels) + 1;
-}
-
 }  // namespace
 
 std::optional<GroupNormHeldLaunch> held_launch(const GroupNormProblem& problem,
@@ -249,61 +233,16 @@ std::optional<GroupNormHeldLaunch> held_launch(const GroupNormProblem& problem,
   return launch;
 }
 
-std::optional<GroupNormLaunch> resident_launch(const GroupNormProblem& problem,
-                                               const DeviceLimits& limits) {
-  constexpr int kLeastVersion = 90;  // before it shared memory is smaller
-  // Of a multiprocessor: less is read twice in the time that the blocks wait for each other.
-  constexpr int64_t kLeastBytes = 40 << 10;
-  constexpr int64_t kManyRows = 4, kMostSteps = int64_t{1} << 31;
-  constexpr auto kMoments = 3 * static_cast<int64_t>(sizeof(float));
-  const bool is_last = problem.is_channels_last;
-  const int64_t width = problem.width(), group_channels = problem.channels / problem.groups;
-  const int64_t numbers = problem.samples * problem.channels * problem.positions;
-  if (problem.is_backward || limits.sm_version < kLeastVersion || width == 1 ||
-      numbers * problem.number_bytes < kLeastBytes * limits.processors) {
-    return {};
-  }
-  // Samples, or groups where channels are first, are cut into parts of so many steps.
-  const int64_t units = is_last ? problem.samples : problem.samples * problem.groups;
-  const int64_t parts = limits.processors / units, used = parts * units;
-  const int64_t slots = is_last ? problem.channels / width : 1;
-  const int64_t steps = is_last ? problem.positions : group_channels * (problem.positions / width);
-  const int64_t rows = is_last ? groups_of_piece(problem) : 1;
-  // What does not stay in shared memory is read again by fewer threads, each with more under way.
-  const bool stays = numbers * problem.number_bytes <= used * limits.shared_bytes;
-  const int64_t most_threads = rows > kManyRows || !stays ? 512 : 1024;
-  if (4 * used < 3 * limits.processors || slots > most_threads || steps > kMostSteps) return {};
-  GroupNormLaunch launch{};
-  GroupNormSpread& spread = launch.spread;
-  const int64_t stretch = divide_up(steps, parts);
-  const int64_t lanes = std::min(most_threads / slots, stretch);
-  const int64_t threads = round_up(slots * lanes, kWarp), each = divide_up(stretch, lanes);
-  const int64_t scratch = round_up((is_last ? rows * threads : threads / kWarp) * kMoments, kPair);
-  const int64_t others = scratch + kPair * (is_last ? problem.groups : group_channels + 1);
-  const int64_t piece = threads * problem.piece_bytes();
-  const int64_t room = (limits.shared_bytes - others) / piece;
-  spread.streams = each > room;
-  // One block has its groups' numbers to itself.
-  if (spread.streams ? room <= kGroupNormAhead : !is_last && parts == 1) return {};
-  launch.threads = static_cast<int>(threads);
-  spread.slots = static_cast<unsigned>(slots);
-  spread.lanes = static_cast<unsigned>(lanes);
-  spread.stretch = static_cast<unsigned>(stretch);
-  spread.stretches = static_cast<unsigned>(divide_up(steps, stretch));
-  spread.staying = static_cast<unsigned>(spread.streams ? room - kGroupNormAhead : each);
-  spread.kept = static_cast<unsigned>(std::min(room, each) * piece);
-  spread.scratch = static_cast<unsigned>(scratch);
-  launch.blocks = units * spread.stretches;
-  launch.shared_bytes = spread.kept + others;
-  return launch;
-}
-
 unsigned GroupNormProblem::piece_bytes() const {
   const int64_t innermost = (is_channels_last ? channels : positions) * number_bytes;
   for (const unsigned bytes : {16U, 8U}) {
     if (aligned_bytes % bytes == 0 && innermost % bytes == 0) return bytes;
   }
   return number_bytes;
+}
+
+int64_t GroupNormProblem::steps() const {
+  return is_channels_last ? positions : positions / width();
 }
 
 int64_t GroupNormProblem::width() const {

@@ -1,5 +1,5 @@
-// Which kernels of group_norm_held.cu, group_norm_resident.cu, group_norm_forward.cu and
-// group_norm_backward.cu compute a group norm, and how they are launched. Depends on the problem
+// Which kernels of group_norm_held.cu, group_norm_resident.cu, group_norm_forward.cu, and their
+// like of the backward, compute a group norm, and how they are launched. Depends on the problem
 // and the GPU's limits alone, so that tests on any machine can check the launches of any GPU.
 #pragma once
 
@@ -9,6 +9,10 @@
 #include <optional>
 
 namespace cudnn_ops {
+
+inline int64_t round_up(int64_t number, int64_t to) {
+  return divide_up(number, to) * to;
+}
 
 struct GroupNormProblem {
   int64_t samples, channels, groups, positions;  // none of them 0
@@ -21,6 +25,7 @@ struct GroupNormProblem {
   // Of a piece: as many as are aligned, and divide what is innermost in memory.
   unsigned piece_bytes() const;
   int64_t width() const;
+  int64_t steps() const;  // positions, of which those of a piece count as one
 };
 
 struct GroupNormLaunch {
@@ -44,8 +49,9 @@ struct GroupNormHeldLaunch {
 std::optional<GroupNormHeldLaunch> held_launch(const GroupNormProblem& problem,
                                                const DeviceLimits& limits);
 
-// Of the forward's blocks that all run at once (group_norm_resident.cu), a multiprocessor each.
-// None where there is little to read, or many multiprocessors would have nothing to do.
+// Of blocks that all run at once (group_norm_resident.cuh), a multiprocessor each. None where there
+// is little to read, or many multiprocessors would have nothing to do. Of the backward, where
+// channels are first, also of blocks that each have a whole group and do not wait.
 std::optional<GroupNormLaunch> resident_launch(const GroupNormProblem& problem,
                                                const DeviceLimits& limits);
 

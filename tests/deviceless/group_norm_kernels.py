@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from cudnn_ops.ops.group_norm import NormActivation
 from tests.cases import group_norm as cases
@@ -105,7 +106,28 @@ RESIDENT_CASES = (
     GroupNormCase((1, 8, 250, 130), 1, layout="first", weight="", bias="", residual=True),
     GroupNormCase((1, 64, 45, 41), 4, layout="last", weight="float32", shift=300.0),
 )
+#: The gradients likewise, and of blocks with a whole group that is too large for them: of weights
+#: in either type or none, of groups that pieces share, of channels in one turn and in several.
+RESIDENT_BACKWARD_CASES = (
+    *(
+        GroupNormCase(shape, groups, activation, layout=layout, residual=residual)
+        for (shape, groups), (activation, residual), layout in product(
+            RESIDENT, SUMS, ("first", "last")
+        )
+    ),
+    *(
+        GroupNormCase(shape, groups, "silu", layout="first", weight=weight, bias="float32")
+        for (shape, groups), weight in product(
+            (((1, 80, 40, 48), 1), ((3, 10, 64, 160), 1), ((1, 37, 31, 88), 1)), ("", "float32")
+        )
+    ),
+    GroupNormCase((1, 40, 50, 48), 4, "silu", layout="last", weight="", bias=""),
+    GroupNormCase((2, 48, 37, 41), 4, "silu", layout="last", weight="float32", shift=30.0),
+    GroupNormCase((2, 24, 61, 58), 8, layout="last", bias="float32", residual=True),
+)
 TYPES = (torch.float16, torch.bfloat16, torch.float32)
+#: How far from zero a result of SiLU may be that is as good as zero.
+_TINY = {torch.float16: 6e-8, torch.bfloat16: 1e-12, torch.float32: 4e-6}
 
 
 def placed(tensor: Tensor | None) -> Tensor | None:
@@ -129,6 +151,38 @@ def check(case: GroupNormCase, dtype: torch.dtype) -> None:
     grads = _ops._group_norm_backward(to_gpu(t.grad_out), grad_sum, *saved, mask)
     wanted = [from_gpu(grad) for grad, is_wanted in zip(grads, mask, strict=True) if is_wanted]
     cases.compare(case, t, results, wanted)
+
+
+def check_extremes(dtype: torch.dtype, is_last: bool) -> None:
+    """What SiLU is given may be far from zero, or no number: its neighbours are as they were."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(1, 24, 60, 58, dtype=torch.float64, generator=generator).to(dtype)
+    x = cases.channels_last(x) if is_last else x
+    weight, bias = torch.ones(24), torch.linspace(-30, 30, 24)
+    bias[:6] = torch.tensor([-120, 120, -1e30, 1e30, -60, 60])
+    if is_last:  # each channel is a group, whose gradients no other has a part in
+        bias[6:8] = torch.tensor([torch.inf, torch.nan])
+    groups, known = (24, bias.isfinite()) if is_last else (1, slice(None))
+    parameters = (to_gpu(weight), to_gpu(bias))
+    out, _, mean, rstd = _ops._group_norm(to_gpu(x), None, groups, *parameters, 1e-5, 2, True)
+    saved = (to_gpu(x), groups, *parameters, mean, rstd, 2, (True, True, True))
+    grad = torch.ones_like(x)
+    grads = [*map(from_gpu, _ops._group_norm_backward(to_gpu(grad), None, *saved))]
+    one, two, three = (leaf.double().requires_grad_() for leaf in (x, weight, bias))
+    exact = functional.silu(functional.group_norm(one, groups, two, three, 1e-5))
+    of_input, of_weight, of_bias = torch.autograd.grad(exact, (one, two, three), grad.double())
+    most, eps = torch.finfo(dtype).max, torch.finfo(dtype).eps
+    # Far below zero an argument's last digit is several of the result's.
+    few = max(eps, 1e-5)
+    out = from_gpu(out).double().clamp(max=most)
+    right = exact.detach()[:, known].clamp(max=most)
+    torch.testing.assert_close(out[:, known], right, rtol=few, atol=_TINY[dtype])
+    assert not is_last or not out[:, 7].isfinite().any()
+    # Where the slope is constant, what is left of the gradients is what sums lose.
+    found, right = grads[0].double()[:, known], of_input[:, known]
+    torch.testing.assert_close(found, right, rtol=4 * few, atol=4 * few)
+    for found, right in ((grads[1], of_weight), (grads[2], of_bias)):
+        torch.testing.assert_close(found.double()[known], right[known], rtol=1e-4, atol=1e-2)
 
 
 def check_forward(case: GroupNormCase, dtype: torch.dtype) -> None:
@@ -165,7 +219,10 @@ def check_equal(
 def main() -> None:
     names = [
         f"group_norm_{name}"
-        for name in ("held", "held_backward", "resident", "forward", "backward")
+        for name in (
+            *("held", "held_backward", "resident", "resident_first", "resident_last"),
+            *("forward", "backward"),
+        )
     ]
     types = ("Half", "BFloat16", "Float")
     sources = [(name, f"-DKERNEL_TYPE={one}") for one in types for name in names]
@@ -177,6 +234,11 @@ def main() -> None:
             with torch.cuda.device(0):
                 for case in RESIDENT_CASES:
                     yield f"{case} {dtype}", partial(check_forward, case, dtype)
+                for case in RESIDENT_BACKWARD_CASES:
+                    yield f"{case} {dtype}", partial(check, case, dtype)
+                for is_last in (False, True):
+                    extremes = partial(check_extremes, dtype, is_last)
+                    yield f"extremes {dtype} {is_last}", extremes
                 for (shape, groups), is_last in product(RESIDENT, (False, True)):
                     equal = partial(check_equal, 10000.123, shape, groups, is_last, dtype)
                     yield f"equal in {shape} {dtype} {is_last}", equal

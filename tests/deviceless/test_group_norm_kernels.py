@@ -23,5 +23,6 @@ def test_what_they_compute(runtime, tmp_path):
     ]
     sizes = product(("few", "many"), ("16", "8", "4", "n"))
     held += [f"group_norm_{name}_backward_{size}" for name, size in sizes]
-    held += [f"group_norm_resident_{size}" for size in orders if not size.startswith("n")]
+    resident = product(("resident", "resident_backward"), orders)
+    held += [f"group_norm_{name}_{size}" for name, size in resident if not size.startswith("n")]
     assert launched == sorted([*all_orders, *held, "group_norm_totals"])
