@@ -54,6 +54,8 @@ def run_part(part: str, rows: Rows, rounds: int) -> None:
 def child(part: str, name: str, plans: Path, compiled: Path) -> float:
     """Seconds of one process, with the folder of our plans and that of what inductor compiled."""
     stored = {"CUDNN_OPS_CACHE_DIR": str(plans), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
+    # An installed package has its bytecode, as torch has here: this one's is kept by the first.
+    stored["PYTHONDONTWRITEBYTECODE"] = ""
     return float(in_process(CHILD, part, name, **stored).split()[-1])
 
 

@@ -151,26 +151,23 @@ Shared shared_of(int64_t size, int64_t element, int rows, const DeviceLimits& li
   return {static_cast<int>(stages), bytes, std::clamp<int64_t>(resident, 1, most)};
 }
 
-// Blocks for each pair of a sequence and a head of keys, as many as find room for all pairs at
-// once; 0: there are no clusters for such a call. `reach`: the most tokens of a sequence.
+// Blocks for each pair of a sequence and a head of keys; 0: there are no clusters for such a call,
+// or no room for those of all pairs at once, of which some would begin when others have ended.
+// `reach`: the most tokens of a sequence.
 int parts_of(const PagedWork& work, int64_t heads_kv, int64_t reach, int64_t blocks,
              int shared_bytes, const DeviceLimits& limits, const DeviceKernel& kernel) {
-  constexpr int kLeastSm = 90, kLeastParts = 2;
+  constexpr int kLeastSm = 90, kParts = kPagedMostParts;
   const int64_t pairs = int64_t{work.batch} * heads_kv;
   const bool ends_behind_all = work.right < 0 || (work.queries == 1 && work.bottom_right != 0);
   const bool is_decoding = work.cu_seqlens_q == nullptr && work.left < 0 && ends_behind_all &&
                            work.queries * work.group <= kPagedEvenRows && reach > 0;
   if (limits.sm_version < kLeastSm || !is_decoding) return 0;
-  auto parts = static_cast<int>(std::min<int64_t>(blocks / pairs, kPagedMostParts));
-  while (parts >= kLeastParts && kernel.resident_clusters(kThreads, shared_bytes, parts) < pairs) {
-    --parts;
-  }
-  if (parts < kLeastParts) return 0;
+  if (kernel.resident_clusters(kThreads, shared_bytes, kParts) < pairs) return 0;
   // Tiles of a warp, one behind the other: so many more than of equal shares take no longer than
   // what these need besides (H200).
   constexpr int64_t kMore = 3;
   const int64_t units = divide_up(reach, kPagedUnit);
-  return divide_up(units, parts) > divide_up(units * pairs, blocks) + kMore ? 0 : parts;
+  return divide_up(units, kParts) > divide_up(units * pairs, blocks) + kMore ? 0 : kParts;
 }
 
 // 0 for one number, whose stride means nothing.
