@@ -113,7 +113,7 @@ def launch(
 ) -> None:
     """Runs a kernel, its blocks, or clusters of so many, in an order that the seed says."""
     run = library[f"launch_{type(call).__name__}"]
-    numbers = [*[ctypes.c_uint] * 3, ctypes.c_size_t, *[ctypes.c_uint] * 2]
-    run.argtypes = [ctypes.c_void_p] * 2 + numbers
+    run.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_uint] * 3 + [ctypes.c_size_t]
+    run.argtypes += [ctypes.c_uint] * 2
     run.restype = None
     run(library[kernel], ctypes.addressof(call), *grid, threads, shared, seed, cluster)
