@@ -273,17 +273,3 @@ def test_an_image_is_channels_last_already():
     assert _followers(one) == []
     (one,) = _trials(lambda x: F.conv2d(x, w, padding=1).relu().contiguous().sin(), _x())
     assert _followers(one) == ["contiguous"]
-
-
-def test_a_trial_has_no_copy_that_the_graph_will_not_have():
-    """Of rows that are an image, copied to channels first for a convolution."""
-
-    def ends(x: Tensor, w: Tensor) -> Tensor:
-        image = x.sin().permute(0, 3, 1, 2).contiguous()
-        return F.conv2d(image, w, padding=1).relu()
-
-    x = torch.randn(2, 6, 5, C, dtype=torch.float64)
-    (one,) = _trials(ends, x, _w())
-    for graph in (one.stock, one.ours):
-        copies = [node for node in graph.nodes if node.target == "contiguous"]
-        assert all(node.kwargs for node in copies), graph

@@ -56,9 +56,7 @@ def read_channels_last(graph: fx.Graph, run: Callable[[fx.Node], Any]) -> dict[f
     return before
 
 
-def skip_copies(
-    graph: fx.Graph, mutated: Collection[fx.Node] = (), *, is_trial: bool = False
-) -> None:
+def skip_copies(graph: fx.Graph, mutated: Collection[fx.Node]) -> None:
     """Lets convolutions read channels last what a model copied to channels first for them.
 
     As diffusers' transformers do of images, ``x.permute(0, 3, 1, 2).contiguous()``: inductor makes
@@ -67,11 +65,9 @@ def skip_copies(
     Args:
         graph: one whose strides are settled.
         mutated: nodes whose memory is written to: there a copy is one.
-        is_trial: whether it is a part of a graph, without such conversions yet: convolutions then
-            read what they will read behind one.
     """
     for node in list(graph.nodes):
-        if not (_converts(node) or (is_trial and _is_convolution(node))) or not node.args:
+        if not _converts(node):
             continue
         source = node.args[0]
         while (copied := _copied(source)) is not None:

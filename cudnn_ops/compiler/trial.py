@@ -15,7 +15,6 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from cudnn_ops.compiler.memory_order import skip_copies
 from cudnn_ops.compiler.nodes import call_of, has_static_sizes, is_same, memory_of, value_of
 from cudnn_ops.compiler.operations import OPERATIONS
 from cudnn_ops.compiler.pattern import Found
@@ -78,7 +77,6 @@ def trial_of(found: Found) -> Trial:
             values[node] = graph.node_copy(node, values.__getitem__)
             values[node]._rename(f"follower_{number}")
         graph.output(tuple(values[node] for node in results))
-        skip_copies(graph, is_trial=True)
         return graph
 
     stock = finished(*_stock(found, inputs, leaders))
