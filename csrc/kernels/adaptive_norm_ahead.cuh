@@ -9,11 +9,6 @@
 #include "adaptive_norm.cuh"
 #include "async_copy.cuh"
 
-// Where to read what a row is multiplied and shifted by.
-struct ScaleAndShift {
-  const void *scale, *shift;
-};
-
 // Of scale and shift of the rows' own type; a gate of another one is read where it is.
 class Ahead {
  public:
@@ -38,13 +33,16 @@ class Ahead {
     __syncthreads();
   }
 
-  __device__ ScaleAndShift scale_and_shift(unsigned sample) const {
-    if (is_here(sample)) return {at(kScale), at(kShift)};
-    return {factor_of(call_, sample).data, shift_of(call_, sample).data};
+  // Where those of a sample are read.
+  __device__ const void* scale(unsigned sample) const {
+    return sample == sample_ ? at(kScale) : factor_of(call_, sample).data;
+  }
+  __device__ const void* shift(unsigned sample) const {
+    return sample == sample_ ? at(kShift) : shift_of(call_, sample).data;
   }
   __device__ Parameter gate(unsigned sample) const {
     Parameter gate = gate_of(call_, sample);
-    if (has_gate() && is_here(sample)) gate.data = at(kGate);
+    if (has_gate() && sample == sample_) gate.data = at(kGate);
     return gate;
   }
 
@@ -53,9 +51,6 @@ class Ahead {
 
   __device__ bool has_gate() const {
     return call_.gate.data != nullptr && call_.is_gate_float == call_.is_scale_float;
-  }
-  __device__ bool is_here(unsigned sample) const {
-    return sample == sample_;
   }
   __device__ unsigned char* at(Part part) const {
     extern __shared__ uint4 memory[];

@@ -31,7 +31,6 @@ struct AdaptiveNormCall {
   unsigned stretch, workers;  // the backward's: rows of a worker, and workers for all rows
   float eps;
   bool is_layer;
-  bool is_past_first_cache;  // the forward's: how blocks of one row read it
   bool is_gate_float, is_scale_float, is_shift_float, is_weight_float, is_bias_float;
   bool is_grad_gate_float, is_grad_scale_float, is_grad_shift_float;
 };

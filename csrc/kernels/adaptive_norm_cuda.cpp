@@ -373,7 +373,6 @@ void adaptive_norm_forward(const AdaptiveNormOfRows& given, const at::Tensor& ou
   const AdaptiveNormForwardLaunch launch = adaptive_norm_forward_launch(problem, is_usual);
   call.group = launch.how.group;
   call.row_bytes = launch.row_bytes;
-  call.is_past_first_cache = launch.is_past_first_cache;
   const auto& kernels = forward_kernels(type_index(args.input.scalar_type()));
   const bool is_wide = problem.piece_bytes == 16;
   const unsigned vectors = launch.how.vectors;

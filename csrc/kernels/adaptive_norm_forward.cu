@@ -9,7 +9,6 @@
 #include "adaptive_norm.cuh"
 #include "adaptive_norm_ahead.cuh"
 #include "adaptive_norm_numbers.cuh"
-#include "cache_policy.cuh"
 #include "norm_moments.cuh"
 
 namespace {
@@ -68,7 +67,7 @@ __device__ void modulate(const AdaptiveNormCall& call, const void* scale, const 
 
 template <class Modulation, bool kIsUsual, bool kIsFull, int kVectors, int kWidth>
 __device__ void write(const AdaptiveNormCall& call, const Piece<Type, kWidth> (&pieces)[kVectors],
-                      unsigned row, const ScaleAndShift& by, unsigned vectors,
+                      unsigned row, const void* scale, const void* shift, unsigned vectors,
                       const Moments& moments) {
   auto* out = (Piece<Type, kWidth>*)call.out + (long long)row * vectors;
   each<kVectors, kIsFull>(call.group, vectors, [&](int v, unsigned at) {
@@ -76,7 +75,7 @@ __device__ void write(const AdaptiveNormCall& call, const Piece<Type, kWidth> (&
     pieces[v].read(values);
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) values[k] = (values[k] - moments.mean) * moments.rstd;
-    modulate<Modulation, kIsUsual>(call, by.scale, by.shift, at, values);
+    modulate<Modulation, kIsUsual>(call, scale, shift, at, values);
     out[at] = Piece<Type, kWidth>::of(values);
   });
 }
@@ -98,17 +97,6 @@ __device__ void keep_moments(const AdaptiveNormCall& call, unsigned row, const M
   if (call.mean != nullptr) call.mean[row] = moments.mean;
 }
 
-// A row's pieces. Where all rows stay in the second cache, going past the first one leaves that to
-// scale and shift.
-template <class Way, bool kIsFull, int kVectors, class Vector>
-__device__ void load(const AdaptiveNormCall& call, const Vector* input, unsigned vectors,
-                     Vector (&pieces)[kVectors]) {
-  const bool is_past = Way::kIsUsual && !Way::kIsGated && call.is_past_first_cache;
-  each<kVectors, kIsFull>(call.group, vectors, [&](int v, unsigned at) {
-    pieces[v] = is_past ? load_past_first_cache(input + at) : input[at];
-  });
-}
-
 template <class Way, int kBytes, int kVectors, bool kIsFull>
 __device__ void forward_rows(const AdaptiveNormCall& call) {
   constexpr int kWidth = kBytes / sizeof(Bits);
@@ -119,7 +107,8 @@ __device__ void forward_rows(const AdaptiveNormCall& call) {
   const bool is_row = kIsFull || row < call.rows;
   const unsigned vectors = is_row ? call.columns / kWidth : 0;
   Vector pieces[kVectors];
-  load<Way, kIsFull>(call, (const Vector*)row_of(call.input, row), vectors, pieces);
+  const auto* input = (const Vector*)row_of(call.input, row);
+  each<kVectors, kIsFull>(group, vectors, [&](int v, unsigned at) { pieces[v] = input[at]; });
   const unsigned sample = is_row ? row / call.tokens : 0;
   if (Way::kIsUsual ? Way::kIsGated : call.update.data != nullptr) {
     const Parameter gate = gate_of(call, sample);
@@ -135,11 +124,11 @@ __device__ void forward_rows(const AdaptiveNormCall& call) {
   const Moments moments = moments_of<kIsFull>(pieces, vectors, call, call.is_layer, first, scratch);
   if (!is_row) return;
   if (threadIdx.x % group == 0) keep_moments(call, row, moments);
-  const ScaleAndShift by = {factor_of(call, sample).data, shift_of(call, sample).data};
+  const void *scale = factor_of(call, sample).data, *shift = shift_of(call, sample).data;
   if (!Way::kIsUsual && call.is_scale_float) {
-    write<Float, Way::kIsUsual, kIsFull>(call, pieces, row, by, vectors, moments);
+    write<Float, Way::kIsUsual, kIsFull>(call, pieces, row, scale, shift, vectors, moments);
   } else {
-    write<Type, Way::kIsUsual, kIsFull>(call, pieces, row, by, vectors, moments);
+    write<Type, Way::kIsUsual, kIsFull>(call, pieces, row, scale, shift, vectors, moments);
   }
 }
 
@@ -176,7 +165,8 @@ __device__ void forward_rows_ahead(const AdaptiveNormCall& call) {
   if constexpr (!kIsGated) ahead.wait();
   if (!is_row) return;
   if (threadIdx.x % group == 0) keep_moments(call, row, moments);
-  write<Type, true, kIsFull>(call, pieces, row, ahead.scale_and_shift(sample), vectors, moments);
+  const void *scale = ahead.scale(sample), *shift = ahead.shift(sample);
+  write<Type, true, kIsFull>(call, pieces, row, scale, shift, vectors, moments);
 }
 
 // Rows that no pieces of 16 bytes fit. All that one needs is on its way before any of it is waited
@@ -243,19 +233,14 @@ __device__ void forward_numbers(const AdaptiveNormCall& call) {
   });
 }
 
-// Whether every thread has all of its kVectors pieces.
-template <int kBytes, int kVectors>
-__device__ bool is_full(const AdaptiveNormCall& call) {
-  return call.columns == kVectors * call.group * (kBytes / sizeof(Bits)) &&
-         call.rows == gridDim.x * (blockDim.x / call.group);
-}
-
 // kVectors pieces of kBytes a thread.
 template <class Way, int kBytes, int kVectors>
 __device__ void forward(const AdaptiveNormCall& call) {
   wait_for_inputs();
   let_next_start();
-  if (is_full<kBytes, kVectors>(call)) {
+  const bool is_full = call.columns == kVectors * call.group * (kBytes / sizeof(Bits)) &&
+                       call.rows == gridDim.x * (blockDim.x / call.group);
+  if (is_full) {
     forward_rows<Way, kBytes, kVectors, true>(call);
   } else {
     forward_rows<Way, kBytes, kVectors, false>(call);
@@ -266,7 +251,9 @@ template <bool kIsGated, int kVectors>
 __device__ void forward_ahead(const AdaptiveNormCall& call) {
   wait_for_inputs();
   let_next_start();
-  if (is_full<16, kVectors>(call)) {
+  const bool is_full = call.columns == kVectors * call.group * (16 / sizeof(Bits)) &&
+                       call.rows == gridDim.x * (blockDim.x / call.group);
+  if (is_full) {
     forward_rows_ahead<kIsGated, kVectors, true>(call);
   } else {
     forward_rows_ahead<kIsGated, kVectors, false>(call);

@@ -169,8 +169,7 @@ AdaptiveNormBackwardLaunch odd_launch(const AdaptiveNormProblem& problem, bool h
 
 AdaptiveNormForwardLaunch adaptive_norm_forward_launch(const AdaptiveNormProblem& problem,
                                                        bool is_usual) {
-  constexpr int64_t kMostCached = int64_t{64} << 20;  // measured on an H200
-  AdaptiveNormForwardLaunch launch{norm_forward_launch(problem), false, 0, 0, false};
+  AdaptiveNormForwardLaunch launch{norm_forward_launch(problem), false, 0, 0};
   const NormSpread& how = launch.how;
   if (!is_usual || how.bytes != kPiece || how.vectors == 0) return launch;
   const unsigned of_block = how.threads / how.group;
@@ -183,8 +182,6 @@ AdaptiveNormForwardLaunch adaptive_norm_forward_launch(const AdaptiveNormProblem
     launch.shared_bytes = int64_t{launch.row_bytes} * (problem.is_gated ? 3 : 2);
     if (problem.is_gated) launch.shared_bytes += int64_t{how.vectors} * kPiece * how.threads;
   }
-  launch.is_past_first_cache =
-      of_block == 1 && problem.rows * problem.columns * problem.number_bytes <= kMostCached;
   return launch;
 }
 

@@ -17,7 +17,6 @@ struct AdaptiveNormForwardLaunch : NormForwardLaunch {
   bool is_ahead;       // by kernels that send for scale, shift and gate (adaptive_norm_ahead.cuh)
   unsigned row_bytes;  // what one of them takes in shared memory
   int64_t shared_bytes;
-  bool is_past_first_cache;  // how blocks of one row read it
 };
 
 // `is_usual`: scale and shift are there, of the rows' type, and neither weight nor bias.

@@ -1,5 +1,4 @@
-// Copies, stores and loads that leave a cache to others: lines that the second one is to give up
-// before others, or that the first one does not keep at all.
+// Copies and stores of lines that the L2 cache is to give up before others.
 #pragma once
 
 // For copy_async_by(): of lines that are read once, which the cache gives up first, or of others.
@@ -54,24 +53,5 @@ __device__ void store_once(Whole* to, const Whole& whole) {
   }
 #else
   *to = whole;
-#endif
-}
-
-// Loads 16 bytes that the first cache does not keep.
-template <class Whole>
-__device__ Whole load_past_first_cache(const Whole* from) {
-#if __CUDA_ARCH__ >= 800
-  union {
-    unsigned words[4];
-    Whole all;
-  } found;
-  static_assert(sizeof(Whole) == 16);
-  auto& words = found.words;
-  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "l"(from));
-  return found.all;
-#else
-  return *from;
 #endif
 }
