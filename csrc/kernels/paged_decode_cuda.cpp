@@ -163,8 +163,8 @@ int parts_of(const PagedWork& work, int64_t heads_kv, int64_t reach, int64_t blo
                            work.queries * work.group <= kPagedEvenRows && reach > 0;
   if (limits.sm_version < kLeastSm || !is_decoding) return 0;
   if (kernel.resident_clusters(kThreads, shared_bytes, kParts) < pairs) return 0;
-  // Tiles of a warp, one behind the other: so many more than of equal shares take no longer than
-  // what these need besides (H200).
+  // Tiles of a warp, one behind the other: so many more than of equal shares should take no longer
+  // than what these need besides. An estimate, of a tile's time and theirs.
   constexpr int64_t kMore = 3;
   const int64_t units = divide_up(reach, kPagedUnit);
   return divide_up(units, kParts) > divide_up(units * pairs, blocks) + kMore ? 0 : kParts;
