@@ -1,7 +1,6 @@
 #include "kernels/group_norm_launch.h"
 
 #include <algorithm>
-#include <cstdlib>
 
 namespace cudnn_ops {
 namespace {
