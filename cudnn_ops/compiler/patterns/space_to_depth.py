@@ -10,7 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor, fx
 from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy
+
+from cudnn_ops.compiler.nodes import call_of
+from cudnn_ops.compiler.pattern import applied
 
 STEP = 2
 #: Of the channels of an image, at most so many; and those of the product are a multiple of so many.
@@ -57,13 +62,47 @@ def squares(
         kernel: its height and width.
         padding: pixels above and below, and on the left and the right.
     """
-    channels = shape[1]
-    more = -channels * STEP**2 % CHANNELS
-    rows, columns = (sides_of(*one) for one in zip(shape[2:], kernel, padding, strict=True))
-    image = _deep(x, [size // STEP for size in shape[2:]])
-    image = F.pad(image, (columns.before, columns.after, rows.before, rows.after, 0, more))
+    rows, columns = _sides(shape, kernel, padding)
     weight = _deep(F.pad(weight, (*columns.zeros, *rows.zeros)), (rows.taps, columns.taps))
-    return image, F.pad(weight, (0, 0, 0, 0, 0, more))
+    weight = F.pad(weight, (0, 0, 0, 0, 0, _more_channels(shape)))
+    return applied(image_squares, x, tuple(kernel), tuple(padding)), weight
+
+
+def image_squares(x: Tensor, kernel: Sequence[int], padding: Sequence[int]) -> Tensor:
+    """The input of :func:`squares`, which is one node of a graph."""
+    rows, columns = _sides(x.shape, kernel, padding)
+    image = _deep(x, [size // STEP for size in x.shape[2:]])
+    more = _more_channels(x.shape)
+    return F.pad(image, (columns.before, columns.after, rows.before, rows.after, 0, more))
+
+
+def compute_again(graph: fx.Graph) -> None:
+    """Has the squares of images computed again for gradients, where they would be saved.
+
+    The image is smaller, and as a rule it is an input, which is in memory anyway.
+    """
+    for node in graph.find_nodes(op="call_function", target=image_squares):
+        for one in (node, *filter(_is_conversion, node.users)):
+            # The partitioner of a training graph reads it, as it does in checkpointed modules.
+            one.meta.setdefault("recompute", CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def _is_conversion(node: fx.Node) -> bool:
+    call = call_of(node)
+    return call is not None and call.name == "contiguous"
+
+
+def _sides(
+    shape: Sequence[int], kernel: Sequence[int], padding: Sequence[int]
+) -> tuple[Sides, Sides]:
+    """Of rows and of columns."""
+    rows, columns = (sides_of(*one) for one in zip(shape[2:], kernel, padding, strict=True))
+    return rows, columns
+
+
+def _more_channels(shape: Sequence[int]) -> int:
+    """Zeros behind those of the squares of images of this shape."""
+    return -shape[1] * STEP**2 % CHANNELS
 
 
 def _deep(x: Any, squares: Sequence[int]) -> Any:

@@ -1,0 +1,101 @@
+"""What training saves between forward and backward: no more than without our operators."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+
+from cudnn_ops.compiler.options import settings_of
+from cudnn_ops.compiler.patterns import PATTERNS
+from cudnn_ops.compiler.report import CompileReport
+from cudnn_ops.compiler.rewrite import rewrite
+from tests.cases.compiler import Asked
+
+
+class Partitioned:
+    """A model whose graph is divided as inductor divides it, and then run as it is.
+
+    Attributes:
+        report: of what was swapped.
+        saved: the tensors that the forward saves beside its inputs.
+    """
+
+    def __init__(self, model: nn.Module, swap: Sequence[str]) -> None:
+        self.report = CompileReport()
+        self.saved: list[Tensor] = []
+        chooser = Asked(settings_of(None, {"swap": swap}), self.report, lambda _: {})
+        compile_both = aot_autograd(
+            fw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+            partition_fn=self._divide,
+            decompositions=select_decomp_table(),
+        )
+
+        def backend(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+            rewrite(module, PATTERNS, chooser, self.report)
+            return compile_both(module, inputs)
+
+        torch._dynamo.reset()
+        self._compiled = torch.compile(model, backend=backend, fullgraph=True)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._compiled(x)
+
+    def saved_bytes(self, batch: int) -> int:
+        """Those of tensors of so many samples, of which several may have one memory."""
+        samples = [one for one in self.saved if one.dim() > 1 and one.shape[0] == batch]
+        memory = {one.untyped_storage()._cdata: one.untyped_storage() for one in samples}
+        return sum(one.nbytes() for one in memory.values())
+
+    def _divide(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
+        given = {node.name for node in forward.graph.find_nodes(op="placeholder")}
+        for node in backward.graph.find_nodes(op="placeholder"):
+            value = node.meta["val"]
+            is_saved = not node.name.startswith("tangents") and node.name not in given
+            if is_saved and isinstance(value, Tensor):
+                self.saved.append(value)
+        return forward, backward
+
+
+def _beginning(kernel: int, padding: int) -> Callable[[], nn.Module]:
+    """Of a network for images: a convolution in steps of two, and one behind it."""
+    return lambda: nn.Sequential(
+        nn.Conv2d(3, 16, kernel, 2, padding, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(16, 8, 3, padding=1, bias=False),
+    )
+
+
+BEGINNINGS: dict[str, Callable[[], nn.Module]] = {
+    "ResNet's": _beginning(7, 3),
+    "EfficientNet's": _beginning(3, 1),
+    "even kernel": _beginning(4, 1),
+}
+
+
+@pytest.mark.parametrize("name", BEGINNINGS)
+def test_squares_of_images_are_computed_again(name):
+    """An image is an input, and its squares, with zeros around them, are larger than it is."""
+    torch.manual_seed(0)
+    stock = BEGINNINGS[name]().train()
+    model = copy.deepcopy(stock)
+    x = torch.randn(5, 3, 32, 24)
+    found, plain = Partitioned(model, ["convolution"]), Partitioned(stock, [])
+    results = found(x), plain(x)
+    assert [one.note for one in found.report.swapped][-1] == "by squares of 2 x 2 pixels"
+    assert found.saved_bytes(5) == plain.saved_bytes(5)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    for out in results:
+        out.sin().sum().backward()
+    for mine, right in zip(model.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, right.grad, rtol=1e-4, atol=1e-4)
