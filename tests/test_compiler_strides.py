@@ -222,3 +222,39 @@ def test_nothing_is_settled_where_nothing_is_swapped(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         check_swap(_view, *_inputs(), expect=[], swap=["gated"])
+
+
+KEEP_ORDER: dict[str, Callable[[Tensor], Tensor]] = {
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "batch_norm with statistics": lambda x: F.batch_norm(
+        x, x.new_zeros(K), x.new_ones(K), x.new_ones(K), x.new_ones(K)
+    ),
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "hardtanh": F.hardtanh,
+    "hardswish": F.hardswish,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "leaky_relu": F.leaky_relu,
+    "sigmoid": torch.sigmoid,
+    "dropout": F.dropout,
+    "alone": lambda x: x[:1].relu(),
+    "a part": lambda x: x[:, 1:].relu(),
+    "pixels": lambda x: x[..., 1:, :].relu(),
+}
+
+
+@pytest.mark.parametrize("name", KEEP_ORDER)
+def test_strides_of_what_reads_images_are_torch_s(name):
+    """Of most it is known, and torch is not asked."""
+    function = KEEP_ORDER[name]
+    found = Rewritten(lambda x, weight: function(_conv(x, weight)), swap=["convolution"])
+    found(*_inputs())
+    (output,) = found.graphs[0].graph.output_node().args[0]
+    node = output
+    while node.target in ("permute", "contiguous"):  # the stock strides, for who called
+        node = node.args[0]
+    image = _conv(*_inputs()).contiguous(memory_format=torch.channels_last)
+    value = node.meta["example_value"]
+    assert (value.shape, value.stride()) == (function(image).shape, function(image).stride())
+    assert value.dtype == torch.float64

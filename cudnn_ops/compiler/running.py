@@ -14,15 +14,42 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from cudnn_ops.compiler.facts import GraphFacts
+from cudnn_ops.compiler.nodes import call_of, has_static_sizes, value_of
 from cudnn_ops.compiler.pattern import Found, Traced
 from cudnn_ops.ops.likeness import Unknown, described, key_of, kind_of, made, tensors_in
 
 
 def run(node: fx.Node, facts: GraphFacts) -> Any:
     """What a node gives for the values of those that it reads."""
+    if (value := _like_its_image(node)) is not None:
+        return value
     args, kwargs = _arguments(node)
     with _without_memory(args), _autocast(facts.mode.get(node, ())):
         return _called(node, args, kwargs)
+
+
+#: What gives images in the memory order that it reads them in; torch takes long to say so.
+_KEEP_ORDER = {
+    *("batch_norm", "relu", "relu6", "hardtanh", "hardswish", "silu", "gelu", "leaky_relu"),
+    *("sigmoid", "dropout"),
+}
+_IMAGES = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _like_its_image(node: fx.Node) -> FakeTensor | None:
+    """A result that is like an image with its channels last that it is of; None if it is not."""
+    call = call_of(node)
+    if call is None or call.name not in _KEEP_ORDER or call.in_place:
+        return None
+    image, was = value_of(call["input"]), value_of(node)
+    if not isinstance(image, FakeTensor) or was is None or image.dim() not in _IMAGES:
+        return None
+    if image.dtype != was.dtype or not has_static_sizes(image) or image.shape != was.shape:
+        return None
+    if image.storage_offset() or not image.is_contiguous(memory_format=_IMAGES[image.dim()]):
+        return None
+    like: FakeTensor = made(described(image, []), [image])
+    return like
 
 
 def run_replacement(found: Found, facts: GraphFacts) -> list[Any]:
