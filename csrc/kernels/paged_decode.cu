@@ -13,6 +13,7 @@
 // are in the same order whichever block ends last.
 
 #include "paged_even.cuh"
+#include "paged_line.cuh"
 #include "paged_sums.cuh"
 #include "threads.cuh"
 
@@ -47,6 +48,8 @@ struct Decode : PagedSums<Query, Cache, kSize, kRows> {
   using Base::warp;
   using Base::write;
   using typename Base::Sums;
+  using Line = PagedLine<kRows>;
+  using Sequence = typename Line::Sequence;
   // Whether a part's first tiles are sent while the one before is written. What that needs would
   // make the loop over keys longer, and of 8 bits its instructions take longer than the bytes.
   static constexpr bool kOverlaps = !Base::kIsFp8 && kRows == 8;
@@ -57,14 +60,6 @@ struct Decode : PagedSums<Query, Cache, kSize, kRows> {
   struct Place {
     long long begin, end;
     bool is_begun_here;  // whether this block has its first unit
-  };
-
-  // What is needed again at a part's end: registers are for the loop over keys.
-  struct Kept {
-    PagedPart part;
-    Place place;
-    long long all, end;
-    int blocks;
   };
 
   long long all;  // how many units there are
@@ -172,92 +167,29 @@ struct Decode : PagedSums<Query, Cache, kSize, kRows> {
     return false;
   }
 
-  // A sequence, how many units come before it, if there were one head of keys, and its length.
-  struct Sequence {
-    int index, before, length;
+  // What is needed again at a part's end: registers are for the loop over keys.
+  struct Kept {
+    PagedPart part;
+    Place place;
+    long long all, end;
+    int blocks;
+    Sequence sequence;
   };
 
-  // Of a plan's sums: the last with sums[index] <= unit. Each lane looks at one of 32 places where
-  // it may be.
-  __device__ Sequence planned(int unit) const {
-    const int* sums = call.plan + kPagedSums;
-    int low = 0, high = call.work.batch;
-    while (high - low > 1) {
-      const int step = (high - low + kLanes - 1) / kLanes, mine = low + (lane + 1) * step;
-      const bool is_up_to_it = mine < high && sums[mine] <= unit;
-      low += __popc(__ballot_sync(~0u, is_up_to_it)) * step;
-      high = min(high, low + step);
-    }
-    return {low, sums[low], call.work.seq_lens_kv[low]};
-  }
-
-  // Of a sequence that may be there or not.
-  __device__ int length_of(int index) const {
-    return index < call.work.batch ? call.work.seq_lens_kv[index] : 0;
-  }
-  __device__ int units_of(int index, int length) const {
-    if (index >= call.work.batch) return 0;
-    const PagedSpan span(call.work, PagedSequence(call.work, index, length), kRows);
-    return span.cost() * span.row_blocks;
-  }
-
-  // What a plan's last sum would be.
-  __device__ int count_units() const {
-    constexpr int kTimes = kPagedCounted / kLanes;
-    int lengths[kTimes], units = 0;  // all lengths are on their way at once
-#pragma unroll
-    for (int i = 0; i < kTimes; ++i) lengths[i] = length_of(i * kLanes + lane);
-#pragma unroll
-    for (int i = 0; i < kTimes; ++i) {
-      if (i * kLanes < call.work.batch) units += units_of(i * kLanes + lane, lengths[i]);
-    }
-    // By which the compiler knows, as in same(), that all lanes have the same.
-    return __reduce_add_sync(~0u, units);
-  }
-
-  // Of as many sequences as a warp has lanes, of each lane's one.
-  struct Scan {
-    int length, units, up_to;  // and with it
-
-    __device__ Sequence sequence(int start, int before, int in_these) const {
-      return {start + in_these, before + __shfl_sync(~0u, up_to - units, in_these),
-              __shfl_sync(~0u, length, in_these)};
-    }
-  };
-  __device__ Scan scan(int start) const {
-    Scan scan;
-    scan.length = length_of(start + lane);
-    scan.units = scan.up_to = units_of(start + lane, scan.length);
-#pragma unroll
-    for (int step = 1; step < kLanes; step *= 2) {
-      const int other = __shfl_up_sync(~0u, scan.up_to, step);
-      if (lane >= step) scan.up_to += other;
-    }
-    return scan;
-  }
-
-  // The same as planned(), of the lengths themselves. There is such a unit.
-  __device__ Sequence counted(int unit) const {
-    int before = 0;
-    for (int start = 0;; start += kLanes) {
-      const Scan these = scan(start);
-      const int in_these = __popc(__ballot_sync(~0u, before + these.up_to <= unit));
-      if (in_these < kLanes) return these.sequence(start, before, in_these);
-      before += __shfl_sync(~0u, these.up_to, kLanes - 1);
-    }
-  }
-
-  __device__ bool is_counted() const {
-    return call.work.batch <= kPagedCounted;
-  }
-
-  // Of units of all heads.
-  __device__ int unit_of(long long at) const {
-    return (int)quotient(at, (long long)call.heads_kv);
-  }
-  __device__ Sequence sequence_at(long long at) const {
-    const int unit = unit_of(at);
-    return is_counted() ? counted(unit) : planned(unit);
+  // Where this block's share begins, by a plan or the lengths; false: there is none. `word`: as
+  // above.
+  template <class Sequences>
+  __device__ bool begin(const Sequences& sequences, int word, long long& at, Sequence& sequence) {
+    const int units = sequences.units();
+    if (call.plan != nullptr && !is_of_this(word)) return false;
+    all = (long long)units * call.heads_kv;
+    blocks = (int)min((long long)gridDim.x, all);
+    const int block = blockIdx.x;
+    if (block >= blocks) return false;
+    end = quotient((block + 1) * all, blocks);
+    at = quotient(block * all, blocks);
+    sequence = sequences.find((int)quotient(at, (long long)call.heads_kv));
+    return true;
   }
 
   // The part of `sequence` in which unit `at` is, and what of it from there on is this block's;
@@ -301,46 +233,35 @@ struct Decode : PagedSums<Query, Cache, kSize, kRows> {
     wait_for_inputs();
     let_next_start();
     // Read before it is needed, so that it comes with the lengths.
-    const bool has_plan = call.plan != nullptr;
-    const int word = has_plan ? call.plan[kPagedCounters + lane % kPagedHead] : 0;
-    // What one look at the lengths tells of all of them is also where this block's first part is.
-    const bool is_scanned = call.work.batch <= kLanes;
-    const Scan scanned = is_scanned ? scan(0) : Scan{};
-    const int units = is_scanned     ? __shfl_sync(~0u, scanned.up_to, kLanes - 1)
-                      : is_counted() ? count_units()
-                                     : call.plan[kPagedSums + call.work.batch];
-    if (has_plan && !is_of_this(word)) return;
-    all = (long long)units * call.heads_kv;
-    blocks = (int)min((long long)gridDim.x, all);
-    const int block = blockIdx.x;
-    if (block >= blocks) return;
-    end = quotient((block + 1) * all, blocks);
-    long long at = quotient(block * all, blocks);
+    const int word = call.plan != nullptr ? call.plan[kPagedCounters + lane % kPagedHead] : 0;
+    const Line line{call, (unsigned)lane};
+    long long at;
     Sequence sequence;
-    if (is_scanned) {
-      const int index = __popc(__ballot_sync(~0u, scanned.up_to <= unit_of(at)));
-      sequence = scanned.sequence(0, 0, index);
-    } else {
-      sequence = sequence_at(at);
-    }
+    using OneEach = typename Line::template Counted<1>;
+    using SomeEach = typename Line::template Counted<kPagedCounted / kLanes>;
+    const bool is_there = call.work.batch <= kLanes ? begin(OneEach(line), word, at, sequence)
+                          : call.work.batch <= kPagedCounted
+                              ? begin(SomeEach(line), word, at, sequence)
+                              : begin(typename Line::Planned{line}, word, at, sequence);
+    if (!is_there) return;
     if constexpr (kOverlaps) {
-      run_overlapped(at, sequence);
+      run_overlapped(line, at, sequence);
     } else {
       while (find_part(at, sequence)) {
         for (int i = 0; i < call.stages - 1; ++i) send_first_tile(i);
-        const PagedPart& done = compute_part();
+        const PagedPart& done = compute_part(sequence);
         finish(done, place);
         if (end - place.end <= kPagedBeginning) return;  // as find_part() would say
         __syncthreads();
         at = place.end;
-        sequence = sequence_at(at);
+        line.go_on(sequence, at);
       }
     }
   }
 
   // From unit `at` on, of `sequence`: a part's first tiles are sent beside the sums of the one
   // before.
-  __device__ void run_overlapped(long long at, Sequence sequence) {
+  __device__ void run_overlapped(const Line& line, long long at, Sequence sequence) {
     const int ahead = call.stages - 1, beside_sums = min(ahead, call.stages - kSumStages);
     const PagedPart* done = nullptr;
     Place done_at{};
@@ -358,18 +279,18 @@ struct Decode : PagedSums<Query, Cache, kSize, kRows> {
         if (stage == ahead) break;
         if (!is_over) send_first_tile(stage);
       }
-      done = &compute_part();
+      done = &compute_part(sequence);
       done_at = place;
       at = min(end, place.end);
-      if (end - at > kPagedBeginning) sequence = sequence_at(at);
+      if (end - at > kPagedBeginning) line.go_on(sequence, at);
     }
   }
 
   // Puts the sums of the part whose first tiles are on their way, and gives it back: before the
   // next one is computed all threads must be done with it.
-  __device__ const PagedPart& compute_part() {
+  __device__ const PagedPart& compute_part(Sequence& sequence) {
     __shared__ Kept kept;
-    if (warp == 0) kept = {part, place, all, end, blocks};
+    if (warp == 0) kept = {part, place, all, end, blocks, sequence};
     load_queries();
     start_rows();
     __syncthreads();
@@ -379,6 +300,8 @@ struct Decode : PagedSums<Query, Cache, kSize, kRows> {
     all = same(kept.all);
     end = same(kept.end);
     blocks = same(kept.blocks);
+    sequence = {same(kept.sequence.index), same(kept.sequence.before), same(kept.sequence.up_to),
+                same(kept.sequence.length)};
     return kept.part;
   }
 
