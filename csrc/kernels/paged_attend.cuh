@@ -90,19 +90,26 @@ struct PagedAttend {
   // A power of 2 that makes a row's numbers ones of float16, exact but for those 2^-28 times the
   // largest or less; NaN and infinity stay.
   __device__ void find_row_scales() {
-    for (int row = warp; row < kRows; row += kPagedWarps) {
-      float most = 0;
-      if (row < part.rows) {
-        const auto* from = query_row(row);
-        for (int i = lane; i < kSize; i += kLanes) most = fmaxf(most, fabsf(Query::read(from[i])));
+    constexpr int kEach = (kRows + kPagedWarps - 1) / kPagedWarps;
+    float most[kEach] = {};
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {  // all numbers are on their way at once
+      const auto* from = query_row(min(warp + k * kPagedWarps, part.rows - 1));
+#pragma unroll
+      for (int i = 0; i < kSize; i += kLanes) {
+        most[k] = fmaxf(most[k], fabsf(Query::read(from[lane + i])));
       }
+    }
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
       for (int step = kLanes / 2; step > 0; step /= 2) {
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+        most[k] = fmaxf(most[k], __shfl_xor_sync(~0u, most[k], step));
       }
       // The largest becomes one of 2^13 to 2^14.
-      const int exponent = max((int)(__float_as_uint(most) >> 23) - 127, -113);
-      const bool is_number = most > 0 && exponent < 128;
-      if (lane == 0) {
+      const int exponent = max((int)(__float_as_uint(most[k]) >> 23) - 127, -113);
+      const bool is_number = most[k] > 0 && exponent < 128;
+      const int row = warp + k * kPagedWarps;
+      if (lane == 0 && row < kRows) {
         row_scales[row] = is_number ? __uint_as_float((unsigned)(exponent + 127 - 13) << 23) : 1;
       }
     }
@@ -113,24 +120,39 @@ struct PagedAttend {
   // that lie one after the other, as it has those of keys.
   __device__ void load_queries() {
     if constexpr (kIsFp8) find_row_scales();
-    for (int i = threadIdx.x; i < kGroups * kSteps / 2 * kLanes; i += kThreads) {
-      const int of_lane = i % kLanes, pair = i / kLanes % (kSteps / 2);
-      const int row = i / kLanes / (kSteps / 2) * 8 + of_lane / 4;
-      unsigned words[4] = {};
-      if (row < part.rows) {
-        const auto* from = query_row(row);
-        const float factor = kIsFp8 ? 1 / row_scales[row] : 1;
+    constexpr int kItems = kGroups * kSteps / 2 * kLanes;
+    constexpr int kEach = (kItems + kThreads - 1) / kThreads;
+    typename Query::Bits numbers[kEach][8];
 #pragma unroll
-        for (int word = 0; word < 4; ++word) {
-          const int in_step =
-              kIsFp8 ? 4 * (of_lane % 4) + word % 2 * 2 : 2 * (of_lane % 4) + word % 2 * 8;
-          const auto* two = from + (2 * pair + word / 2) * 16 + in_step;
-          if constexpr (kIsFp8) {
-            words[word] = Half::write(Query::read(two[0]) * factor, Query::read(two[1]) * factor);
-          } else {
-            words[word] = two[0] | (unsigned)two[1] << 16;
-          }
+    for (int k = 0; k < kEach; ++k) {
+      const int i = threadIdx.x + k * kThreads, of_lane = i % kLanes;
+      const int pair = i / kLanes % (kSteps / 2), row = i / kLanes / (kSteps / 2) * 8 + of_lane / 4;
+      const auto* from = query_row(min(row, part.rows - 1));
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        const int in_step =
+            kIsFp8 ? 4 * (of_lane % 4) + word % 2 * 2 : 2 * (of_lane % 4) + word % 2 * 8;
+        const auto* two = from + (2 * pair + word / 2) * 16 + in_step;
+        numbers[k][2 * word] = two[0];
+        numbers[k][2 * word + 1] = two[1];
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      const int i = threadIdx.x + k * kThreads;
+      const int row = i / kLanes / (kSteps / 2) * 8 + i % kLanes / 4;
+      if (i >= kItems) continue;
+      unsigned words[4];
+      const float factor = kIsFp8 ? 1 / row_scales[row] : 1;
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        const auto low = numbers[k][2 * word], high = numbers[k][2 * word + 1];
+        if constexpr (kIsFp8) {
+          words[word] = Half::write(Query::read(low) * factor, Query::read(high) * factor);
+        } else {
+          words[word] = low | (unsigned)high << 16;
         }
+        if (row >= part.rows) words[word] = 0;
       }
       queries[i] = {words[0], words[1], words[2], words[3]};
     }

@@ -87,29 +87,43 @@ struct Decode : PagedSums<Query, Cache, kSize, kRows> {
 
   // Of blocks first_block, where the part begins, to last_block.
   __device__ void write_all(const PagedPart& of, int first_block, int last_block) const {
-    // On their way together: the memory is far away. More registers would be taken from the loop.
-    constexpr int kAtOnce = kOverlaps && kSize == 64 ? 4 : 8;
-    for (int i = threadIdx.x; i < of.rows * (kSize / 4); i += kThreads) {
-      const int row = i / (kSize / 4), column = i % (kSize / 4) * 4;
-      Sums sums;
-      for (int start = first_block; start <= last_block; start += kAtOnce) {
-        float highest[kAtOnce], weights[kAtOnce];
-        float4 values[kAtOnce];
+    // On their way together: the memory is far away. Of many rows a thread has several pieces, and
+    // few blocks share a part. More registers would be taken from the loop.
+    constexpr int kPieces = kRows / 8, kAtOnce = (kOverlaps && kSize == 64 ? 4 : 8) / kPieces;
+    constexpr int kInRow = kSize / 4;
+    for (int start = threadIdx.x; start < of.rows * kInRow; start += kPieces * kThreads) {
+      Sums sums[kPieces];
+      for (int of_these = first_block; of_these <= last_block; of_these += kAtOnce) {
+        float highest[kAtOnce][kPieces], weights[kAtOnce][kPieces];
+        float4 values[kAtOnce][kPieces];
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) {
-          const int block = start + k;
+          const int block = of_these + k;
           const float* from = partial_at(2LL * block + (block == first_block));
-          const bool is_there = block <= last_block;
-          highest[k] = is_there ? from[kRows * kSize + row] : minus_infinity();
-          weights[k] = is_there ? from[kRows * kSize + kRows + row] : 0;
-          values[k] = is_there ? *(const float4*)(from + row * kSize + column) : float4{0, 0, 0, 0};
+#pragma unroll
+          for (int piece = 0; piece < kPieces; ++piece) {
+            const int i = start + piece * kThreads, row = i / kInRow, column = i % kInRow * 4;
+            const bool is_there = block <= last_block && row < of.rows;
+            highest[k][piece] = is_there ? from[kRows * kSize + row] : minus_infinity();
+            weights[k][piece] = is_there ? from[kRows * kSize + kRows + row] : 0;
+            values[k][piece] =
+                is_there ? *(const float4*)(from + row * kSize + column) : float4{0, 0, 0, 0};
+          }
         }
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) {
-          if (start + k <= last_block) sums.add(highest[k], weights[k], values[k]);
+          if (of_these + k > last_block) break;
+#pragma unroll
+          for (int piece = 0; piece < kPieces; ++piece) {
+            sums[piece].add(highest[k][piece], weights[k][piece], values[k][piece]);
+          }
         }
       }
-      write(of, row, column, sums);
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        const int i = start + piece * kThreads;
+        if (i < of.rows * kInRow) write(of, i / kInRow, i % kInRow * 4, sums[piece]);
+      }
     }
   }
 
