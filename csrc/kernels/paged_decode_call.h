@@ -3,7 +3,7 @@
 
 constexpr int kPagedUnit = 64;          // tokens of a unit of work
 constexpr int kPagedKeys = 16;          // tokens that a warp takes at once
-constexpr int kPagedBeginning = 1;      // units that take as long as beginning and ending a part
+constexpr int kPagedBeginning = 2;      // units that take as long as beginning and ending a part
 constexpr int kPagedWarps = 4;          // of a block; together they take a unit
 constexpr int kPagedMostBlocks = 1024;  // of a launch
 // The most sequences whose lengths every block adds up by itself: they need no plan.

@@ -19,7 +19,7 @@ _paged_plan_op = _ops._paged_plan.default
 
 #: As csrc/kernels/paged_decode_call.h has them: words before the sums, of which the first are
 #: counters; tokens of a unit of work; and units that take as long as beginning a part of it.
-COUNTERS, HEAD, UNIT, BEGINNING = 1024, 8, 64, 1
+COUNTERS, HEAD, UNIT, BEGINNING = 1024, 8, 64, 2
 
 
 def paged_plan(
