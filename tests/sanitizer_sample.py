@@ -619,7 +619,8 @@ def decoding() -> Iterator[Sample]:
     def run_ours(
         size: int, rows: int, dtype: torch.dtype, is_fp8: bool, is_planned: bool = False
     ) -> None:
-        one = replace(ONE, head_size=size, value_size=size, is_causal=True)
+        # With a window there are no clusters.
+        one = replace(ONE, head_size=size, value_size=size, window_size=(600, 0))
         queries = rows // 2  # times a group of two heads
         case = replace(SPECULATE, lengths=(queries,) * 5, lengths_kv=(700, 2, 33, 0, 16), one=one)
         check_ours(case, dtype, is_fp8, is_planned)
@@ -633,7 +634,15 @@ def decoding() -> Iterator[Sample]:
             descales = torch.tensor([[0.02], [0.02]])
             on_cpu, t = (paged_cases.in_fp8(each, *descales) for each in (on_cpu, t))
         queries, group = case.lengths[0], case.one.heads // case.one.heads_kv
-        words = (t.seq_lens_kv, None, queries, group, case.one.is_causal, (-1, -1), True)
+        words = (
+            t.seq_lens_kv,
+            None,
+            queries,
+            group,
+            case.one.is_causal,
+            case.one.window_size,
+            True,
+        )
         plan = _ops._paged_plan(*words) if is_planned else None
         _ops._paged_use_kernel(2)
         try:
@@ -642,11 +651,15 @@ def decoding() -> Iterator[Sample]:
             _ops._paged_use_kernel(0)
         paged_cases.check(case, on_cpu, out.cpu(), lse.cpu())
 
-    def run_even(size: int, dtype: torch.dtype, is_fp8: bool) -> None:
-        """So few sequences that clusters of all of their heads of keys find room."""
-        count = torch.cuda.get_device_properties().multi_processor_count // 8
-        one = replace(ONE, head_size=size, value_size=size)
-        case = replace(DECODE, lengths=(1,) * count, lengths_kv=(300,) * count, one=one)
+    def run_even(size: int, rows: int, warps: int, dtype: torch.dtype, is_fp8: bool) -> None:
+        """As many sequences, of two heads of keys, as have clusters of blocks of so many warps."""
+        processors = torch.cuda.get_device_properties().multi_processor_count
+        is_light = rows == 8 and not is_fp8
+        # Few, one for each multiprocessor, and two on some.
+        share = (8 if warps == 4 else 4) if is_light else 3 if warps == 4 else 8
+        one = replace(ONE, head_size=size, value_size=size, is_causal=True)
+        queries, count = rows // 2, processors // share
+        case = replace(SPECULATE, lengths=(queries,) * count, lengths_kv=(300,) * count, one=one)
         check_ours(case, dtype, is_fp8)
 
     for name, dtype in TYPES.items():
@@ -655,9 +668,9 @@ def decoding() -> Iterator[Sample]:
         for cache, size, rows in itertools.product((name, "e4m3"), (64, 128), (8, 16, 32)):
             call = partial(run_ours, size, rows, dtype, cache == "e4m3")
             yield f"paged_decode_{name}_{cache}_{size}_{rows}", call
-        for cache, size in itertools.product((name, "e4m3"), (64, 128)):
-            call = partial(run_even, size, dtype, cache == "e4m3")
-            yield f"paged_decode_even_{name}_{cache}_{size}", call
+            for warps in (4, 8):
+                call = partial(run_even, size, rows, warps, dtype, cache == "e4m3")
+                yield f"paged_decode_even_{name}_{cache}_{size}_{rows}_{warps}", call
     yield "paged_plan", partial(run_ours, 64, 8, torch.bfloat16, True, is_planned=True)
     causal = replace(ONE, is_causal=True)
     full = replace(DECODE, lengths=(1,) * 4, lengths_kv=(70, 1, 33, 128))  # nothing to pad

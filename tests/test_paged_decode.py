@@ -170,21 +170,28 @@ EVEN = [
     (DECODE, 2),
     (replace(EQUAL, lengths_kv=(700, 100, 690)), 3),
     (replace(DECODE, one=replace(ONE, is_causal=True)), 3),  # sees all, as the last query
+    (replace(SPECULATE, one=replace(ONE, is_causal=True, sinks=True)), 4),
+    (replace(SPECULATE, top_left=True), 3),
+    (replace(SPECULATE, one=replace(ONE, window_size=(-1, 40), softcap=5.0)), 2),
+    (PagedCase((5,) * 3, (3, 5, 300), replace(EQUAL.one, heads=6, is_causal=True)), 5),
+    (PagedCase((8,) * 2, (700, 70), replace(EQUAL.one, heads=8, is_causal=True)), 7),
+    (PagedCase((1,) * 2, (131, 400), replace(EQUAL.one, heads=16, heads_kv=1)), 8),
 ]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("warps", [4, 8])
 @pytest.mark.parametrize(("dtype", "is_fp8"), TYPES, ids=str)
 @pytest.mark.parametrize(("case", "parts"), EVEN, ids=str)
 def test_clusters(
-    case: PagedCase, parts: int, dtype: torch.dtype, is_fp8: bool, seed: int, folder: Path
+    case: PagedCase, parts: int, dtype: torch.dtype, is_fp8: bool, warps: int, folder: Path
 ) -> None:
     """Of a sequence's head of keys each has one, whose blocks meet in shared memory."""
+    # With 4 warps copies come when they are waited for, with 8 at once.
+    seed = warps // 4 - 1
     t = make(case, dtype, is_fp8, seed)
+    options = t.options | {"parts": parts, "warps": warps}
     stages = 4 if is_fp8 else 2 + seed
-    out, lse = attend(
-        folder, *t.arguments, **t.options, parts=parts, stages=stages, rows=8, seed=seed
-    )
+    out, lse = attend(folder, *t.arguments, **options, stages=stages, seed=seed)
     cases.check(case, t, out, lse)
 
 

@@ -8,10 +8,22 @@
 #define HAS_CLUSTERS 1
 #endif
 
-// All threads of all of its blocks have come here, and see what each wrote to its shared memory.
-__device__ void meet_in_cluster() {
+// This thread has begun: no block may write to another's shared memory before all of it has.
+__device__ void begin_in_cluster() {
+#if HAS_CLUSTERS
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+
+// A barrier in two halves: behind the second one all threads of all blocks have come to the first,
+// and what they wrote to shared memory before that can be read.
+__device__ void arrive_in_cluster() {
 #if HAS_CLUSTERS
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ void wait_for_cluster() {
+#if HAS_CLUSTERS
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
@@ -27,24 +39,19 @@ __device__ unsigned address_in_block(const void* mine, int block) {
   return address;
 }
 
-__device__ float4 load_from_block(const float4* mine, int block) {
-  float4 found{};
+__device__ void store_to_block(float4* mine, int block, const float4& value) {
 #if HAS_CLUSTERS
-  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(found.x), "=f"(found.y), "=f"(found.z), "=f"(found.w)
-               : "r"(address_in_block(mine, block))
-               : "memory");
+  asm volatile(
+      "st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address_in_block(mine, block)),
+      "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
+      : "memory");
 #endif
-  return found;
 }
 
-__device__ float2 load_from_block(const float2* mine, int block) {
-  float2 found{};
+__device__ void store_to_block(float2* mine, int block, const float2& value) {
 #if HAS_CLUSTERS
-  asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];"
-               : "=f"(found.x), "=f"(found.y)
-               : "r"(address_in_block(mine, block))
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(address_in_block(mine, block)),
+               "f"(value.x), "f"(value.y)
                : "memory");
 #endif
-  return found;
 }

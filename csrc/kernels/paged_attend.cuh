@@ -5,7 +5,7 @@
 #include "fp8.cuh"
 #include "paged_tiles.cuh"
 
-constexpr int kLanes = 32, kThreads = kPagedWarps * kLanes;
+constexpr int kLanes = 32;
 // How far, as powers of 2, scores may be above the one that they are relative to: sums need not
 // shrink for each that is higher than all before. Weights of float16 could be 2^15.
 constexpr float kMostRise = 8;
@@ -31,9 +31,10 @@ __device__ float minus_infinity() {
 // Rows are the queries of a sequence times the heads of a group, kRows at most. Products have 16
 // rows and 8 columns: keys, or the columns of values, are their rows, and the rows of here their
 // columns, as there are few of them. Cache: of E4M3, else the query's type.
-template <class Query, class Cache, int kSize, int kRows>
+template <class Query, class Cache, int kSize, int kRows, int kWarps>
 struct PagedAttend {
   using Tiles = PagedTiles<Cache, kSize>;
+  static constexpr int kThreads = kWarps * kLanes;
   static constexpr bool kIsFp8 = kIsSame<Cache, E4M3>;
   using Factor = typename Select<kIsFp8, Half, Query>::Type;  // of the products
   static constexpr int kGroups = kRows / 8;
@@ -49,8 +50,8 @@ struct PagedAttend {
   unsigned char* const memory;
   uint4* const queries;
   float* const row_scales;  // [kRows]
-  float* const row_maxima;  // [kPagedWarps][kRows]
-  float* const row_sums;    // [kPagedWarps][kRows]
+  float* const row_maxima;  // [kWarps][kRows]
+  float* const row_sums;    // [kWarps][kRows]
   int* const row_begin;     // [kRows]
   int* const row_end;       // [kRows]
   Tiles tiles;
@@ -71,11 +72,11 @@ struct PagedAttend {
   __device__ PagedAttend(const PagedDecodeCall& call, unsigned char* shared)
       : call(call),
         memory(shared),
-        queries((uint4*)(shared + kPagedWarps * call.stages * Tiles::kStageBytes)),
+        queries((uint4*)(shared + kWarps * call.stages * Tiles::kStageBytes)),
         row_scales((float*)(queries + kRows * kSize / 8)),
         row_maxima(row_scales + kRows),
-        row_sums(row_maxima + kPagedWarps * kRows),
-        row_begin((int*)(row_sums + kPagedWarps * kRows)),
+        row_sums(row_maxima + kWarps * kRows),
+        row_begin((int*)(row_sums + kWarps * kRows)),
         row_end(row_begin + kRows),
         tiles(call, shared, warp) {
   }
@@ -90,11 +91,11 @@ struct PagedAttend {
   // A power of 2 that makes a row's numbers ones of float16, exact but for those 2^-28 times the
   // largest or less; NaN and infinity stay.
   __device__ void find_row_scales() {
-    constexpr int kEach = (kRows + kPagedWarps - 1) / kPagedWarps;
+    constexpr int kEach = (kRows + kWarps - 1) / kWarps;
     float most[kEach] = {};
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {  // all numbers are on their way at once
-      const auto* from = query_row(min(warp + k * kPagedWarps, part.rows - 1));
+      const auto* from = query_row(min(warp + k * kWarps, part.rows - 1));
 #pragma unroll
       for (int i = 0; i < kSize; i += kLanes) {
         most[k] = fmaxf(most[k], fabsf(Query::read(from[lane + i])));
@@ -108,7 +109,7 @@ struct PagedAttend {
       // The largest becomes one of 2^13 to 2^14.
       const int exponent = max((int)(__float_as_uint(most[k]) >> 23) - 127, -113);
       const bool is_number = most[k] > 0 && exponent < 128;
-      const int row = warp + k * kPagedWarps;
+      const int row = warp + k * kWarps;
       if (lane == 0 && row < kRows) {
         row_scales[row] = is_number ? __uint_as_float((unsigned)(exponent + 127 - 13) << 23) : 1;
       }

@@ -8,7 +8,7 @@
 // are on their way while others are computed, so that no warp waits for another before the end of a
 // part; of 16 bits and few rows the first tiles of the next one are on their way while that is
 // written. Of few sequences every block adds up the lengths by itself; of more a plan has the sums.
-// Few sequences that are not long have clusters instead (paged_even.cuh).
+// Few sequences have clusters instead (paged_even.cuh).
 // Flash-decoding (Dao et al., 2023) with the even division of Stream-K (Osama et al., 2023). Sums
 // are in the same order whichever block ends last.
 
@@ -27,8 +27,8 @@ __device__ long long quotient(long long number, long long by) {
 __device__ int paged_counters[kPagedSlots][kPagedCounters];
 
 template <class Query, class Cache, int kSize, int kRows>
-struct Decode : PagedSums<Query, Cache, kSize, kRows> {
-  using Base = PagedSums<Query, Cache, kSize, kRows>;
+struct Decode : PagedSums<Query, Cache, kSize, kRows, kPagedWarps> {
+  using Base = PagedSums<Query, Cache, kSize, kRows, kPagedWarps>;
   using Base::attend;
   using Base::Base;
   using Base::call;
@@ -36,6 +36,7 @@ struct Decode : PagedSums<Query, Cache, kSize, kRows> {
   using Base::first;
   using Base::kStageBytes;
   using Base::kSumBytes;
+  using Base::kThreads;
   using Base::lane;
   using Base::last;
   using Base::load_queries;
@@ -334,16 +335,19 @@ struct alignas(128) PagedMemory {
 
 // kBlocks at once on each multiprocessor: blocks_per_processor() of paged_decode_cuda.cpp.
 #define PAGED_DECODE(name, Query, Cache, size, rows, kBlocks)                               \
-  extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)                           \
+  extern "C" __global__ void __launch_bounds__(kLanes* kPagedWarps, kBlocks)                \
       paged_decode_##name##_##size##_##rows(const __grid_constant__ PagedDecodeCall call) { \
     extern __shared__ PagedMemory shared[];                                                 \
     Decode<Query, Cache, size, rows>(call, shared->bytes).run();                            \
-  }
-#define PAGED_EVEN(name, Query, Cache, size, kBlocks)                                   \
-  extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)                       \
-      paged_decode_even_##name##_##size(const __grid_constant__ PagedDecodeCall call) { \
-    extern __shared__ PagedMemory shared[];                                             \
-    PagedEven<Query, Cache, size>(call, shared->bytes).run();                           \
+  }                                                                                         \
+  PAGED_EVEN(name, Query, Cache, size, rows, 4, kBlocks)                                    \
+  PAGED_EVEN(name, Query, Cache, size, rows, 8, 1)
+#define PAGED_EVEN(name, Query, Cache, size, rows, warps, kBlocks)         \
+  extern "C" __global__ void __launch_bounds__(kLanes* warps, kBlocks)     \
+      paged_decode_even_##name##_##size##_##rows##_##warps(                \
+          const __grid_constant__ PagedDecodeCall call) {                  \
+    extern __shared__ PagedMemory shared[];                                \
+    PagedEven<Query, Cache, size, rows, warps>(call, shared->bytes).run(); \
   }
 #define PAGED_DECODES(name, Query, Cache)                                      \
   PAGED_DECODE(name, Query, Cache, 64, 8, 4)                                   \
@@ -351,9 +355,7 @@ struct alignas(128) PagedMemory {
   PAGED_DECODE(name, Query, Cache, 64, 32, 3)                                  \
   PAGED_DECODE(name, Query, Cache, 128, 8, (sizeof(Cache::Bits) == 1 ? 4 : 3)) \
   PAGED_DECODE(name, Query, Cache, 128, 16, 3)                                 \
-  PAGED_DECODE(name, Query, Cache, 128, 32, 2)                                 \
-  PAGED_EVEN(name, Query, Cache, 64, 4)                                        \
-  PAGED_EVEN(name, Query, Cache, 128, (sizeof(Cache::Bits) == 1 ? 4 : 3))
+  PAGED_DECODE(name, Query, Cache, 128, 32, 2)
 
 #define PAGED_DECODES_OF(name, Query, Cache) PAGED_DECODES(name, Query, Cache)
 PAGED_DECODES_OF(KERNEL_NAME, KERNEL_QUERY, KERNEL_CACHE)

@@ -47,7 +47,7 @@ inline bool has_paged_decode(at::ScalarType query, at::ScalarType cache, int64_t
 // Writes `out`, of the query's sizes and contiguous, at a multiple of 8 bytes, and where it is
 // defined `lse`, float32 [B, H, Sq] or [H, tokens]. There are queries, heads and a page. Without a
 // plan it makes one where it needs one: for many sequences, and while a CUDA graph is captured. Few
-// sequences whose tables do not reach far need none, and do not read it.
+// sequences have clusters of blocks, which need none, and do not read it.
 void decode_pages(const PagedQueries& queries, const PagedDecode& args,
                   const std::optional<at::Tensor>& plan, const at::Tensor& out,
                   const at::Tensor& lse);

@@ -10,11 +10,7 @@ constexpr int kPagedMostBlocks = 1024;  // of a launch
 constexpr int kPagedCounted = 128;
 constexpr int kPagedMostStages = 4;
 constexpr int kPagedMostParts = 8;  // blocks of a cluster
-constexpr int kPagedEvenRows = 8;   // of queries and their heads that have clusters, at most
 constexpr int kPagedLine = 128;     // bytes that come from memory together
-// Words of a row in shared memory, besides its query: what it is scaled by, which keys it sees (2),
-// and of each warp the highest score and the sum.
-constexpr int kPagedRowWords = 3 + 2 * kPagedWarps;
 
 // A plan has a counter for each block, what it was made for, and batch + 1 sums: how many units,
 // with those for beginnings, come before each sequence, if there were one head of keys.

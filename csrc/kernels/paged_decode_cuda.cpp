@@ -23,7 +23,7 @@
 namespace cudnn_ops {
 namespace {
 
-constexpr int kThreads = 32 * kPagedWarps;
+constexpr int kLanes = 32;
 
 // Of a block: more go to other blocks, which read the keys again.
 int rows_of(const PagedQueries& queries) {
@@ -73,54 +73,67 @@ std::optional<int> own_counters() {
   return count;
 }
 
-// By rows, of a type of query and of cache.
+// By size and rows, of a type of query and of cache.
 using Kernels = std::array<DeviceKernel, 6>;
 
-// Each waits by itself for what the kernels before it write.
-#define CUDNN_OPS_PAGED_DECODE(images, name) {images, "paged_decode_" name, true}
-#define CUDNN_OPS_PAGED_DECODES(images, name)                                                      \
-  Kernels {                                                                                        \
-    {                                                                                              \
-      CUDNN_OPS_PAGED_DECODE(images, name "_64_8"), CUDNN_OPS_PAGED_DECODE(images, name "_64_16"), \
-          CUDNN_OPS_PAGED_DECODE(images, name "_64_32"),                                           \
-          CUDNN_OPS_PAGED_DECODE(images, name "_128_8"),                                           \
-          CUDNN_OPS_PAGED_DECODE(images, name "_128_16"),                                          \
-          CUDNN_OPS_PAGED_DECODE(images, name "_128_32")                                           \
-    }                                                                                              \
+// Each waits by itself for what the kernels before it write. `kind` and `end` are of its name.
+#define CUDNN_OPS_PAGED(images, kind, name, end) {images, "paged_decode_" kind name end, true}
+#define CUDNN_OPS_PAGED_ROWS(images, kind, types, end)         \
+  Kernels {                                                    \
+    {                                                          \
+      CUDNN_OPS_PAGED(images, kind, types "_64_8", end),       \
+          CUDNN_OPS_PAGED(images, kind, types "_64_16", end),  \
+          CUDNN_OPS_PAGED(images, kind, types "_64_32", end),  \
+          CUDNN_OPS_PAGED(images, kind, types "_128_8", end),  \
+          CUDNN_OPS_PAGED(images, kind, types "_128_16", end), \
+          CUDNN_OPS_PAGED(images, kind, types "_128_32", end)  \
+    }                                                          \
+  }
+#define CUDNN_OPS_PAGED_TYPES(kind, end)                                                  \
+  {                                                                                       \
+    {CUDNN_OPS_PAGED_ROWS(kPagedDecodeHalfImages, kind, "half_half", end),                \
+     CUDNN_OPS_PAGED_ROWS(kPagedDecodeHalfFp8Images, kind, "half_e4m3", end)},            \
+    {                                                                                     \
+      CUDNN_OPS_PAGED_ROWS(kPagedDecodeBFloat16Images, kind, "bfloat16_bfloat16", end),   \
+          CUDNN_OPS_PAGED_ROWS(kPagedDecodeBFloat16Fp8Images, kind, "bfloat16_e4m3", end) \
+    }                                                                                     \
   }
 
-#define CUDNN_OPS_PAGED_EVEN(images, name)             \
-  {CUDNN_OPS_PAGED_DECODE(images, "even_" name "_64"), \
-   CUDNN_OPS_PAGED_DECODE(images, "even_" name "_128")}
+// What a call is made of, as far as kernels are chosen by it.
+struct Types {
+  at::ScalarType query, cache;
+  int64_t size;
+  int rows;
 
-const DeviceKernel& kernel_of(at::ScalarType query, at::ScalarType cache, int64_t size, int rows) {
-  static const Kernels kernels[2][2] = {
-      {CUDNN_OPS_PAGED_DECODES(kPagedDecodeHalfImages, "half_half"),
-       CUDNN_OPS_PAGED_DECODES(kPagedDecodeHalfFp8Images, "half_e4m3")},
-      {CUDNN_OPS_PAGED_DECODES(kPagedDecodeBFloat16Images, "bfloat16_bfloat16"),
-       CUDNN_OPS_PAGED_DECODES(kPagedDecodeBFloat16Fp8Images, "bfloat16_e4m3")}};
-  const auto& all = kernels[query == at::kBFloat16][cache == at::kFloat8_e4m3fn];
-  return all.at(static_cast<size_t>((size == 128 ? 3 : 0) + rows / 16));
+  int64_t element() const {
+    return cache == at::kFloat8_e4m3fn ? 1 : 2;
+  }
+  const DeviceKernel& of(const Kernels (&kernels)[2][2]) const {
+    return kernels[query == at::kBFloat16][element() == 1].at(
+        static_cast<size_t>((size == 128 ? 3 : 0) + rows / 16));
+  }
+};
+
+const DeviceKernel& kernel_of(const Types& types) {
+  static const Kernels kernels[2][2] = CUDNN_OPS_PAGED_TYPES("", "");
+  return types.of(kernels);
 }
 
 // The kernel of clusters.
-const DeviceKernel& even_kernel_of(at::ScalarType query, at::ScalarType cache, int64_t size) {
-  static const DeviceKernel kernels[2][2][2] = {
-      {CUDNN_OPS_PAGED_EVEN(kPagedDecodeHalfImages, "half_half"),
-       CUDNN_OPS_PAGED_EVEN(kPagedDecodeHalfFp8Images, "half_e4m3")},
-      {CUDNN_OPS_PAGED_EVEN(kPagedDecodeBFloat16Images, "bfloat16_bfloat16"),
-       CUDNN_OPS_PAGED_EVEN(kPagedDecodeBFloat16Fp8Images, "bfloat16_e4m3")}};
-  return kernels[query == at::kBFloat16][cache == at::kFloat8_e4m3fn][size == 128];
+const DeviceKernel& even_kernel_of(const Types& types, int warps) {
+  static const Kernels narrow[2][2] = CUDNN_OPS_PAGED_TYPES("even_", "_4");
+  static const Kernels wide[2][2] = CUDNN_OPS_PAGED_TYPES("even_", "_8");
+  return types.of(warps == 4 ? narrow : wide);
 }
-#undef CUDNN_OPS_PAGED_EVEN
-#undef CUDNN_OPS_PAGED_DECODES
-#undef CUDNN_OPS_PAGED_DECODE
+#undef CUDNN_OPS_PAGED_TYPES
+#undef CUDNN_OPS_PAGED_ROWS
+#undef CUDNN_OPS_PAGED
 
 // Blocks that are on a multiprocessor at once, as far as registers go: as the kernels declare.
 // Of 16 bits and size 128 there is no room for more than 3 in shared memory.
-int64_t blocks_per_processor(int64_t size, int64_t element, int rows) {
-  if (rows == 8) return size == 128 && element == 2 ? 3 : 4;
-  return size == 128 && rows == 32 ? 2 : 3;
+int64_t blocks_per_processor(const Types& types) {
+  if (types.rows == 8) return types.size == 128 && types.element() == 2 ? 3 : 4;
+  return types.size == 128 && types.rows == 32 ? 2 : 3;
 }
 
 struct Shared {
@@ -129,45 +142,95 @@ struct Shared {
   int64_t blocks;  // that are on a multiprocessor at once
 };
 
-// As many tiles on their way as leave room for all blocks of a multiprocessor; at the end the sums
-// of a warp, float32, are in the place of its tiles.
-Shared shared_of(int64_t size, int64_t element, int rows, const DeviceLimits& limits) {
+// As many tiles on their way as leave room for `most` blocks of a multiprocessor; at the end the
+// sums of a warp, float32, are in the place of its tiles. `besides`: bytes for something else.
+Shared shared_of(const Types& types, int64_t warps, int64_t most, int64_t besides,
+                 const DeviceLimits& limits) {
   constexpr int64_t kReserved = 1024;  // of each block, by the driver
-  const int64_t queries = rows * size * 2, words = rows * kPagedRowWords * 4;
-  const int64_t stage = kPagedWarps * 2 * kPagedKeys * size * element;
-  const int64_t sums = kPagedWarps * rows * size * 4;
+  // Of a row, besides its query: what it is scaled by, which keys it sees, and of each warp the
+  // highest score and the sum.
+  const int64_t words = 3 + 2 * warps, rows = types.rows, size = types.size;
+  const int64_t others = rows * size * 2 + rows * words * 4 + besides;
+  const int64_t stage = warps * 2 * kPagedKeys * size * types.element();
+  const int64_t sums = warps * rows * size * 4;
   const int64_t least = std::max<int64_t>(2, divide_up(sums, stage));
-  const int64_t room =
-      (limits.shared_bytes + kReserved) / blocks_per_processor(size, element, rows) - kReserved;
+  const int64_t room = (limits.shared_bytes + kReserved) / most - kReserved;
   // What the kernel declares, filled up to where the tiles may lie.
   constexpr int64_t kDeclared = 128;
-  const int64_t fitting = (room - kDeclared - queries - words) / stage;
+  const int64_t fitting = (room - kDeclared - others) / stage;
   const int64_t stages = std::clamp<int64_t>(fitting, least, kPagedMostStages);
-  const int64_t bytes = queries + words + stages * stage;
+  const int64_t bytes = others + stages * stage;
   // Of 16 bits the least number of stages may be more than there is room for. All have equal parts
   // of the work: blocks that wait for others would double its time.
   const int64_t resident = (limits.shared_bytes + kReserved) / (bytes + kDeclared + kReserved);
-  const int64_t most = blocks_per_processor(size, element, rows);
   return {static_cast<int>(stages), bytes, std::clamp<int64_t>(resident, 1, most)};
 }
 
-// Blocks for each pair of a sequence and a head of keys; 0: there are no clusters for such a call,
-// or no room for those of all pairs at once, of which some would begin when others have ended.
-// `reach`: the most tokens of a sequence.
-int parts_of(const PagedWork& work, int64_t heads_kv, int64_t reach, int64_t blocks,
-             int shared_bytes, const DeviceLimits& limits, const DeviceKernel& kernel) {
-  constexpr int kLeastSm = 90, kParts = kPagedMostParts;
-  const int64_t pairs = int64_t{work.batch} * heads_kv;
-  const bool ends_behind_all = work.right < 0 || (work.queries == 1 && work.bottom_right != 0);
-  const bool is_decoding = work.cu_seqlens_q == nullptr && work.left < 0 && ends_behind_all &&
-                           work.queries * work.group <= kPagedEvenRows && reach > 0;
-  if (limits.sm_version < kLeastSm || !is_decoding) return 0;
-  if (kernel.resident_clusters(kThreads, shared_bytes, kParts) < pairs) return 0;
-  // Tiles of a warp, one behind the other: so many more than of equal shares should take no longer
-  // than what these need besides. An estimate, of a tile's time and theirs.
-  constexpr int64_t kMore = 3;
-  const int64_t units = divide_up(reach, kPagedUnit);
-  return divide_up(units, kParts) > divide_up(units * pairs, blocks) + kMore ? 0 : kParts;
+// How a call is launched.
+struct Launch {
+  const DeviceKernel* kernel;
+  int warps;
+  Shared shared;
+  int parts;  // blocks of a cluster; 0: there are no clusters
+};
+
+Launch equal_shares(const Types& types, const DeviceLimits& limits) {
+  return {&kernel_of(types), kPagedWarps,
+          shared_of(types, kPagedWarps, blocks_per_processor(types), 0, limits), 0};
+}
+
+// With as many parts as have room for the clusters of all pairs at once, up to `most`; fewer than
+// `least`: none.
+Launch clusters(const Types& types, int warps, int64_t pairs, int64_t least, int64_t most,
+                const DeviceLimits& limits) {
+  const int64_t rows = types.rows;
+  // What blocks put into each other's shared memory: of a block's share of the numbers, by fours,
+  // what each has, and the highest scores and the sums of all rows.
+  const int64_t besides =
+      (rows * types.size / 4 + kPagedMostParts) * 16 + kPagedMostParts * rows * 8;
+  const int64_t blocks = warps == kPagedWarps ? blocks_per_processor(types) : 1;
+  const Shared shared = shared_of(types, warps, blocks, besides, limits);
+  Launch launch{&even_kernel_of(types, warps), warps, shared, 0};
+  if (shared.bytes > limits.shared_bytes) return launch;
+  for (int64_t parts = most; parts >= least; --parts) {
+    const int bytes = static_cast<int>(shared.bytes), count = static_cast<int>(parts);
+    if (launch.kernel->resident_clusters(kLanes * warps, bytes, count) >= pairs) {
+      launch.parts = count;
+      break;
+    }
+  }
+  return launch;
+}
+
+// Few pairs of a sequence and a head of keys have clusters, each pair one. The best is one block on
+// each multiprocessor, or nearly: where some have more than others, all wait for those. Blocks of 8
+// warps are better where there is more to compute for a byte, and of 16 bits and few rows where
+// there is one on every multiprocessor. The longest sequence says when clusters end; so there is a
+// `reach`, of tokens of a page table's line, from which on equal shares take less time where
+// lengths are unlike. All of it was measured on an H200.
+Launch choose(const Types& types, const PagedWork& work, int64_t pairs, int64_t reach,
+              const DeviceLimits& limits) {
+  constexpr int kLeastSm = 90, kMore = 2 * kPagedWarps;
+  constexpr int64_t kFewParts = 3, kReach = 8192, kReachOfMore = 16384, kReachOfTwoEach = 4096;
+  const Launch shares = equal_shares(types, limits);
+  const bool is_one_block = work.cu_seqlens_q == nullptr && work.queries * work.group <= work.rows;
+  if (limits.sm_version < kLeastSm || !is_one_block || work.left >= 0 || reach == 0) return shares;
+  const bool is_light = types.rows == 8 && types.element() == 2;
+  const int64_t one_each = std::min<int64_t>(limits.processors / pairs, kPagedMostParts);
+  Launch found{};
+  if (one_each >= 2) {
+    const bool is_full = one_each == 2 && 10 * one_each * pairs >= 9 * limits.processors;
+    const int warps = is_light && !is_full ? kPagedWarps : kMore;
+    found = clusters(types, warps, pairs, 2, one_each, limits);
+    const int64_t most = warps == kMore ? kReachOfMore : kReach;
+    if (found.parts <= kFewParts && !is_full && reach > most) return shares;
+  } else {
+    // Two on some multiprocessors. With room for three the first ones would get them.
+    const int64_t most = is_light ? limits.processors * 3 / 4 : limits.processors;
+    if (pairs > most || reach > kReachOfTwoEach) return shares;
+    found = clusters(types, kPagedWarps, pairs, 2, 2, limits);
+  }
+  return found.parts > 0 ? found : shares;
 }
 
 // 0 for one number, whose stride means nothing.
@@ -234,20 +297,16 @@ void decode_pages(const PagedQueries& queries, const PagedDecode& args,
   const int rows = rows_of(queries);
   constexpr int64_t kMostLines = 1 << 12;  // to be fetched early: of few sequences
   const DeviceLimits limits = current_limits();
-  const Shared shared = shared_of(size, args.key_cache.element_size(), rows, limits);
-  const at::ScalarType query_type = args.query.scalar_type();
-  const at::ScalarType cache_type = args.key_cache.scalar_type();
-  int64_t blocks = std::min<int64_t>(kPagedMostBlocks, limits.processors * shared.blocks);
-  const int64_t heads_kv = args.key_cache.size(args.head_major ? 1 : 2);
-  const DeviceKernel& even_kernel = even_kernel_of(query_type, cache_type, size);
-  const auto shared_bytes = static_cast<int>(shared.bytes);
+  const Types types{args.query.scalar_type(), args.key_cache.scalar_type(), size, rows};
+  const int64_t pairs = tensors.work.batch * args.key_cache.size(args.head_major ? 1 : 2);
   const int64_t reach = args.page_table.size(1) * args.key_cache.size(args.head_major ? 2 : 1);
-  call.parts = parts_of(tensors.work, heads_kv, reach, blocks, shared_bytes, limits, even_kernel);
+  const Launch launch = choose(types, tensors.work, pairs, reach, limits);
+  call.parts = launch.parts;
+  int64_t blocks = launch.parts * pairs;
   std::optional<at::Tensor> plan = given;
   at::Tensor partials;
-  if (call.parts > 0) {
-    blocks = call.parts * tensors.work.batch * heads_kv;
-  } else {
+  if (call.parts == 0) {
+    blocks = std::min<int64_t>(kPagedMostBlocks, limits.processors * launch.shared.blocks);
     std::optional<int> slot;
     if (!plan && tensors.work.batch <= kPagedCounted) slot = own_counters();
     if (!plan && !slot) plan = make_paged_plan(queries);
@@ -274,12 +333,12 @@ void decode_pages(const PagedQueries& queries, const PagedDecode& args,
   call.descale_k_step = step_of(args.descale_k);
   call.descale_v_step = step_of(args.descale_v);
   call.sinks = data_of(sinks);
-  call.stages = shared.stages;
+  call.stages = launch.shared.stages;
   call.scale = args.scale;
   call.softcap = args.softcap;
   void* argument = &call;
-  const auto& kernel = call.parts > 0 ? even_kernel : kernel_of(query_type, cache_type, size, rows);
-  kernel.launch(blocks, 1, kThreads, &argument, shared_bytes, std::max(call.parts, 1));
+  launch.kernel->launch(blocks, 1, kLanes * launch.warps, &argument,
+                        static_cast<int>(launch.shared.bytes), std::max(launch.parts, 1));
 }
 
 }  // namespace cudnn_ops

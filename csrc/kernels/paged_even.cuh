@@ -1,18 +1,18 @@
-// Few sequences that are not long: each pair of a sequence and a head of keys has a cluster of
-// blocks, all warps of which take tiles in turns. So a block knows where its first tiles are before
-// it knows the length, and the sums of a pair meet in shared memory. Equal shares of all pairs
-// (paged_decode.cu) have neither: what a block has is known behind all lengths, and its sums go
-// through global memory, which of few tokens takes longer than unequal shares do.
+// Few sequences: each pair of a sequence and a head of keys has a cluster of blocks, all warps of
+// which take tiles in turns. So a block knows where its first tiles are before it knows the length,
+// and the sums of a pair meet in shared memory. Equal shares of all pairs (paged_decode.cu) have
+// neither: what a block has is known behind all lengths, and its sums go through global memory,
+// which of few tokens takes longer than unequal shares do.
 #pragma once
 
 #include "cluster.cuh"
 #include "paged_sums.cuh"
 #include "threads.cuh"
 
-// Of queries that see all keys, in one block of rows.
-template <class Query, class Cache, int kSize>
-struct PagedEven : PagedSums<Query, Cache, kSize, kPagedEvenRows> {
-  using Base = PagedSums<Query, Cache, kSize, kPagedEvenRows>;
+// Of queries that see the first key, in one block of rows.
+template <class Query, class Cache, int kSize, int kRows, int kWarps>
+struct PagedEven : PagedSums<Query, Cache, kSize, kRows, kWarps> {
+  using Base = PagedSums<Query, Cache, kSize, kRows, kWarps>;
   using Base::add_values;
   using Base::Base;
   using Base::call;
@@ -20,12 +20,12 @@ struct PagedEven : PagedSums<Query, Cache, kSize, kPagedEvenRows> {
   using Base::key_begin;
   using Base::key_end;
   using Base::kGroups;
+  using Base::kThreads;
   using Base::load_queries;
-  using Base::memory;
   using Base::page;
   using Base::part;
   using Base::put_sums;
-  using Base::row_begin;
+  using Base::row_end;
   using Base::shown_begin;
   using Base::shown_end;
   using Base::start_rows;
@@ -78,38 +78,37 @@ struct PagedEven : PagedSums<Query, Cache, kSize, kPagedEvenRows> {
     wait_for_copies<0>();
   }
 
-  // What the blocks of a cluster have found, each added up by itself in its shared memory, becomes
-  // the result, of which each writes a share.
+  // What the blocks of a cluster have found, each added up by itself, becomes the result, of which
+  // each writes a share: the others put theirs into its shared memory.
   __device__ void meet(int rank) const {
     constexpr int kPieces = kSize / 4;
-    const int items = part.rows * kPieces;
-    auto* const values = (float4*)memory;
-    auto* const words = (float2*)row_begin;  // which keys rows see is needed no more
+    const int items = part.rows * kPieces, share = (items + call.parts - 1) / call.parts;
+    auto* const values = (float4*)(row_end + kRows);                            // [parts][share]
+    auto* const words = (float2*)(values + kRows * kPieces + kPagedMostParts);  // [parts][kRows]
+    wait_for_cluster();                                                         // all have begun
     for (int i = threadIdx.x; i < items; i += kThreads) {
       const Sums sums = sums_of_warps(i / kPieces, i % kPieces * 4);
-      values[i] = {sums.values[0], sums.values[1], sums.values[2], sums.values[3]};
-      if (i % kPieces == 0) words[i / kPieces] = {sums.highest, sums.sum};
-    }
-    meet_in_cluster();
-    const int end = (rank + 1) * items / call.parts;
-    for (int i = rank * items / call.parts + threadIdx.x; i < end; i += kThreads) {
-      float4 of_values[kPagedMostParts];
-      float2 of_words[kPagedMostParts];
-#pragma unroll
-      for (int block = 0; block < kPagedMostParts; ++block) {
-        if (block < call.parts) {
-          of_values[block] = load_from_block(values + i, block);
-          of_words[block] = load_from_block(words + i / kPieces, block);
-        }
+      const int owner = i / share, in_share = i - owner * share;
+      store_to_block(values + rank * share + in_share, owner,
+                     {sums.values[0], sums.values[1], sums.values[2], sums.values[3]});
+      if (in_share == 0 || i % kPieces == 0) {  // the first of a row that the owner has
+        store_to_block(words + rank * kRows + i / kPieces, owner, {sums.highest, sums.sum});
       }
+    }
+    arrive_in_cluster();
+    wait_for_cluster();
+    const int begin = rank * share, end = min(begin + share, items);
+    for (int i = begin + threadIdx.x; i < end; i += kThreads) {
       Sums sums;
 #pragma unroll
       for (int block = 0; block < kPagedMostParts; ++block) {
-        if (block < call.parts) sums.add(of_words[block].x, of_words[block].y, of_values[block]);
+        if (block < call.parts) {
+          const float2 word = words[block * kRows + i / kPieces];
+          sums.add(word.x, word.y, values[block * share + i - begin]);
+        }
       }
       write(part, i / kPieces, i % kPieces * 4, sums);
     }
-    meet_in_cluster();  // nobody's memory goes away before all have read it
   }
 
   __device__ void run() {
@@ -119,8 +118,9 @@ struct PagedEven : PagedSums<Query, Cache, kSize, kPagedEvenRows> {
     part.index = pair - part.head_kv * call.work.batch;
     part.row_start = 0;
     part.rows = call.work.queries * call.work.group;
-    step = kPagedUnit * call.parts;
-    tile_begin = (rank * kPagedWarps + warp) * kPagedKeys;
+    step = kWarps * kPagedKeys * call.parts;
+    tile_begin = (rank * kWarps + warp) * kPagedKeys;
+    begin_in_cluster();
     wait_for_inputs();
     let_next_start();
     // With the length, and not behind it.
@@ -133,7 +133,8 @@ struct PagedEven : PagedSums<Query, Cache, kSize, kPagedEvenRows> {
     }
     part.sequence = PagedSequence(call.work, part.index);
     key_begin = shown_begin = 0;
-    key_end = shown_end = tile_end = part.sequence.keys;
+    key_end = tile_end = part.sequence.end(call.work, call.work.queries - 1);
+    shown_end = part.sequence.end(call.work, 0);
     tiles.start(part.index, part.head_kv, key_begin, key_end);
     page = page_if_read(tile_begin, pages[0]);
 #pragma unroll

@@ -3,9 +3,9 @@
 
 #include "paged_attend.cuh"
 
-template <class Query, class Cache, int kSize, int kRows>
-struct PagedSums : PagedAttend<Query, Cache, kSize, kRows> {
-  using Base = PagedAttend<Query, Cache, kSize, kRows>;
+template <class Query, class Cache, int kSize, int kRows, int kWarps>
+struct PagedSums : PagedAttend<Query, Cache, kSize, kRows, kWarps> {
+  using Base = PagedAttend<Query, Cache, kSize, kRows, kWarps>;
   using Base::Base;
   using Base::base;
   using Base::call;
@@ -78,7 +78,7 @@ struct PagedSums : PagedAttend<Query, Cache, kSize, kRows> {
 
   __device__ Sums sums_of_warps(int row, int column) const {
     Sums sums;
-    for (int i = 0; i < kPagedWarps; ++i) {
+    for (int i = 0; i < kWarps; ++i) {
       sums.add(row_maxima[i * kRows + row], row_sums[i * kRows + row],
                *(const float4*)sum_at(i, row, column));
     }

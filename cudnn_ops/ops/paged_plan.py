@@ -42,7 +42,7 @@ def paged_plan(
     kernel adds the lengths up; the host reads none of them, so a captured CUDA graph may hold both
     and be replayed while they change. Up to 128 sequences need no plan but while a graph is
     captured: each block adds their lengths up by itself. On Hopper and newer GPUs, calls with
-    few sequences and short page tables run on clusters of blocks, which ignore a plan.
+    few sequences and no window run on clusters of blocks, which ignore a plan.
 
     The plan holds for calls one after the other, on one stream: they count in it which of their
     blocks are done. Layers with another ``window_size`` need another plan.

@@ -515,7 +515,7 @@ def run_append(recorder: Recorder, device: torch.device) -> None:
 def run_paged(recorder: Recorder, device: torch.device) -> None:
     """Our kernel of attention over pages, for one query and many, in few sequences and many."""
     _ops._paged_use_kernel(2)
-    shapes = itertools.product((64, 128), (1, 4, 16), (1, 2, 8, 1000), (1, 64, 70_001))
+    shapes = itertools.product((64, 128), (1, 4, 16), (1, 2, 8, 1000), (1, 32, 64, 70_001))
     for (size, group, queries, batch), dtype in itertools.product(shapes, DTYPES[:2]):
         if queries * batch > 1 << 20:
             continue

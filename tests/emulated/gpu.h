@@ -352,6 +352,8 @@ inline void atom_add_acq_rel_gpu_global_s32(int& before, int* to, int value) {
   before = *to;
   *to += value;
 }
+inline void barrier_cluster_arrive_relaxed_aligned() {
+}
 inline void barrier_cluster_arrive_release_aligned() {
 }
 inline void barrier_cluster_wait_acquire_aligned() {
@@ -363,16 +365,16 @@ inline void mapa_shared__cluster_u32(uint32_t& to, uint32_t address, int block) 
   to = address | static_cast<uint32_t>(block) << kBlockShift;
 }
 template <class... Floats>
-void load_from_cluster(uint32_t address, Floats&... to) {
+void store_to_cluster(uint32_t address, Floats... from) {
   auto& block = emulated::gpu.cluster.at(address >> kBlockShift);
-  const auto* from = emulated::shared_memory_of(block) + (address & ((1u << kBlockShift) - 1));
-  ((std::memcpy(&to, from, sizeof to), from += sizeof to), ...);
+  auto* to = emulated::shared_memory_of(block) + (address & ((1u << kBlockShift) - 1));
+  ((std::memcpy(to, &from, sizeof from), to += sizeof from), ...);
 }
-inline void ld_shared__cluster_v4_f32(float& x, float& y, float& z, float& w, uint32_t address) {
-  load_from_cluster(address, x, y, z, w);
+inline void st_shared__cluster_v4_f32(uint32_t address, float x, float y, float z, float w) {
+  store_to_cluster(address, x, y, z, w);
 }
-inline void ld_shared__cluster_v2_f32(float& x, float& y, uint32_t address) {
-  load_from_cluster(address, x, y);
+inline void st_shared__cluster_v2_f32(uint32_t address, float x, float y) {
+  store_to_cluster(address, x, y);
 }
 inline void griddepcontrol_wait() {
 }

@@ -21,6 +21,8 @@ NAMES = {
 COUNTERS, HEAD = 1024, 8
 #: The most sequences that need no plan, and for how many streams there are counters then.
 COUNTED, SLOTS = 128, 64
+#: The most blocks of a cluster.
+MOST_PARTS = 8
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -130,6 +132,7 @@ def attend(
     blocks: int = 6,
     stages: int = 4,
     parts: int = 0,
+    warps: int = 4,
     rows: int = 0,
     seed: int = 0,
     plan: Tensor | None = None,
@@ -139,7 +142,7 @@ def attend(
     """The output and the log-sum-exp; ``rows`` of a block are 8, 16 or 32, 0: as many as needed.
 
     Few sequences have a plan where one is given, or with ``is_planned``; many have one always.
-    With ``parts`` each sequence's head of keys has a cluster of so many blocks, of 8 rows.
+    With ``parts`` each sequence's head of keys has a cluster of so many blocks of ``warps``.
     """
     name, source = NAMES[query.dtype]
     cache_name, cache_source = NAMES[key_cache.dtype]
@@ -209,11 +212,13 @@ def attend(
         *(f"-DKERNEL_{key}={value}" for key, value in names.items()),
         *macros,
     )
-    bytes_of_tile = 2 * 16 * size * key_cache.element_size()
-    shared = rows * size * 2 + rows * 4 * 11 + 4 * stages * bytes_of_tile
-    types = f"{name}_{cache_name}_{size}"
-    kernel = f"paged_decode_even_{types}" if parts else f"paged_decode_{types}_{rows}"
-    launch(library, kernel, call, (blocks, 1), 128, shared, seed, max(parts, 1))
+    element = key_cache.element_size()
+    shared = rows * size * 2 + rows * 4 * (3 + 2 * warps) + warps * stages * 2 * 16 * size * element
+    if parts:
+        shared += (rows * size // 4 + MOST_PARTS) * 16 + MOST_PARTS * rows * 8
+    types = f"{name}_{cache_name}_{size}_{rows}"
+    kernel = f"paged_decode_even_{types}_{warps}" if parts else f"paged_decode_{types}"
+    launch(library, kernel, call, (blocks, 1), 32 * warps, shared, seed, max(parts, 1))
     own = (ctypes.c_int * (SLOTS * COUNTERS)).in_dll(library, "paged_counters")
     counters = torch.frombuffer(own, dtype=torch.int32) if plan is None else plan[:COUNTERS]
     assert not counters.any()
