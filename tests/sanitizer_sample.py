@@ -302,9 +302,22 @@ def adaptive_norms() -> Iterator[Sample]:
         cudnn_ops.gate_add_adaptive_layer_norm(x, update, gate, scale, offset)
 
     def run_uneven(dtype: torch.dtype, columns: int) -> None:
+        """With the weight's gradient, which blocks that are workers do not add up."""
         x = _tensor(1, _UNEVEN_ROWS, columns, dtype=dtype).requires_grad_()
-        scale, offset = (_tensor(1, columns, dtype=dtype) for _ in range(2))
-        _backward(cudnn_ops.adaptive_rms_norm(x, scale, offset), spare=_SPARE)
+        scale, offset, weight = (_tensor(1, columns, dtype=dtype) for _ in range(3))
+        weight = weight[0].requires_grad_()
+        _backward(cudnn_ops.adaptive_rms_norm(x, scale, offset, weight=weight), spare=_SPARE)
+
+    def run_blocks(dtype: torch.dtype, columns: int, is_gated: bool) -> None:
+        shape = (2, _UNEVEN_ROWS, columns)
+        x, update = (_tensor(*shape, dtype=dtype).requires_grad_() for _ in range(2))
+        three = (_tensor(2, columns, dtype=dtype).requires_grad_() for _ in range(3))
+        gate, scale, offset = three
+        if is_gated:
+            out = cudnn_ops.gate_add_adaptive_layer_norm(x, update, gate, scale, offset)
+            _backward(out, spare=_SPARE)
+        else:
+            _backward(cudnn_ops.adaptive_rms_norm(x, scale, offset), spare=_SPARE)
 
     for name, dtype in TYPES.items():
         widths = [16 // dtype.itemsize * count for count in (*_VECTORS, *_UNEVEN)]
@@ -318,6 +331,9 @@ def adaptive_norms() -> Iterator[Sample]:
             columns = 16 // dtype.itemsize * count
             call = partial(run_uneven, dtype, columns)
             yield f"adaptive_norm_backward of {_UNEVEN_ROWS} rows, {name}, {columns} columns", call
+            for is_gated in (False, True):
+                call = partial(run_blocks, dtype, columns, is_gated)
+                yield f"adaptive_norm_backward by blocks, {name}, {columns} columns", call
         for count, tokens in (
             (50, 3),
             (50, 40),

@@ -63,7 +63,7 @@ def test_every_source_is_in_the_sample():
     assert not missing
     assert len(norm_kernels()) > 30
     assert len(group_norm_kernels()) == 75
-    assert len(adaptive_norm_kernels()) == 52
+    assert len(adaptive_norm_kernels()) == 54
 
 
 def names_of_kernels() -> set[str]:

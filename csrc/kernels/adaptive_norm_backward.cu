@@ -6,6 +6,7 @@
 // sample, and the sums (adaptive_norm.cuh).
 
 #include "adaptive_norm_any.cuh"
+#include "adaptive_norm_blocks.cuh"
 #include "adaptive_norm_odd.cuh"
 #include "adaptive_norm_single.cuh"
 #include "row_pipeline.cuh"
@@ -187,6 +188,8 @@ ADAPTIVE_NORM(gated_backward_16_3, 512, 1, backward<16, 3, 2, true>)
 ADAPTIVE_NORM(gated_backward_16_4, 512, 1, backward<16, 4, 2, true>)
 ADAPTIVE_NORM(gated_backward_odd_8, 512, 2, backward_odd<8, 3, true>)
 ADAPTIVE_NORM(gated_backward_odd_32, 384, 1, backward_odd<32, 2, true>)
+ADAPTIVE_NORM(backward_blocks, 512, 1, backward_blocks<3, false>)
+ADAPTIVE_NORM(gated_backward_blocks, 512, 1, backward_blocks<2, true>)
 ADAPTIVE_NORM(backward_single_1, 256, 4, backward_single<1, false>)
 ADAPTIVE_NORM(backward_single_2, 320, 4, backward_single<2, false>)
 ADAPTIVE_NORM(backward_single_4, 512, 2, backward_single<4, false>)

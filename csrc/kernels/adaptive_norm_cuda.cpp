@@ -41,7 +41,7 @@ int index_of(unsigned vectors) {
 // First by whether they are gated.
 struct BackwardKernels {
   DeviceKernel wide[5], gated_wide[4], odd[2][2], single[2][4];  // by the pieces of a thread
-  DeviceKernel rows[2], sums[2][2], totals[2];
+  DeviceKernel blocks[2], rows[2], sums[2][2], totals[2];
 };
 
 #define CUDNN_OPS_KERNEL(images, name) {images, "adaptive_norm_" name, true}
@@ -72,6 +72,8 @@ struct BackwardKernels {
 #define CUDNN_OPS_SINGLE(images, name)                                       \
   {CUDNN_OPS_KERNEL(images, name "_1"), CUDNN_OPS_KERNEL(images, name "_2"), \
    CUDNN_OPS_KERNEL(images, name "_4"), CUDNN_OPS_KERNEL(images, name "_odd")}
+// Their blocks wait for each other.
+#define CUDNN_OPS_BLOCKS(images, name) {images, "adaptive_norm_" name, true, true}
 #define CUDNN_OPS_BACKWARD(images)                                                                \
   {                                                                                               \
     {CUDNN_OPS_WIDE(images, "backward"), CUDNN_OPS_KERNEL(images, "backward_16_5")},              \
@@ -79,6 +81,8 @@ struct BackwardKernels {
         {CUDNN_OPS_ODD(images, "backward"), CUDNN_OPS_ODD(images, "gated_backward")},             \
         {CUDNN_OPS_SINGLE(images, "backward_single"),                                             \
          CUDNN_OPS_SINGLE(images, "gated_backward_single")},                                      \
+        {CUDNN_OPS_BLOCKS(images, "backward_blocks"),                                             \
+         CUDNN_OPS_BLOCKS(images, "gated_backward_blocks")},                                      \
         CUDNN_OPS_BOTH(images, "backward_rows"),                                                  \
         {CUDNN_OPS_BOTH(images, "backward_sums"), CUDNN_OPS_BOTH(images, "gated_backward_sums")}, \
     {                                                                                             \
@@ -317,6 +321,11 @@ void backward_of_tile(AdaptiveNormCall& call, const AdaptiveNormProblem& problem
   if (launch.is_single) {
     const auto& kernel = kernels.single[gated][is_odd ? 3 : vectors / 2];
     kernel.launch(divide_up(problem.rows, of_block), 1, threads, &argument, shared);
+    return;
+  }
+  if (launch.blocks.workers > 0) {
+    const Sums sums(call, launch.blocks, problem.is_gated, like);
+    kernels.blocks[gated].launch(launch.blocks.workers, 1, threads, &argument, shared);
     return;
   }
   const auto& kernel = is_odd             ? kernels.odd[gated][vectors / 32]

@@ -22,7 +22,7 @@ constexpr std::array<Tile, 3> kGatedTiles = {{{1, 256, 3}, {2, 320, 2}, {3, 512,
 constexpr Tile kWidestGatedTile{4, 512, 2};  // for rows that these have no room for: slower
 constexpr unsigned kNarrowStages = 3;        // of rows of a piece or two a lane
 
-constexpr AdaptiveNormBackwardLaunch kAny{{0, 0, 0, 0}, false, 0, 0};
+constexpr AdaptiveNormBackwardLaunch kAny{{0, 0, 0, 0}, false, 0, 0, {}};
 
 unsigned whole_warps(int64_t pieces, unsigned vectors) {
   return static_cast<unsigned>(divide_up(divide_up(pieces, vectors), kWarp) * kWarp);
@@ -48,7 +48,7 @@ AdaptiveNormBackwardLaunch single_launch(const AdaptiveNormProblem& problem, int
   if (problem.piece_bytes != kPiece) {
     const unsigned group = whole_warps(problem.columns, kAdaptiveNormSingle);
     if (group > kMostWide) return kAny;
-    return {{problem.piece_bytes, kAdaptiveNormSingle, group, group}, true, 0, 0};
+    return {{problem.piece_bytes, kAdaptiveNormSingle, group, group}, true, 0, 0, {}};
   }
   NormSpread how = norm_backward_spread(kPiece, pieces);
   if (pieces > 2 * kWarp) {
@@ -58,7 +58,7 @@ AdaptiveNormBackwardLaunch single_launch(const AdaptiveNormProblem& problem, int
     how = {kPiece, vectors, group, group};
   }
   const int64_t bytes = tensors * how.vectors * kPiece * how.threads;
-  return bytes <= most_shared ? AdaptiveNormBackwardLaunch{how, true, 0, bytes} : kAny;
+  return bytes <= most_shared ? AdaptiveNormBackwardLaunch{how, true, 0, bytes, {}} : kAny;
 }
 
 // As in adaptive_norm_backward.cu: the rows under way of input and gradient, where there is a gate
@@ -162,7 +162,47 @@ AdaptiveNormBackwardLaunch odd_launch(const AdaptiveNormProblem& problem, bool h
   return {{problem.piece_bytes, tile.numbers, group, groups * group},
           false,
           static_cast<unsigned>(row_bytes),
-          shared()};
+          shared(),
+          {}};
+}
+
+// A block for each multiprocessor; and where that makes no share much larger, whole samples or
+// equal parts of them: no block has to add up its groups' sums twice then.
+AdaptiveNormShares shares_of_blocks(const AdaptiveNormProblem& problem, int64_t processors) {
+  constexpr int64_t kEighths = 8;
+  const int64_t tokens = problem.tokens;
+  int64_t stretch = std::max(divide_up(problem.rows, processors), kFewRows);
+  const int64_t even =
+      stretch < tokens ? divide_up(tokens, tokens / stretch) : divide_up(stretch, tokens) * tokens;
+  const bool is_even = tokens % even == 0 || even % tokens == 0;
+  if (is_even && kEighths * even <= (kEighths + 1) * stretch) stretch = even;
+  return {stretch, divide_up(problem.rows, stretch), stretch % tokens != 0};
+}
+
+// By kernels whose blocks are workers, for what these were measured to be faster at.
+AdaptiveNormBackwardLaunch blocks_launch(const AdaptiveNormProblem& problem, int64_t pieces,
+                                         const DeviceLimits& limits, int64_t most_shared) {
+  constexpr int kHopper = 90;
+  constexpr unsigned kVectors = 2, kMost = 512, kHalf = 2;
+  constexpr int64_t kRows = 512, kTokens = 64;
+  const bool is_for = limits.sm_version >= kHopper && problem.number_bytes == kHalf &&
+                      !problem.has_parameters && problem.rows >= kRows &&
+                      problem.tokens >= kTokens && pieces > kWarp && pieces <= kVectors * kMost;
+  if (!is_for) return kAny;
+  // As in the kernels: rows under way, and what columns are multiplied by.
+  const int64_t stages = problem.is_gated ? 2 : 3, tensors = problem.is_gated ? 4 : 2;
+  const int64_t kinds = problem.is_gated ? 2 : 1;
+  const unsigned group = whole_warps(pieces, kVectors);
+  const int64_t room = int64_t{kVectors} * group * kPiece;  // of a row
+  const int64_t floats = room / kHalf * static_cast<int64_t>(sizeof(float));
+  const auto shared = [&](int64_t groups) {
+    return stages * tensors * groups * room + kinds * floats;
+  };
+  const auto shares = shares_of_blocks(problem, limits.processors);
+  auto groups = static_cast<unsigned>(std::min<int64_t>(kMost / group, shares.stretch));
+  while (groups > 1 && shared(groups) > most_shared) --groups;
+  if (shared(groups) > most_shared) return kAny;
+  return {{kPiece, kVectors, group, groups * group}, false, 0, shared(groups), shares};
 }
 
 }  // namespace
@@ -196,13 +236,15 @@ AdaptiveNormBackwardLaunch adaptive_norm_backward_launch(const AdaptiveNormProbl
     if (launch.how.vectors > 0) return launch;
   }
   if (!is_wide) return odd_launch(problem, has_few_rows(problem, limits), most_shared);
+  const auto blocks = blocks_launch(problem, pieces, limits, most_shared);
+  if (blocks.how.vectors > 0) return blocks;
   const Way way = pieces > kWarp
                       ? best_way(problem, pieces, has_few_rows(problem, limits), most_shared)
                       : Way{norm_backward_spread(problem.piece_bytes, pieces), kNarrowStages};
   if (way.how.vectors == 0) return kAny;
   const int64_t bytes = shared_bytes(problem, way);
   if (bytes > most_shared) return kAny;
-  return {way.how, false, 0, bytes};
+  return {way.how, false, 0, bytes, {}};
 }
 
 AdaptiveNormShares adaptive_norm_shares(const AdaptiveNormProblem& problem, int64_t at_once) {

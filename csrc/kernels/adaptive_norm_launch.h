@@ -23,21 +23,23 @@ struct AdaptiveNormForwardLaunch : NormForwardLaunch {
 AdaptiveNormForwardLaunch adaptive_norm_forward_launch(const AdaptiveNormProblem& problem,
                                                        bool is_usual);
 
-struct AdaptiveNormBackwardLaunch {
-  NormSpread how;      // of no pieces: kernels for rows of any size
-  bool is_single;      // by kernels for samples of one row, whose blocks come and go
-  unsigned row_bytes;  // the size of a row in shared memory, where it is copied whole
-  int64_t shared_bytes;
-};
-
-AdaptiveNormBackwardLaunch adaptive_norm_backward_launch(const AdaptiveNormProblem& problem,
-                                                         const DeviceLimits& limits);
-
 // The rows of all workers, `stretch` each (adaptive_norm.cuh).
 struct AdaptiveNormShares {
   int64_t stretch, workers;
   bool has_parts;  // samples are not each one worker's
 };
+
+struct AdaptiveNormBackwardLaunch {
+  NormSpread how;      // of no pieces: kernels for rows of any size
+  bool is_single;      // by kernels for samples of one row, whose blocks come and go
+  unsigned row_bytes;  // the size of a row in shared memory, where it is copied whole
+  int64_t shared_bytes;
+  AdaptiveNormShares blocks;  // of kernels whose blocks are workers (adaptive_norm_blocks.cuh); or
+                              // none, and how many there are depends on what the GPU runs at once
+};
+
+AdaptiveNormBackwardLaunch adaptive_norm_backward_launch(const AdaptiveNormProblem& problem,
+                                                         const DeviceLimits& limits);
 
 // `at_once`: how many workers the GPU runs at the same time.
 AdaptiveNormShares adaptive_norm_shares(const AdaptiveNormProblem& problem, int64_t at_once);

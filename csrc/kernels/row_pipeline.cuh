@@ -71,7 +71,11 @@ struct Pipeline {
       }
     }
   }
-  // The memory behind all rows, at a multiple of 16 bytes.
+  // The memory of all rows.
+  __device__ void* begin() const {
+    return shared();
+  }
+  // And that behind them, at a multiple of 16 bytes.
   __device__ void* behind() const {
     return kIsWhole ? shared() + kStages * kTensors * (blockDim.x / group) * row_bytes
                     : shared() + kStages * kTensors * kVectors * blockDim.x * kBytes;

@@ -58,9 +58,9 @@ def check(
             sdpa.check(from_gpu(grad), exact[name], rough[name], f"{case} {name}")
 
 
-def check_equal_numbers(columns: int, gated: bool) -> None:
+def check_equal_numbers(tokens: int, columns: int, gated: bool) -> None:
     """Near the largest: what a mean is subtracted from behind a row's end must not count."""
-    sizes, dtype = (2, 3, columns), torch.bfloat16
+    sizes, dtype = (2, tokens, columns), torch.bfloat16
     x = torch.full(sizes, 3e38, dtype=dtype)
     rstd = to_gpu(torch.full(sizes[:2], 1e5))
     mean = to_gpu(x[..., 0].float())
@@ -138,6 +138,26 @@ def cases_of(number_bytes: int) -> Iterator[tuple[AdaptiveNormCase, tuple[str, .
             yield replace(case, scale="", shift=""), NAMES, True
 
 
+def cases_of_blocks(offset: int) -> Iterator[tuple[AdaptiveNormCase, tuple[str, ...], bool]]:
+    """Blocks that add up what their groups have of samples.
+
+    They have equal parts of these, whole ones, and what begins and ends anywhere; and their groups
+    are a warp or several, full or not.
+    """
+    shapes = ((1, 512, 40), (8, 64, 34), (3, 200, 64), (4, 130, 80), (1, 530, 144), (9, 64, 130))
+    for index, (samples, tokens, count) in enumerate(shapes):
+        is_gated = (index + offset) % 2 > 0
+        case = AdaptiveNormCase((samples, tokens, 8 * count), gated=is_gated, wide=index == 1)
+        case = replace(case, is_layer=index % 3 != 2, layout=("dense", "sliced")[index % 2])
+        yield case, NAMES, index % 2 == 0
+    for wanted in (("input",), ("scale", "gate"), ("update", "shift")):
+        yield replace(case, shape=(2, 300, 264), gated=True), wanted, True
+
+
+#: The GPU with so many processors that a sample has parts for several warps.
+_MANY = 2
+
+
 def main() -> None:
     types = ("Half", "BFloat16", "Float")
     sources = [("adaptive_norm_backward", f"-DKERNEL_TYPE={one}") for one in types]
@@ -149,10 +169,19 @@ def main() -> None:
             for case, wanted, has_grad_sum in cases_of(dtype.itemsize):
                 name = f"{case} {dtype} {wanted} {has_grad_sum}"
                 yield name, partial(check, case, dtype, wanted, has_grad_sum)
+        for kernels.first, dtype in enumerate(TYPES[:2]):
+            blocks = cases_of_blocks(kernels.first)
+            for index, (case, wanted, has_grad_sum) in enumerate(blocks):
+                gpu = (0, _MANY)[(index // 2 + kernels.first) % 2]
+                name = f"{case} {dtype} {wanted} {has_grad_sum} on GPU {gpu}"
+                with torch.cuda.device(gpu):
+                    yield name, partial(check, case, dtype, wanted, has_grad_sum)
         kernels.first = TYPES.index(torch.bfloat16)
         for columns, gated in itertools.product((100, 1023, 1024, 4099), (False, True)):
             name = f"equal numbers, {columns} columns, gated: {gated}"
-            yield name, partial(check_equal_numbers, columns, gated)
+            yield name, partial(check_equal_numbers, 3, columns, gated)
+            if columns == 1024:
+                yield f"{name}, by blocks", partial(check_equal_numbers, 256, columns, gated)
 
     print(kernels.checked(checks()))
 

@@ -136,7 +136,7 @@ struct Block {
   static constexpr unsigned kMostThreads = 1024;
   ucontext_t scheduler;
   std::vector<Fiber> fibers = std::vector<Fiber>(kMostThreads);
-  Meeting whole, warps[kMostThreads / 32];
+  Meeting whole, warps[kMostThreads / 32], groups[kMostThreads / 32];
   unsigned values[kMostThreads];
   void (*kernel)(const void*);
   const void* argument;
@@ -209,6 +209,7 @@ inline void run_block(unsigned threads) {
   Block& block = the_block;
   block.whole = {};
   for (auto& warp : block.warps) warp = {};
+  for (auto& group : block.groups) group = {};
   for (unsigned i = 0; i < threads; ++i) {
     Fiber& fiber = block.fibers[i];
     fiber.is_done = false;

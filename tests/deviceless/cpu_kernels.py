@@ -26,7 +26,11 @@ _KERNELS = _HERE.parents[1] / "csrc" / "kernels"
 _CONVERSION = re.compile(r'asm\("([\w.]+) %[^"]*"\s*:\s*"=\w"\((\w+)\)\s*:\s*(.*?)\);')
 _SHARED = re.compile(r"extern __shared__ (\w+ \w+)\[\];")
 #: What these have in assembly is written for a CPU.
-_REPLACED = {"mma.cuh": "cpu_mma.h", "grid_barrier.cuh": "cpu_grid_barrier.h"}
+_REPLACED = {
+    "mma.cuh": "cpu_mma.h",
+    "grid_barrier.cuh": "cpu_grid_barrier.h",
+    "group_barrier.cuh": "cpu_group_barrier.h",
+}
 _ARGUMENT = re.compile(r"const __grid_constant__ (\w+) (\w+)")
 
 
@@ -96,9 +100,11 @@ class Kernels:
             _OnAllow(lambda *_: None),
         )
         self._runtime.fake_callbacks(*self._callbacks)
-        # Few processors, so that blocks go round. The second GPU is for what is done before 9.0.
-        for name, sm_version in ((b"NVIDIA H200", 90), (b"NVIDIA A100", 80)):
-            self._runtime.fake_device(name, sm_version, 2, 232_448)
+        # Few processors, so that blocks go round. The second GPU is for what is done before 9.0,
+        # and the third for what many blocks do.
+        gpus = ((b"NVIDIA H200", 90, 2), (b"NVIDIA A100", 80, 2), (b"NVIDIA H200", 90, 40))
+        for name, sm_version, processors in gpus:
+            self._runtime.fake_device(name, sm_version, processors, 232_448)
 
     def _on_launch(self, device: int, kernel: Any, numbers: Any, argument: int) -> int:
         name = kernel.contents.name.decode()
