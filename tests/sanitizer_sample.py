@@ -172,7 +172,8 @@ def norms() -> Iterator[Sample]:
 
 
 #: Channels, positions and which come last: in pieces of 16, 8 and 4 bytes and of one number of 16
-#: bits. Groups that threads hold, few pieces each and many; that shared memory holds; and others.
+#: bits. Groups that threads hold, few pieces each and many; that shared memory holds, of a block
+#: and of clusters; and others.
 _HELD = (
     *((16, 40, False), (6, 4, False), (6, 2, False), (6, 7, False)),
     *((16, 35, True), (8, 35, True), (12, 35, True), (9, 35, True)),
@@ -183,6 +184,7 @@ _WHOLE = (
     *((8208, 8, False), (8208, 4, False), (8208, 2, False), (8208, 3, False)),
     *((8208, 3, True), (8212, 3, True), (8210, 3, True), (12297, 3, True)),
 )
+_CLUSTERS = ((16, 4000, False), (16, 5000, True))
 _RESIDENT = (
     *((16, 90_000, False), (16, 90_004, False), (16, 90_002, False)),
     *((16, 90_000, True), (12, 120_000, True), (10, 140_000, True), (16, 500_000, True)),
@@ -212,11 +214,12 @@ def group_norms() -> Iterator[Sample]:
         finally:
             _ops._norm_limit_shared_memory(0)
 
-    forward = "group_norm_held, group_norm_resident, group_norm_forward"
+    forward = "group_norm_held, group_norm_cluster, group_norm_resident, group_norm_forward"
     resident = "group_norm_resident_first, group_norm_resident_last"
     stems = f"{forward}, group_norm_held_backward, {resident} and group_norm_backward"
     for name, dtype in TYPES.items():
-        for sizes, shared in ((_HELD, 0), (_WHOLE, 0), (_RESIDENT, 0), (_IN_PARTS, 1 << 10)):
+        large = (*_HELD, *_WHOLE, *_CLUSTERS, *_RESIDENT)
+        for sizes, shared in ((large, 0), (_IN_PARTS, 1 << 10)):
             for (channels, size, is_last), adds in itertools.product(sizes, (False, True)):
                 order = "last" if is_last else "first"
                 yield (

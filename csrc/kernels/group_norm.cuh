@@ -145,6 +145,26 @@ __device__ float read_parameter(const void* data, bool is_float, unsigned channe
   return is_float ? ((const float*)data)[channel] : Type::read(((const Bits*)data)[channel]);
 }
 
+// Of channels side by side. The type is asked for once: a load behind a branch would wait for the
+// one before it.
+template <int kChannels>
+__device__ void read_parameters(const void* data, bool is_float, unsigned channel, float otherwise,
+                                float (&values)[kChannels]) {
+  if (data == nullptr) {
+#pragma unroll
+    for (int k = 0; k < kChannels; ++k) values[k] = otherwise;
+  } else if (is_float) {
+#pragma unroll
+    for (int k = 0; k < kChannels; ++k) values[k] = ((const float*)data)[channel + k];
+  } else {
+    Bits bits[kChannels];
+#pragma unroll
+    for (int k = 0; k < kChannels; ++k) bits[k] = ((const Bits*)data)[channel + k];
+#pragma unroll
+    for (int k = 0; k < kChannels; ++k) values[k] = Type::read(bits[k]);
+  }
+}
+
 __device__ float weight_of(const GroupNormCall& call, unsigned channel) {
   return read_parameter(call.weight, call.is_weight_float, channel, 1);
 }

@@ -3,6 +3,8 @@
 #include "group_norm_backward_bfloat16_images.h"
 #include "group_norm_backward_float_images.h"
 #include "group_norm_backward_half_images.h"
+#include "group_norm_cluster_bfloat16_images.h"
+#include "group_norm_cluster_half_images.h"
 #include "group_norm_forward_bfloat16_images.h"
 #include "group_norm_forward_float_images.h"
 #include "group_norm_forward_half_images.h"
@@ -55,6 +57,11 @@ struct ResidentKernels {
   DeviceKernel all[4];
 };
 
+// For types of two bytes: where channels are first in memory, and last.
+struct ClusterKernels {
+  DeviceKernel all[2];
+};
+
 // By their pieces as above: of blocks that wait for each other, and of others.
 struct ResidentBackwardKernels {
   DeviceKernel waiting[4], alone[4];
@@ -86,6 +93,12 @@ struct BackwardKernels {
     {CUDNN_OPS_HELD_WIDTHS(images, "few_backward", "")}, { \
       CUDNN_OPS_HELD_WIDTHS(images, "many_backward", "")   \
     }                                                      \
+  }
+#define CUDNN_OPS_CLUSTER(images)                                                               \
+  {                                                                                             \
+    {                                                                                           \
+      CUDNN_OPS_KERNEL(images, "cluster_16_first"), CUDNN_OPS_KERNEL(images, "cluster_16_last") \
+    }                                                                                           \
   }
 #define CUDNN_OPS_RESIDENT_KERNEL(images, name) {images, "group_norm_resident_" name, true, true}
 #define CUDNN_OPS_RESIDENT(images)                                                                 \
@@ -123,6 +136,12 @@ const HeldBackwardKernels& held_backward_kernels(int type) {
       CUDNN_OPS_HELD_BACKWARD(kGroupNormHeldBackwardHalfImages),
       CUDNN_OPS_HELD_BACKWARD(kGroupNormHeldBackwardBFloat16Images),
       CUDNN_OPS_HELD_BACKWARD(kGroupNormHeldBackwardFloatImages)};
+  return all[type];
+}
+
+const ClusterKernels& cluster_kernels(int type) {
+  static const ClusterKernels all[2] = {CUDNN_OPS_CLUSTER(kGroupNormClusterHalfImages),
+                                        CUDNN_OPS_CLUSTER(kGroupNormClusterBFloat16Images)};
   return all[type];
 }
 
@@ -257,6 +276,12 @@ void group_norm_forward(const GroupNormOfImages& args, const at::Tensor& residua
   const DeviceLimits limits = current_limits();
   const int type = type_index(args.input.scalar_type());
   void* argument = &call;
+  if (const auto cluster = residual.defined() ? std::nullopt : cluster_launch(problem, limits)) {
+    call.spread = cluster->spread;
+    return cluster_kernels(type).all[problem.is_channels_last].launch(
+        cluster->blocks, 1, cluster->threads, &argument, static_cast<int>(cluster->shared_bytes),
+        static_cast<int>(call.spread.stretches));
+  }
   if (const auto held = held_launch(problem, limits)) {
     call.hold = held->hold;
     const HeldKernels& all = held_kernels(type);

@@ -245,6 +245,13 @@ int64_t GroupNormProblem::steps() const {
   return is_channels_last ? positions : positions / width();
 }
 
+int64_t GroupNormProblem::piece_groups() const {
+  const int64_t group_channels = channels / groups;
+  if (!is_channels_last || group_channels % width() == 0) return 1;
+  return width() % group_channels == 0 ? width() / group_channels
+                                       : divide_up(width() - 1, group_channels) + 1;
+}
+
 int64_t GroupNormProblem::width() const {
   return piece_bytes() / number_bytes;
 }

@@ -1,6 +1,7 @@
-// Which kernels of group_norm_held.cu, group_norm_resident.cu, group_norm_forward.cu, and their
-// like of the backward, compute a group norm, and how they are launched. Depends on the problem
-// and the GPU's limits alone, so that tests on any machine can check the launches of any GPU.
+// Which kernels of group_norm_held.cu, group_norm_cluster.cu, group_norm_resident.cu,
+// group_norm_forward.cu, and their like of the backward, compute a group norm, and how they are
+// launched. Depends on the problem and the GPU's limits alone, so that tests on any machine can
+// check the launches of any GPU.
 #pragma once
 
 #include "kernels/device_kernel.h"
@@ -26,6 +27,8 @@ struct GroupNormProblem {
   unsigned piece_bytes() const;
   int64_t width() const;
   int64_t steps() const;  // positions, of which those of a piece count as one
+  // The most that a piece has some of: of one group where channels are first.
+  int64_t piece_groups() const;
 };
 
 struct GroupNormLaunch {
@@ -54,6 +57,11 @@ std::optional<GroupNormHeldLaunch> held_launch(const GroupNormProblem& problem,
 // channels are first, also of blocks that each have a whole group and do not wait.
 std::optional<GroupNormLaunch> resident_launch(const GroupNormProblem& problem,
                                                const DeviceLimits& limits);
+
+// Of a forward that adds nothing, by clusters of spread.stretches blocks. None where other kernels
+// are as fast: those of held_launch() come behind this.
+std::optional<GroupNormLaunch> cluster_launch(const GroupNormProblem& problem,
+                                              const DeviceLimits& limits);
 
 GroupNormLaunch group_norm_launch(const GroupNormProblem& problem, const DeviceLimits& limits);
 

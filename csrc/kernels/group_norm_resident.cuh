@@ -158,23 +158,3 @@ __device__ void read_back(const Pieces& pieces, const void* const (&tensors)[Pie
     }
   }
 }
-
-// Of channels side by side. The type is asked for once: a load behind a branch would wait for the
-// one before it.
-template <int kChannels>
-__device__ void read_parameters(const void* data, bool is_float, unsigned channel, float otherwise,
-                                float (&values)[kChannels]) {
-  if (data == nullptr) {
-#pragma unroll
-    for (int k = 0; k < kChannels; ++k) values[k] = otherwise;
-  } else if (is_float) {
-#pragma unroll
-    for (int k = 0; k < kChannels; ++k) values[k] = ((const float*)data)[channel + k];
-  } else {
-    Bits bits[kChannels];
-#pragma unroll
-    for (int k = 0; k < kChannels; ++k) bits[k] = ((const Bits*)data)[channel + k];
-#pragma unroll
-    for (int k = 0; k < kChannels; ++k) values[k] = Type::read(bits[k]);
-  }
-}

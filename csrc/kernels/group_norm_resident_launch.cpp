@@ -13,14 +13,6 @@ constexpr auto kPair = 2 * static_cast<int64_t>(sizeof(float));
 // What column_sums.cuh declares.
 constexpr auto kColumnSums = 32 * 33 * static_cast<int64_t>(sizeof(float));
 
-// The most that a piece of channels, which are last, has some of.
-int64_t groups_of_piece(const GroupNormProblem& problem) {
-  const int64_t width = problem.width(), group_channels = problem.channels / problem.groups;
-  if (group_channels % width == 0) return 1;
-  return width % group_channels == 0 ? width / group_channels
-                                     : divide_up(width - 1, group_channels) + 1;
-}
-
 // Bytes of shared memory of a block that waits for others, beside its pieces: for joining what its
 // threads found, and behind that; and all but the first, with what its kernel declares.
 struct ResidentRoom {
@@ -117,7 +109,7 @@ std::optional<GroupNormLaunch> resident_launch(const GroupNormProblem& problem,
   const int64_t parts = limits.processors / units, used = parts * units;
   const int64_t slots = is_last ? problem.channels / width : 1;
   const int64_t steps = is_last ? problem.positions : group_channels * (problem.positions / width);
-  const int64_t rows = is_last ? groups_of_piece(problem) : 1;
+  const int64_t rows = problem.piece_groups();
   // What does not stay in shared memory is read again by fewer threads, each with more under way.
   const bool stays = bytes <= used * limits.shared_bytes;
   const int64_t most_threads = is_backward || rows > kManyRows || !stays ? 512 : 1024;

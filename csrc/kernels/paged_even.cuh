@@ -85,7 +85,7 @@ struct PagedEven : PagedSums<Query, Cache, kSize, kRows, kWarps> {
     const int items = part.rows * kPieces, share = (items + call.parts - 1) / call.parts;
     auto* const values = (float4*)(row_end + kRows);                            // [parts][share]
     auto* const words = (float2*)(values + kRows * kPieces + kPagedMostParts);  // [parts][kRows]
-    wait_for_cluster();                                                         // all have begun
+    wait_in_cluster();                                                          // all have begun
     for (int i = threadIdx.x; i < items; i += kThreads) {
       const Sums sums = sums_of_warps(i / kPieces, i % kPieces * 4);
       const int owner = i / share, in_share = i - owner * share;
@@ -96,7 +96,7 @@ struct PagedEven : PagedSums<Query, Cache, kSize, kRows, kWarps> {
       }
     }
     arrive_in_cluster();
-    wait_for_cluster();
+    wait_in_cluster();
     const int begin = rank * share, end = min(begin + share, items);
     for (int i = begin + threadIdx.x; i < end; i += kThreads) {
       Sums sums;

@@ -167,6 +167,16 @@ inline void __syncthreads() {
   the_block.meet(the_block.whole, blockDim.x);
 }
 
+inline int __syncthreads_or(int is_so) {
+  static int is_any;
+  __syncthreads();
+  is_any = 0;
+  __syncthreads();
+  is_any |= is_so;
+  __syncthreads();
+  return is_any;
+}
+
 inline void __syncwarp() {
   the_block.meet_warp();
 }
@@ -189,8 +199,9 @@ T __shfl_sync(unsigned, T value, unsigned lane) {
   return other;
 }
 
-// See cpu_grid_barrier.h.
+// See cpu_grid_barrier.h and cpu_cluster.h.
 struct Grid {
+  unsigned cluster;  // blocks
   bool has_barrier, passes_barrier;
 };
 inline Grid the_grid;
@@ -250,7 +261,7 @@ extern "C" __attribute__((used)) inline void run_grid(void (*kernel)(const void*
   blockDim = {numbers[2], 1, 1};
   the_block.kernel = kernel;
   the_block.argument = argument;
-  the_grid = {};
+  the_grid = {numbers[5]};
   run_blocks();
   if (!the_grid.has_barrier) return;
   the_grid.passes_barrier = true;

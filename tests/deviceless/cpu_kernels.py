@@ -27,9 +27,8 @@ _CONVERSION = re.compile(r'asm\("([\w.]+) %[^"]*"\s*:\s*"=\w"\((\w+)\)\s*:\s*(.*
 _SHARED = re.compile(r"extern __shared__ (\w+ \w+)\[\];")
 #: What these have in assembly is written for a CPU.
 _REPLACED = {
-    "mma.cuh": "cpu_mma.h",
-    "grid_barrier.cuh": "cpu_grid_barrier.h",
-    "group_barrier.cuh": "cpu_group_barrier.h",
+    f"{name}.cuh": f"cpu_{name}.h"
+    for name in ("arrivals", "cluster", "grid_barrier", "group_barrier", "mma")
 }
 _ARGUMENT = re.compile(r"const __grid_constant__ (\w+) (\w+)")
 
@@ -101,9 +100,13 @@ class Kernels:
         )
         self._runtime.fake_callbacks(*self._callbacks)
         # Few processors, so that blocks go round. The second GPU is for what is done before 9.0,
-        # and the third for what many blocks do.
-        gpus = ((b"NVIDIA H200", 90, 2), (b"NVIDIA A100", 80, 2), (b"NVIDIA H200", 90, 40))
-        for name, sm_version, processors in gpus:
+        # and the others for what many blocks do.
+        for name, sm_version, processors in (
+            (b"NVIDIA H200", 90, 2),
+            (b"NVIDIA A100", 80, 2),
+            (b"NVIDIA H200", 90, 40),
+            (b"NVIDIA H200", 90, 132),
+        ):
             self._runtime.fake_device(name, sm_version, processors, 232_448)
 
     def _on_launch(self, device: int, kernel: Any, numbers: Any, argument: int) -> int:

@@ -219,12 +219,14 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* kernel,
 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel,
                                 void** arguments) {
-  unsigned is_cooperative = 0;
+  unsigned is_cooperative = 0, cluster = 1;
   for (unsigned i = 0; i < config->numAttrs; ++i) {
-    is_cooperative |= config->attrs[i].id == cudaLaunchAttributeCooperative;
+    const cudaLaunchAttribute* attribute = &config->attrs[i];
+    is_cooperative |= attribute->id == cudaLaunchAttributeCooperative;
+    if (attribute->id == cudaLaunchAttributeClusterDimension) cluster = attribute->val.clusterDim.x;
   }
   const unsigned numbers[] = {config->gridDim.x, config->gridDim.y, config->blockDim.x,
-                              (unsigned)config->dynamicSmemBytes, is_cooperative};
+                              (unsigned)config->dynamicSmemBytes, is_cooperative, cluster};
   on_launch(current_device, kernel, numbers, arguments[0]);
   return cudaSuccess;
 }

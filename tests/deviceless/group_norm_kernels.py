@@ -65,6 +65,22 @@ RESIDENT = (
     ((1, 12, 60, 90), 1),
     ((1, 8, 250, 130), 1),
 )
+#: Groups that clusters of one block, or of two, keep on a GPU of few processors, by their order;
+#: and those of four and eight, on a large one: pieces of one group and of parts of two, samples as
+#: a whole and in strips.
+FEW_CLUSTERS = (
+    ((2, 24, 181, 64), 3, "first"),
+    ((3, 8, 64, 48), 1, "first"),
+    ((2, 64, 28, 28), 8, "last"),
+    ((3, 48, 25, 27), 4, "last"),
+    ((1, 128, 28, 28), 16, "last"),
+)
+MANY_CLUSTERS = (
+    ((1, 24, 64, 48), 3, "first"),
+    ((1, 36, 61, 56), 2, "first"),
+    ((1, 128, 40, 30), 2, "last"),
+    ((1, 48, 57, 49), 4, "last"),
+)
 ACTIVATIONS: tuple[NormActivation, ...] = ("none", "silu")
 #: Whether something is added before them too.
 SUMS: tuple[tuple[NormActivation, bool], ...] = (("silu", False), ("none", True))
@@ -206,6 +222,40 @@ def check_forward(case: GroupNormCase, dtype: torch.dtype) -> None:
     torch.testing.assert_close(rstd.double(), exact_rstd, rtol=1e-6, atol=1e-6)
 
 
+def check_no_number(
+    value: float, shape: tuple[int, ...], groups: int, layout: str, dtype: torch.dtype
+) -> None:
+    """A group that has one is none, and the others are as they were."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = cases.channels_last(x) if layout == "last" else x
+    outs = []
+    for one in (float(x[0, 0, 0, 0]), value):
+        x[0, 0, 0, 0] = one
+        outs.append(_ops._group_norm(to_gpu(x), None, groups, None, None, 1e-5, 0, False)[0])
+    usual, out = map(from_gpu, outs)
+    own = shape[1] // groups
+    assert not out[0, :own].isfinite().any()
+    for others in (usual[1:], out[1:]), (usual[0, own:], out[0, own:]):
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(others[1], others[0], rtol=eps, atol=eps)
+
+
+def check_biases(shape: tuple[int, ...], groups: int, layout: str, dtype: torch.dtype) -> None:
+    """What SiLU is given may be far from zero."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = cases.channels_last(x) if layout == "last" else x
+    weight, bias = torch.ones(shape[1]), torch.linspace(-30, 30, shape[1])
+    bias[:6] = torch.tensor([-120, 120, -1e30, 1e30, -60, 60])
+    parameters = to_gpu(weight), to_gpu(bias)
+    out, *_ = _ops._group_norm(to_gpu(x), None, groups, *parameters, 1e-5, 2, False)
+    exact = functional.silu(
+        functional.group_norm(x.double(), groups, weight.double(), bias.double(), 1e-5)
+    )
+    most, few = torch.finfo(dtype).max, max(torch.finfo(dtype).eps, 1e-5)
+    found = from_gpu(out).double().clamp(max=most)
+    torch.testing.assert_close(found, exact.clamp(max=most), rtol=few, atol=_TINY[dtype])
+
+
 def check_equal(
     value: float, shape: tuple[int, ...], groups: int, is_last: bool, dtype: torch.dtype
 ) -> None:
@@ -216,21 +266,40 @@ def check_equal(
     assert not from_gpu(out).any()
 
 
+def cluster_checks(
+    clusters: tuple[tuple[tuple[int, ...], int, str], ...], dtype: torch.dtype
+) -> Iterator[tuple[object, Callable[[], object]]]:
+    for shape, groups, layout in clusters:
+        near = GroupNormCase(shape, groups, "silu", layout=layout, weight="")
+        # Far from zero digits are lost at first.
+        far = GroupNormCase(shape, groups, layout=layout, weight="float32", shift=30.0)
+        for case in (near, far):
+            yield f"{case} {dtype}", partial(check_forward, case, dtype)
+        rest = (shape, groups, layout, dtype)
+        words = f"{shape} {groups} {layout} {dtype}"
+        for value in (torch.nan, torch.inf):
+            yield f"{value} in {words}", partial(check_no_number, value, *rest)
+        yield f"biases of {words}", partial(check_biases, *rest)
+        for value in (10000.123, 3e38, -3e38)[: 1 if dtype == torch.float16 else 3]:
+            equal = partial(check_equal, value, shape, groups, layout == "last", dtype)
+            yield f"{value} in {words}", equal
+
+
 def main() -> None:
-    names = [
-        f"group_norm_{name}"
-        for name in (
-            *("held", "held_backward", "resident", "resident_first", "resident_last"),
-            *("forward", "backward"),
-        )
+    names = (
+        *("held", "held_backward", "resident", "resident_first", "resident_last"),
+        *("forward", "backward"),
+    )
+    narrow = (*names, "cluster")
+    types = {"Half": narrow, "BFloat16": narrow, "Float": names}
+    sources = [
+        (f"group_norm_{name}", f"-DKERNEL_TYPE={one}") for one in types for name in types[one]
     ]
-    types = ("Half", "BFloat16", "Float")
-    sources = [(name, f"-DKERNEL_TYPE={one}") for one in types for name in names]
     kernels = Kernels(Path(sys.argv[1]), *sources)
 
     def checks() -> Iterator[tuple[object, Callable[[], object]]]:
-        for number, dtype in enumerate(TYPES):
-            kernels.first = number * len(names)
+        for dtype, one in zip(TYPES, types, strict=True):
+            kernels.first = sources.index((f"group_norm_{names[0]}", f"-DKERNEL_TYPE={one}"))
             with torch.cuda.device(0):
                 for case in RESIDENT_CASES:
                     yield f"{case} {dtype}", partial(check_forward, case, dtype)
@@ -242,6 +311,10 @@ def main() -> None:
                 for (shape, groups), is_last in product(RESIDENT, (False, True)):
                     equal = partial(check_equal, 10000.123, shape, groups, is_last, dtype)
                     yield f"equal in {shape} {dtype} {is_last}", equal
+            if dtype != torch.float32:
+                for device, clusters in ((0, FEW_CLUSTERS), (3, MANY_CLUSTERS)):
+                    with torch.cuda.device(device):
+                        yield from cluster_checks(clusters, dtype)
             with torch.cuda.device(1):
                 for case in CASES:
                     yield f"{case} {dtype}", partial(check, case, dtype)

@@ -147,7 +147,7 @@ class Recorder:
         )
 
     def _on_launch(self, device: int, kernel: Any, numbers: Any, argument: int) -> int:
-        blocks, rows, threads, shared, is_cooperative = numbers[:5]
+        blocks, rows, threads, shared, is_cooperative, cluster = numbers[:6]
         name, facts = self._facts_of(device, kernel)
         gpu = self.gpus[device]
         self.launched[device].add(name)
@@ -163,6 +163,9 @@ class Recorder:
             resident = self._on_occupancy(device, kernel, threads, shared)
             if blocks * rows > resident * gpu["multiProcessorCount"]:
                 self._report(device, name, f"{blocks} x {rows} blocks that are to run at once")
+        # Without asking for more, as every GPU has that has clusters.
+        if cluster > 1 and (cluster > 8 or blocks % cluster != 0 or gpu["deviceVer"] < 900):
+            self._report(device, name, f"{blocks} blocks in clusters of {cluster}")
         all_shared = facts.shared + shared
         if all_shared > gpu["maxSharedMemoryPerBlockOptin"]:
             self._report(device, name, f"{all_shared} bytes of shared memory")

@@ -25,4 +25,5 @@ def test_what_they_compute(runtime, tmp_path):
     held += [f"group_norm_{name}_backward_{size}" for name, size in sizes]
     resident = product(("resident", "resident_backward"), orders)
     held += [f"group_norm_{name}_{size}" for name, size in resident if not size.startswith("n")]
+    held += [f"group_norm_cluster_16_{order}" for order in ("first", "last")]
     assert launched == sorted([*all_orders, *held, "group_norm_totals"])
