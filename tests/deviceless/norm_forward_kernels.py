@@ -81,7 +81,9 @@ def check_equal(value: float, columns: int, dtype: torch.dtype) -> None:
     """Equal numbers are their own mean, large ones too."""
     case = NormCase((3, columns), (columns,), True, weight="", eps=1e-12)
     t = replace(cases.make(case, dtype, "cpu", 0), input=torch.full(case.shape, value, dtype=dtype))
-    assert not from_gpu(norm(case, t, None)[0]).any()
+    out, _, _, rstd = norm(case, t, None)
+    assert not from_gpu(out).any()
+    torch.testing.assert_close(from_gpu(rstd), torch.full((3,), case.eps**-0.5))
 
 
 def check_steps(columns: int, dtype: torch.dtype) -> None:
