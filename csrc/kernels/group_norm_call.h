@@ -19,7 +19,7 @@ struct GroupNormSpread {
   unsigned kept;       // bytes of shared memory for pieces; 0: none are kept
   unsigned scratch;    // bytes of shared memory for joining what the threads of a slot found
   bool has_groups;  // whole groups, in the strip: what a block finds is joined to one part of each
-  // Of group_norm_cluster.cuh: classes of the rows of eight pieces that have the same slots, warps
+  // Of group_norm_products.cuh: classes of the rows of eight pieces that have the same slots, warps
   // that share a class, and stages in which pieces arrive, of so many turns each.
   unsigned classes, shares, stages;
   // Of group_norm_resident.cuh: pieces that each thread keeps; whether there are others, which go

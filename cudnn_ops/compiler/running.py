@@ -28,7 +28,7 @@ def run(node: fx.Node, facts: GraphFacts) -> Any:
         return _called(node, args, kwargs)
 
 
-#: What gives images in the memory order that it reads them in; torch takes long to say so.
+#: Calls whose result has the strides of the image that they read; torch takes long to say so.
 _KEEP_ORDER = {
     *("batch_norm", "relu", "relu6", "hardtanh", "hardswish", "silu", "gelu", "leaky_relu"),
     *("sigmoid", "dropout"),
@@ -37,7 +37,7 @@ _IMAGES = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def _like_its_image(node: fx.Node) -> FakeTensor | None:
-    """A result that is like an image with its channels last that it is of; None if it is not."""
+    """What a call gives that keeps a channels-last image's size, dtype and strides; else None."""
     call = call_of(node)
     if call is None or call.name not in _KEEP_ORDER or call.in_place:
         return None

@@ -77,9 +77,9 @@ def image_squares(x: Tensor, kernel: Sequence[int], padding: Sequence[int]) -> T
 
 
 def compute_again(graph: fx.Graph) -> None:
-    """Has the squares of images computed again for gradients, where they would be saved.
+    """Has the squares of images recomputed in the backward, which would save them otherwise.
 
-    The image is smaller, and as a rule it is an input, which is in memory anyway.
+    The image is smaller than its squares, and usually an input, which is in memory anyway.
     """
     for node in graph.find_nodes(op="call_function", target=image_squares):
         for one in (node, *filter(_is_conversion, node.users)):
