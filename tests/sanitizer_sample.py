@@ -245,6 +245,12 @@ def batch_norms() -> Iterator[Sample]:
             given = (x.requires_grad_(), mean, var, weight, bias, training)
             _backward(cudnn_ops.batch_norm(*given, residual=added, activation=activation))
 
+    def of_two(dtype: torch.dtype) -> None:
+        image = _tensor(3, 24, 7, 5, dtype=dtype).contiguous(memory_format=torch.channels_last)
+        rows = _tensor(24, dtype=torch.float32)
+        saved = (image, None, None, image, rows, rows, True, 1)
+        _ops._batch_norm_backward.default(image, *saved, (True,) * 4, False, image)
+
     kinds = ("plain", "relu", "sum", "frozen sum")
     for name, dtype in TYPES.items():
         for channels, is_last in ((64, True), (24, True), (7, True), (64, False), (7, False)):
@@ -256,6 +262,7 @@ def batch_norms() -> Iterator[Sample]:
                         f"batch_norm of {images}, {name}, {words}",
                         partial(run, dtype, channels, is_last, kind, policy, training),
                     )
+        yield f"batch_norm of batch_norm_pixels, {name}, two gradients", partial(of_two, dtype)
 
 
 def folded_norms() -> Iterator[Sample]:

@@ -64,6 +64,7 @@ def batch_norm(device: str) -> Arguments:
         "activation": 1,
         "output_mask": [True] * 4,
         "params_in_input_dtype": False,
+        "grad_more": x,
     }
 
 
@@ -229,7 +230,7 @@ MISTAKES = [
     ("group_norm", "bias", lambda _: None, ValueError, "the gradient of a weight or bias"),
     *[
         ("batch_norm", name, change, error, f"batch_norm backward: {name} must be")
-        for name in ("grad_out", "out")
+        for name in ("grad_out", "grad_more", "out")
         for change, error in ((narrow, ValueError), (short, ValueError), (half, TypeError))
     ],
     *[
@@ -350,7 +351,7 @@ def test_fake(mistake, device):
     [
         *[("layer_norm", name) for name in ("grad_out", "grad_sum", "weight", "mean", "rstd")],
         *[("group_norm", name) for name in ("grad_out", "grad_sum", "weight", "mean", "rstd")],
-        *[("batch_norm", name) for name in ("grad_out", "out", "weight", "mean", "rstd")],
+        *[("batch_norm", name) for name in ("grad_out", "grad_more", "out", "weight", "mean")],
         *[("gate_add_adaptive_layer_norm", name) for name in ("grad_out", "gate", "bias", "rstd")],
         *[("swiglu", name) for name in ("grad_out", "up")],
         *[("rotary_embedding", name) for name in ("cos", "sin")],

@@ -165,6 +165,7 @@ def test_opcheck(training, layout, device):
     for mask in ((True,) * 4, (True, False, False, False), (False, True, False, True)):
         saved = (t.grad_out, x, weight, None, out, mean, rstd, training, 1, mask, True)
         torch.library.opcheck(_ops._batch_norm_backward.default, saved)
+        torch.library.opcheck(_ops._batch_norm_backward.default, (*saved, t.residual.detach()))
         saved = (t.grad_out, x, None, None, None, mean, rstd, training, 0, mask, False)
         torch.library.opcheck(_ops._batch_norm_backward.default, saved)
 
@@ -190,6 +191,29 @@ def test_a_relu_is_told_by_its_input(layout, device):
             _ops._batch_norm_backward(
                 *(t.grad_out, x, weight, bias, None, *kept, False, 1, (True,) * 4, False)
             )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("layout", ["first", "last"])
+def test_two_gradients_are_that_of_their_sum(layout, dtype, device):
+    """In whatever order of memory each of them is; the sum is not rounded here."""
+    for shape, training in itertools.product(((3, 64, 5, 7), (2, 12, 4, 4), (9, 24)), (True, False)):
+        case = BatchNormCase(shape, activation="relu", residual=True, layout=layout)
+        t = cases.make(case, dtype, device, seed=1)
+        x, weight, bias, added = (one.detach() for one in (t.input, t.weight, t.bias, t.residual))
+        forward = (x, None, None, weight, bias, added, 0.1, 1e-5, 1)
+        out, *kept = _ops._batch_norm_training(*forward)
+        is_first = torch.rand_like(x, dtype=torch.float32) < 0.5
+        first, more = t.grad_out.where(is_first, 0), t.grad_out.where(~is_first, 0)
+        if x.dim() == 4:
+            more = more.contiguous(memory_format=torch.contiguous_format)
+        for of_relu, mask in itertools.product((True, False), itertools.product((True, False), repeat=4)):
+            saved = (x, weight, None, out if of_relu else None, *kept, training, int(of_relu))
+            wanted = _ops._batch_norm_backward(t.grad_out, *saved, mask, True)
+            found = _ops._batch_norm_backward(first, *saved, mask, True, more)
+            for mine, right in zip(found, wanted, strict=True):
+                assert torch.equal(mine, right), (shape, training, of_relu, mask)
 
 
 @GPU

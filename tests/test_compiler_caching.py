@@ -55,9 +55,9 @@ def test_other_sources_are_another_key(tmp_path, monkeypatch):
             (tmp_path / folder).mkdir(exist_ok=True)
             (tmp_path / folder / "part.py").write_text(text if folder == "ops" else "")
         monkeypatch.setattr(caching, "_PACKAGE", tmp_path)
-        caching._sources.cache_clear()
-        words.append(caching._sources())
-    caching._sources.cache_clear()
+        caching.sources.cache_clear()
+        words.append(caching.sources())
+    caching.sources.cache_clear()
     assert words[0] != words[1]
 
 

@@ -43,7 +43,7 @@ def group_norm_kernels() -> set[str]:
 
 def batch_norm_kernels() -> set[str]:
     """Those of training where channels are last."""
-    steps = ["stats", "finish_stats", "finish_sums"]
+    steps = ["stats", "finish_stats", "finish_sums", "sums_of_two"]
     relus = ("none", "of_input", "of_out")
     steps += [f"{step}_{relu}" for step in ("sums", "gradient") for relu in relus]
     return {f"batch_norm_{step}_{name}" for step in steps for name in ("half", "bfloat16", "float")}

@@ -240,8 +240,9 @@ __device__ void finish_stats(const BatchNormStatsCall& call) {
 // How the backward knows what the ReLU let pass.
 enum class Relu { kNone, kOfInput, kOfOut };
 
-// What comes to the norm of the gradient of its result, and what the norm made of the input.
-template <class Type, int kWidth, Relu kRelu>
+// What comes to the norm of the gradient of its result, which may be a sum of two, and what the norm
+// made of the input.
+template <class Type, int kWidth, Relu kRelu, bool kIsOfTwo = false>
 struct Slope {
   using Vector = Piece<Type, kWidth>;
   // Memory is asked for as much at once, however many images are read.
@@ -257,14 +258,16 @@ struct Slope {
   // Calls `use` with where a piece is, its gradients and its inputs.
   template <int kCount, class Use>
   __device__ void read(long long at, long long step, const Use& use) const {
-    Vector grad[kCount], input[kCount], out[kCount];
+    Vector grad[kCount], more[kCount], input[kCount], out[kCount];
     load(grad, call.grad, at, step);
+    if (kIsOfTwo) load(more, call.more, at, step);
     load(input, call.input, at, step);
     if (kRelu == Relu::kOfOut) load(out, call.out, at, step);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       float grads[kWidth], inputs[kWidth], outs[kWidth];
       grad[i].read(grads);
+      if (kIsOfTwo) more[i].add_to(grads);
       input[i].read(inputs);
       if (kRelu == Relu::kOfOut) out[i].read(outs);
 #pragma unroll
@@ -277,9 +280,9 @@ struct Slope {
   }
 };
 
-template <class Type, int kWidth, Relu kRelu>
-struct Sums : Slope<Type, kWidth, kRelu> {
-  using Slope<Type, kWidth, kRelu>::Slope;
+template <class Type, int kWidth, Relu kRelu, bool kIsOfTwo>
+struct Sums : Slope<Type, kWidth, kRelu, kIsOfTwo> {
+  using Slope<Type, kWidth, kRelu, kIsOfTwo>::Slope;
   float sums[kWidth] = {}, products[kWidth] = {};
 
   template <int kCount>
@@ -298,10 +301,10 @@ struct Sums : Slope<Type, kWidth, kRelu> {
   }
 };
 
-template <class Type, int kWidth, Relu kRelu>
+template <class Type, int kWidth, Relu kRelu, bool kIsOfTwo = false>
 __device__ void find_sums(const BatchNormGradientCall& call) {
   const Place place = Place::of<kWidth>(call.pixels);
-  Sums<Type, kWidth, kRelu> found(call, min(place.piece, place.pieces - 1));
+  Sums<Type, kWidth, kRelu, kIsOfTwo> found(call, min(place.piece, place.pieces - 1));
   for_pixels<found.kAhead, true>(call.pixels, place, found);
   const unsigned channels = call.pixels.channels;
   join_rows(call.pixels, found.sums, found.products, [&](unsigned channel, const Rows& of_threads) {
@@ -391,7 +394,8 @@ __device__ void find_gradient(const BatchNormGradientCall& call) {
   KERNEL(finish_sums_##type, BatchNormGradientCall, finish_sums, 1024, Type) \
   GRADIENT(type, none, Type, width, Relu::kNone)                             \
   GRADIENT(type, of_input, Type, width, Relu::kOfInput)                      \
-  GRADIENT(type, of_out, Type, width, Relu::kOfOut)
+  GRADIENT(type, of_out, Type, width, Relu::kOfOut)                          \
+  KERNEL(sums_of_two_##type, BatchNormGradientCall, find_sums, 512, Type, width, Relu::kOfOut, true)
 
 KERNELS(half, Half, 8)
 KERNELS(bfloat16, BFloat16, 8)

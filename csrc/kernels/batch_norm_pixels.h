@@ -34,6 +34,8 @@ struct BatchNormSlope {
   // Results; undefined: not wanted.
   at::Tensor grad_input = {}, grad_weight = {}, grad_bias = {};
   at::Tensor masked = {};  // what came through the ReLU, where there is `out`
+  // Added to `grad_out`; only where `masked`, which is then of both, is wanted.
+  std::optional<at::Tensor> grad_more = std::nullopt;
 };
 
 void batch_norm_find_gradients(const BatchNormSlope& args);

@@ -30,8 +30,9 @@ struct BatchNormStatsCall {
 };
 
 struct BatchNormGradientCall {
-  // out: what the ReLU gave, where that cannot be told from the input alone.
-  const void *grad, *input, *out;
+  // more: added to the gradient by kernels of two. out: what the ReLU gave, where that cannot be
+  // told from the input alone.
+  const void *grad, *more, *input, *out;
   const float *mean, *rstd;
   BatchNormVector weight, bias;
   float* partial;  // of each stretch the sums of all channels, then their sums of products

@@ -100,7 +100,7 @@ void batch_norm_find_stats(const BatchNormStats& args, const at::Tensor& mean,
 }
 
 void batch_norm_find_gradients(const BatchNormSlope& args) {
-  static const Kernel finish("finish_sums");
+  static const Kernel finish("finish_sums"), sums_of_two("sums_of_two");
   static const Kernel sums[3] = {Kernel("sums_none"), Kernel("sums_of_input"),
                                  Kernel("sums_of_out")};
   static const Kernel gradients[3] = {Kernel("gradient_none"), Kernel("gradient_of_input"),
@@ -108,12 +108,13 @@ void batch_norm_find_gradients(const BatchNormSlope& args) {
   const auto& input = args.input;
   const int64_t channels = input.size(1);
   const int relu = !args.has_relu ? 0 : args.out ? 2 : 1;
-  const auto& add_up = sums[relu].of(input);
+  const auto& add_up = (args.grad_more ? sums_of_two : sums[relu]).of(input);
   const Spread spread(input, add_up);
   const at::Tensor partial = numbers(2 * spread.pixels.stretches * channels, input);
   const at::Tensor joined = numbers(2 * channels, input);
   BatchNormGradientCall call{};
   call.grad = args.grad_out.const_data_ptr();
+  if (args.grad_more) call.more = args.grad_more->const_data_ptr();
   call.input = input.const_data_ptr();
   if (args.out) call.out = args.out->const_data_ptr();
   call.mean = args.mean.const_data_ptr<float>();

@@ -14,7 +14,7 @@ from torch import fx
 
 from cudnn_ops.compiler.report import compile_report, first_line, warn
 
-_MARKED = "unsafe_marked_cacheable_functions"
+_MARKED, _JOINT_PASS = "unsafe_marked_cacheable_functions", "joint_custom_post_pass"
 
 
 def cudnn_ops(
@@ -52,7 +52,6 @@ def cudnn_ops(
     from torch._inductor.compile_fx import compile_fx
 
     # All of this here: importing Dynamo imports this module.
-    from cudnn_ops.compiler.caching import marked
     from cudnn_ops.compiler.choice import Chooser
     from cudnn_ops.compiler.options import settings_of
     from cudnn_ops.compiler.rounds import rewrite_measured
@@ -62,7 +61,7 @@ def cudnn_ops(
     begun = report.begin()
     patches = dict(list_mode_options(settings.mode)) | dict(settings.inductor)
     swaps = rewrite_measured(module, Chooser(settings, report))
-    ours = {_MARKED: patches.get(_MARKED, {}) | marked(module)} if swaps.candidates else {}
+    ours = _for_swaps(module, patches) if swaps.candidates else {}
     try:
         return compile_fx(module, list(example_inputs), config_patches=patches | ours)  # type: ignore[return-value]
     except (RestartAnalysis, SkipFrame):
@@ -75,6 +74,20 @@ def cudnn_ops(
         warn("a graph does not compile with our operators and is compiled without them", error)
         swaps.undo(f"the graph did not compile with it: {first_line(error)}")
         return compile_fx(module, list(example_inputs), config_patches=patches)  # type: ignore[return-value]
+
+
+def _for_swaps(module: fx.GraphModule, patches: Mapping[str, Any]) -> dict[str, Any]:
+    """Inductor's options for a graph with our operators, beside those that it has."""
+    from torch._inductor import config
+
+    from cudnn_ops.compiler.caching import marked
+    from cudnn_ops.compiler.two_gradients import TakeTwoGradients
+
+    given = patches.get(_JOINT_PASS, config.joint_custom_post_pass)
+    return {
+        _MARKED: patches.get(_MARKED, {}) | marked(module),
+        _JOINT_PASS: TakeTwoGradients(given),
+    }
 
 
 def register(registry: ModuleType) -> None:

@@ -29,11 +29,12 @@ def marked(module: fx.GraphModule) -> dict[str, str]:
         for function in targets
         if callable(function) and getattr(function, "__module__", "").startswith("cudnn_ops.")
     ]
-    return dict.fromkeys(["cudnn_ops", *sorted(named)], _sources())
+    return dict.fromkeys(["cudnn_ops", *sorted(named)], sources())
 
 
 @functools.cache
-def _sources() -> str:
+def sources() -> str:
+    """A word for all that decides what a graph with this package's functions computes."""
     found = hashlib.sha256(repr(sorted(_C.versions().items())).encode())
     for folder in _FOLDERS:
         for path in sorted((_PACKAGE / folder).rglob("*.py")):

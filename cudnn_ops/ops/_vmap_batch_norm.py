@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cudnn_ops.ops._vmap import Samples, register_composites, register_rule
 
-_IMAGES = ("grad_out", "input", "residual", "out")
+_IMAGES = ("grad_out", "grad_more", "input", "residual", "out")
 _VECTORS = ("running_mean", "running_var", "weight", "bias", "mean", "rstd")
 
 

@@ -228,7 +228,10 @@ def _backward_cpu(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     activation, out = ACTIVATIONS[call.activation], call.out
     if out is None and activation != "none":
         out = _scaled(call, normed)
-    grad = before_activation(call.grad_out, out, activation).to(dtype)
+    of_out = call.grad_out
+    if call.grad_more is not None:
+        of_out = of_out.to(dtype) + call.grad_more
+    grad = before_activation(of_out, out, activation).to(dtype)
     of_input = grad
     if call.training:
         along = (grad * normed).mean(dims, keepdim=True)

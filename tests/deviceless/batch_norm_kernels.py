@@ -72,6 +72,11 @@ def results(case: BatchNormCase, t: Tensors) -> dict[str, Tensor]:
     if of_relu is not None:
         frozen = _ops._batch_norm_backward(grad_out, *saved, (*mask[:3], False), in_dtype)
         assert torch.equal(from_gpu(frozen[0]), from_gpu(grads[0])), "without the residual's"
+        is_first = torch.rand(t.grad_out.shape) < 0.5
+        parts = (to_gpu(channels_last(t.grad_out.where(one, 0))) for one in (is_first, ~is_first))
+        of_two = _ops._batch_norm_backward(next(parts), *saved, mask, in_dtype, next(parts))
+        for mine, right in zip(of_two, grads, strict=True):
+            assert torch.equal(from_gpu(mine), from_gpu(right)), "of two gradients"
     found = {"out": out}
     names = ("input", "weight", "bias", "residual")
     found |= {n: grad for n, grad, wanted in zip(names, grads, mask, strict=True) if wanted}

@@ -278,6 +278,7 @@ def run_batch_norms(recorder: Recorder, device: torch.device) -> None:
                     of_relu = (x, vector, wide, out, wide, wide, True, 1)
                     for mask in ((True,) * 3 + (out is not None,), (True, True, True, False)):
                         _ops._batch_norm_backward.default(x, *of_relu, mask, True)
+                        _ops._batch_norm_backward.default(x, *of_relu, mask, True, x)
                 _ops._batch_norm_training.default(x, None, None, None, None, x, 0.1, 1e-5, 0)
                 of_sum = (x, None, None, None, wide, wide, True, 0)
                 _ops._batch_norm_backward.default(x, *of_sum, (True,) * 4, True)

@@ -54,7 +54,8 @@ struct BatchNormBackward {
   std::array<bool, 4> output_mask{};
   bool params_in_input_dtype = false;  // weight and bias, and so their gradients; else the
                                        // statistics' dtype is theirs
-  CUDNN_OPS_FIELDS(grad_out, saved, output_mask, params_in_input_dtype)
+  OptionalTensor grad_more;            // added to grad_out: that of another reader of the output
+  CUDNN_OPS_FIELDS(grad_out, saved, output_mask, params_in_input_dtype, grad_more)
 };
 
 // The output, and what the backward needs of each channel, mean and 1 / deviation, float32 [C]

@@ -205,11 +205,24 @@ bool backward_by_plan(const BatchNormSaved& saved, const at::Tensor& grad,
   return true;
 }
 
+// The gradient of the output, from one reader of it or two.
+struct OfOut {
+  at::Tensor grad;
+  OptionalTensor more;
+
+  void add_up() {
+    if (more) grad = at::add(grad, *more);
+    more.reset();
+  }
+};
+
 // Of the norm in training, by kernels of ours.
-void backward_of_pixels(const BatchNormSaved& saved, const at::Tensor& grad_out, bool is_last,
+void backward_of_pixels(const BatchNormSaved& saved, OfOut& of_out, bool is_last,
                         const Gradients& wanted) {
-  const at::Tensor grad = aligned(grad_out, is_last), input = aligned(saved.input, is_last);
+  if (!saved.out || !wanted.residual.defined()) of_out.add_up();
+  const at::Tensor grad = aligned(of_out.grad, is_last), input = aligned(saved.input, is_last);
   BatchNormSlope args{grad, input, saved.mean, saved.rstd};
+  if (of_out.more) args.grad_more = aligned(*of_out.more, is_last);
   args.weight = contiguous(saved.weight);
   args.bias = contiguous(saved.bias);
   args.has_relu = saved.has_relu();
@@ -219,24 +232,28 @@ void backward_of_pixels(const BatchNormSaved& saved, const at::Tensor& grad_out,
   args.grad_bias = wanted.bias;
   if (saved.out) args.masked = wanted.residual;
   batch_norm_find_gradients(args);
-  if (!saved.out && wanted.residual.defined()) wanted.residual.copy_(grad_out);
+  if (!saved.out && wanted.residual.defined()) wanted.residual.copy_(grad);
 }
 
-void batch_norm_gradients_cuda(const BatchNormSaved& saved, const at::Tensor& grad_out,
-                               bool is_last, bool has_pixels, Gradients& wanted) {
+void batch_norm_gradients_cuda(const BatchNormSaved& saved, OfOut& of_out, bool is_last,
+                               bool has_pixels, Gradients& wanted) {
   const bool is_of_norm =
       wanted.input.defined() || wanted.weight.defined() || wanted.bias.defined();
   if (is_of_norm && has_pixels) {
     const bool has_more = saved.has_relu() || wanted.residual.defined();
     const auto reason = reason_without_plan(saved.input, /*training=*/true, has_more);
-    if (reason.empty() && backward_by_plan(saved, grad_out, wanted)) return;
-    return backward_of_pixels(saved, grad_out, is_last, wanted);
+    if (reason.empty()) {
+      of_out.add_up();
+      if (backward_by_plan(saved, of_out.grad, wanted)) return;
+    }
+    return backward_of_pixels(saved, of_out, is_last, wanted);
   }
-  at::Tensor grad = grad_out;
+  of_out.add_up();
+  at::Tensor grad = of_out.grad;
   if (saved.has_relu()) {
-    grad = through_relu(grad_out, *saved.out, wanted.residual);
+    grad = through_relu(of_out.grad, *saved.out, wanted.residual);
   } else if (wanted.residual.defined()) {
-    wanted.residual.copy_(grad_out);
+    wanted.residual.copy_(grad);
   }
   if (is_of_norm) backward_by_kernels(saved, grad, is_last, wanted);
 }
@@ -268,7 +285,7 @@ at::Tensor out_of(const BatchNormSaved& saved, bool is_last) {
 }
 
 BatchNormGradients batch_norm_backward_cuda(const BatchNormBackward& backward) {
-  const auto& [grad_out, given, output_mask, params_in_input_dtype] = backward;
+  const auto& [grad_out, given, output_mask, params_in_input_dtype, grad_more] = backward;
   const auto& input = given.input;
   check_batch_norm_backward(backward);
   check_cuda_dtype(input);
@@ -297,7 +314,9 @@ BatchNormGradients batch_norm_backward_cuda(const BatchNormBackward& backward) {
     } else if (saved.has_relu() && !(has_pixels && !wanted.residual.defined())) {
       saved.out = out_of(saved, is_last);
     }
-    batch_norm_gradients_cuda(saved, in_order(grad_out, is_last), is_last, has_pixels, wanted);
+    OfOut of_out{in_order(grad_out, is_last), std::nullopt};
+    if (grad_more) of_out.more = in_order(*grad_more, is_last);
+    batch_norm_gradients_cuda(saved, of_out, is_last, has_pixels, wanted);
   }
   if (params_in_input_dtype) cast_vectors(wanted, dtype);
   return {or_none(wanted.input, input, dtype), or_none(wanted.weight, input, of_params),

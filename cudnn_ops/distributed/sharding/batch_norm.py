@@ -24,7 +24,7 @@ from cudnn_ops.distributed.sharding.rules import (
 _ops = torch.ops.cudnn_ops
 
 _VECTORS = ("running_mean", "running_var", "weight", "bias", "mean", "rstd")
-_IMAGES = ("grad_out", "input", "residual", "out")
+_IMAGES = ("grad_out", "grad_more", "input", "residual", "out")
 _OVER_CHANNELS: dict[str, Placement] = {
     **dict.fromkeys(_VECTORS, Shard(0)),
     **dict.fromkeys(_IMAGES, Shard(1)),
