@@ -198,7 +198,9 @@ def test_a_relu_is_told_by_its_input(layout, device):
 @pytest.mark.parametrize("layout", ["first", "last"])
 def test_two_gradients_are_that_of_their_sum(layout, dtype, device):
     """In whatever order of memory each of them is; the sum is not rounded here."""
-    for shape, training in itertools.product(((3, 64, 5, 7), (2, 12, 4, 4), (9, 24)), (True, False)):
+    for shape, training in itertools.product(
+        ((3, 64, 5, 7), (2, 12, 4, 4), (9, 24)), (True, False)
+    ):
         case = BatchNormCase(shape, activation="relu", residual=True, layout=layout)
         t = cases.make(case, dtype, device, seed=1)
         x, weight, bias, added = (one.detach() for one in (t.input, t.weight, t.bias, t.residual))
@@ -208,7 +210,9 @@ def test_two_gradients_are_that_of_their_sum(layout, dtype, device):
         first, more = t.grad_out.where(is_first, 0), t.grad_out.where(~is_first, 0)
         if x.dim() == 4:
             more = more.contiguous(memory_format=torch.contiguous_format)
-        for of_relu, mask in itertools.product((True, False), itertools.product((True, False), repeat=4)):
+        for of_relu, mask in itertools.product(
+            (True, False), itertools.product((True, False), repeat=4)
+        ):
             saved = (x, weight, None, out if of_relu else None, *kept, training, int(of_relu))
             wanted = _ops._batch_norm_backward(t.grad_out, *saved, mask, True)
             found = _ops._batch_norm_backward(first, *saved, mask, True, more)

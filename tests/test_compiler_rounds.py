@@ -234,6 +234,31 @@ def test_forward_and_backward_are_compiled_before_they_run():
         assert [grad.shape for grad in one] == [(16,), (3, 16)] or [(3, 16), (16,)]
 
 
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("trains", [False, True])
+def test_engines_are_measured_for_ours_without_gradients(trains, before, monkeypatch):
+    """When its plans are made, at the first call; what the user has set is what it was."""
+    seen = {}
+
+    class Compiled:
+        def __init__(self, graph: fx.Graph, inputs: object) -> None:
+            self.name = "ours" if "cudnn_ops" in str(graph) else "stock"
+
+        def wait(self) -> None:
+            pass
+
+        def step(self, inputs: object) -> Callable[[], object]:
+            seen[self.name] = torch.backends.cudnn.benchmark
+            return lambda: None
+
+    monkeypatch.setattr(measuring, "_Compiled", Compiled)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", before)
+    question = _question(_norm, *(one.requires_grad_(trains) for one in _inputs()))
+    with Compiler().steps(question):
+        assert torch.backends.cudnn.benchmark is before
+    assert seen == {"ours": before or not trains, "stock": before}
+
+
 def test_readings_of_one_place_share_what_is_stock(monkeypatch):
     """What is a follower in one is part of the match in the other."""
     made = []

@@ -240,8 +240,8 @@ __device__ void finish_stats(const BatchNormStatsCall& call) {
 // How the backward knows what the ReLU let pass.
 enum class Relu { kNone, kOfInput, kOfOut };
 
-// What comes to the norm of the gradient of its result, which may be a sum of two, and what the norm
-// made of the input.
+// What comes to the norm of the gradient of its result, which may be a sum of two, and what the
+// norm made of the input.
 template <class Type, int kWidth, Relu kRelu, bool kIsOfTwo = false>
 struct Slope {
   using Vector = Piece<Type, kWidth>;

@@ -13,8 +13,8 @@ from tests.deviceless.fake_runtime import launched_on_a_cpu
 def test_what_they_compute(runtime, tmp_path):
     launched = launched_on_a_cpu("tests.deviceless.batch_norm_kernels", tmp_path)
     relus = ("none", "of_input", "of_out")
-    names = ["stats", "finish_stats", "finish_sums", *(f"sums_{relu}" for relu in relus)]
-    names += [f"gradient_{relu}" for relu in relus]
+    names = ["stats", "finish_stats", "finish_sums", "sums_of_two"]
+    names += [f"{step}_{relu}" for step in ("sums", "gradient") for relu in relus]
     of_types = [
         f"batch_norm_{name}_{kind}" for name in names for kind in ("half", "bfloat16", "float")
     ]
