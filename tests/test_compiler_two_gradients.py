@@ -1,4 +1,4 @@
-"""Sums of two gradients: which of them a batch norm's backward takes as two, and that it is right."""
+"""Sums of two gradients: which of them a batch norm's backward takes as two, and its results."""
 
 from __future__ import annotations
 

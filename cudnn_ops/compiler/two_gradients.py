@@ -55,10 +55,9 @@ def _take_two(backward: fx.Node) -> None:
     # Others cannot add up and write the sum on the way, or are asked to already.
     if call.out is None or not call.output_mask[3] or call.grad_more is not None:
         return
-    is_read_once = (
-        isinstance(total, fx.Node) and len(total.users) == backward.args.count(total) == 1
-    )
-    if not is_read_once or not _is_sum_of_alike(total):
+    if not isinstance(total, fx.Node) or not _is_sum_of_alike(total):
+        return
+    if len(total.users) != 1 or backward.args.count(total) != 1:
         return
     backward.kwargs = {**backward.kwargs, "grad_more": total.args[1]}
     backward.update_arg(0, total.args[0])

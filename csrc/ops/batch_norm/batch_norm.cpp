@@ -184,9 +184,8 @@ TORCH_LIBRARY_FRAGMENT(cudnn_ops, m) {
   const std::string read = "(Tensor input, Tensor? running_mean, Tensor? running_var, " + others;
   const std::string backward =
       "(Tensor grad_out, Tensor input, Tensor? weight, Tensor? bias, Tensor? out, Tensor mean, "
-      "Tensor rstd, bool training, int activation, bool[4] output_mask, bool "
-      "params_in_input_dtype, "
-      "Tensor? grad_more=None";
+      "Tensor rstd, bool training, int activation, bool[4] output_mask, "
+      "bool params_in_input_dtype, Tensor? grad_more=None";
   m.def(("_batch_norm_training(Tensor input, Tensor(a!)? running_mean, Tensor(b!)? running_var, " +
          others + ") -> (Tensor out, Tensor mean, Tensor rstd)")
             .c_str(),
