@@ -61,6 +61,17 @@ def test_no_more_than_shows(monkeypatch):
     assert _targets(found).count(folded) == 1
 
 
+@pytest.mark.parametrize(("rows", "groups"), [(6, 5), (30, 5), (90, 3), (150, 2), (400, 1)])
+def test_more_beside_large_images(rows, groups, monkeypatch):
+    """A share of the largest image, of which 5 weights of the same size are several parts."""
+    of_one = C * C * 9 * 8
+    monkeypatch.setattr(folding, "LEAST_BYTES", of_one)
+    x = torch.randn(2, C, rows, 20, dtype=torch.float64)
+    found = _check(_blocks(5), x)
+    targets = _targets(found)
+    assert targets.count(folded_together) + targets.count(folded) == groups
+
+
 def test_without_a_bias_each_is_its_own():
     found = _check(_blocks(3, affine=False), torch.randn(2, C, 6, 5, dtype=torch.float64))
     assert _targets(found).count(folded) == 3
