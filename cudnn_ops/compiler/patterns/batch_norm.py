@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from cudnn_ops.compiler.pattern import (
     through_dropout,
 )
 from cudnn_ops.compiler.patterns.activations import EPILOGUES
+from cudnn_ops.compiler.patterns.batch_counts import count_together
 from cudnn_ops.compiler.patterns.keeping import kept_beside_input
 from cudnn_ops.ops.batch_norm import BatchNormActivation
 
@@ -61,6 +62,11 @@ class BatchNorm(Pattern):
     def find(self, node: fx.Node) -> Iterator[Found]:
         for parts in _with_relu(node):
             yield _found(node, parts)
+
+    def finish(
+        self, graph: fx.Graph, mode: Mapping[fx.Node, object], mutated: Collection[fx.Node]
+    ) -> None:
+        count_together(graph, mode)
 
 
 def _with_relu(node: fx.Node) -> Iterator[_Parts]:
