@@ -15,8 +15,8 @@ C = 6
 _AT_ONCE = torch.ops.aten._foreach_add_.Scalar
 
 
-def _norms(count: int, **options: object) -> nn.Sequential:
-    return nn.Sequential(*(nn.BatchNorm2d(C, **options) for _ in range(count))).train()
+def _norms(count: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.BatchNorm2d(C) for _ in range(count))).train()
 
 
 def _x() -> Tensor:
@@ -70,6 +70,10 @@ def test_under_other_switches_they_are_others():
 
 class Counts(nn.Module):
     """What else is added to what is no count, or not by 1."""
+
+    steps: Tensor
+    seen: Tensor
+    sum: Tensor
 
     def __init__(self) -> None:
         super().__init__()
