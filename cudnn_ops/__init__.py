@@ -16,6 +16,7 @@ from cudnn_ops.ops import _vmap_batch_norm as _vmap_batch_norm
 from cudnn_ops.ops import _vmap_conv as _vmap_conv
 from cudnn_ops.ops import _vmap_group_norm as _vmap_group_norm
 from cudnn_ops.ops import _vmap_linear as _vmap_linear
+from cudnn_ops.ops import _vmap_max_pool as _vmap_max_pool
 from cudnn_ops.ops import _vmap_moe as _vmap_moe
 from cudnn_ops.ops import _vmap_rows as _vmap_rows
 from cudnn_ops.ops._when_imported import when_imported as _when_imported
@@ -37,6 +38,7 @@ from cudnn_ops.ops.gated import geglu, swiglu
 from cudnn_ops.ops.group_norm import add_group_norm, group_norm
 from cudnn_ops.ops.instance_norm import instance_norm
 from cudnn_ops.ops.linear import linear, mlp
+from cudnn_ops.ops.max_pool import max_pool2d
 from cudnn_ops.ops.merge import merge_attention_states
 from cudnn_ops.ops.moe import grouped_linear, moe_combine, moe_experts, moe_permute
 from cudnn_ops.ops.moe_routing import load_balancing_loss, moe_route
@@ -211,6 +213,7 @@ __all__ = [
     "load_balancing_loss",
     "load_bundle",
     "load_requests",
+    "max_pool2d",
     "merge_attention_states",
     "mlp",
     "moe_combine",

@@ -68,6 +68,20 @@ def batch_norm(device: str) -> Arguments:
     }
 
 
+def max_pool(device: str) -> Arguments:
+    x = torch.ones(2, 12, 5, 4, device=device)
+    return {
+        "grad_out": x,
+        "offsets": torch.zeros(2, 12, 5, 4, dtype=torch.uint8, device=device),
+        "grad_more": x,
+        "size": [9, 8],
+        "kernel_size": [3, 3],
+        "stride": [2, 2],
+        "padding": [1, 1],
+        "dilation": [1, 1],
+    }
+
+
 def adaptive_norm(device: str) -> Arguments:
     x, columns = torch.ones(2, 5, 24, device=device), torch.ones(24, device=device)
     modulation, stats = torch.ones(2, 24, device=device), torch.ones(2, 5, device=device)
@@ -163,6 +177,7 @@ CALLS: dict[str, tuple[str, Callable[[str], Arguments]]] = {
     "layer_norm": ("_norm_backward", lambda device: norm(device, True)),
     "group_norm": ("_group_norm_backward", group_norm),
     "batch_norm": ("_batch_norm_backward", batch_norm),
+    "max_pool2d": ("_max_pool2d_backward", max_pool),
     "gate_add_adaptive_layer_norm": ("_adaptive_norm_backward", adaptive_norm),
     "swiglu": ("_gated_backward", lambda device: gated(device, 0)),
     "geglu": ("_gated_backward", lambda device: gated(device, 2)),
@@ -242,6 +257,20 @@ MISTAKES = [
     ("batch_norm", "activation", lambda _: 0, ValueError, "out must be given with ReLU alone"),
     ("batch_norm", "weight", short, ValueError, r"weight must be \[12\]"),
     ("batch_norm", "bias", short, ValueError, r"bias must be \[12\]"),
+    *[
+        ("max_pool2d", name, change, error, f"max_pool2d backward: {name} must be")
+        for name in ("offsets", "grad_more")
+        for change, error in ((narrow, ValueError), (short, ValueError), (half, TypeError))
+    ],
+    ("max_pool2d", "grad_out", narrow, ValueError, "backward: grad_out must be of the output's"),
+    ("max_pool2d", "grad_out", short, ValueError, "backward: offsets must be"),
+    ("max_pool2d", "grad_out", half, TypeError, "backward: grad_more must be"),
+    ("max_pool2d", "grad_out", eight_bits, TypeError, "backward: grad_out must be float16"),
+    ("max_pool2d", "grad_out", lambda x: x[0], ValueError, "backward: grad_out must be of"),
+    ("max_pool2d", "size", lambda _: [9], ValueError, "size must be the input's H and W"),
+    ("max_pool2d", "size", lambda _: [11, 8], ValueError, "backward: grad_out must be of"),
+    ("max_pool2d", "stride", lambda _: [0, 1], ValueError, "stride must be positive"),
+    ("max_pool2d", "kernel_size", lambda _: [16, 16], NotImplementedError, "at most 255 numbers"),
     *[
         ("gate_add_adaptive_layer_norm", name, change, error, f"norm backward: {name} must be")
         for name in ("grad_out", "grad_sum")
@@ -352,6 +381,7 @@ def test_fake(mistake, device):
         *[("layer_norm", name) for name in ("grad_out", "grad_sum", "weight", "mean", "rstd")],
         *[("group_norm", name) for name in ("grad_out", "grad_sum", "weight", "mean", "rstd")],
         *[("batch_norm", name) for name in ("grad_out", "grad_more", "out", "weight", "mean")],
+        *[("max_pool2d", name) for name in ("grad_out", "offsets", "grad_more")],
         *[("gate_add_adaptive_layer_norm", name) for name in ("grad_out", "gate", "bias", "rstd")],
         *[("swiglu", name) for name in ("grad_out", "up")],
         *[("rotary_embedding", name) for name in ("cos", "sin")],
@@ -385,7 +415,7 @@ def test_one_tensor_left_on_the_cpu(op, name):
     "op",
     [
         *("rms_norm", "group_norm", "batch_norm", "gate_add_adaptive_layer_norm", "swiglu"),
-        *("rotary_embedding", "moe_combine", "grouped_linear"),
+        *("rotary_embedding", "moe_combine", "grouped_linear", "max_pool2d"),
     ],
 )
 def test_float64_is_for_cpus(op):

@@ -107,6 +107,8 @@ def _pointwise(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor):
 def _convolutions(x: Tensor, weight: Tensor, bias: Tensor, volume: Tensor, kernel: Tensor):
     yield cudnn_ops.group_norm(x, 2, None, None, 1e-4)
     yield cudnn_ops.batch_norm(x, bias, bias.square() + 1, residual=x, activation="relu")
+    yield cudnn_ops.max_pool2d(x, 3, 2, 1)
+    yield cudnn_ops.max_pool2d(x[0], (2, 1), ceil_mode=True)
     sums = volume.sum((0, 2, 3, 4)).square()
     yield cudnn_ops.batch_norm(volume, sums, sums, eps=1e-3)
     yield cudnn_ops.instance_norm(x, None, None, bias, bias, activation="silu")

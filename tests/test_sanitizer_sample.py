@@ -49,6 +49,15 @@ def batch_norm_kernels() -> set[str]:
     return {f"batch_norm_{step}_{name}" for step in steps for name in ("half", "bfloat16", "float")}
 
 
+def max_pool_kernels() -> set[str]:
+    types = ("half_8", "half_1", "bfloat16_8", "bfloat16_1", "float_4", "float_1")
+    ways = ("", "_backward")
+    return {
+        f"max_pool_{windows}_{name}{way}"
+        for windows, name, way in product(("any", "2x2", "3x3"), types, ways)
+    }
+
+
 def adaptive_norm_kernels() -> set[str]:
     text = "".join(
         (KERNELS / f"adaptive_norm_{way}.cu").read_text() for way in ("forward", "backward")

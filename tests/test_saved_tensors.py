@@ -190,6 +190,12 @@ def _calls() -> dict[str, Call]:
             (),
             3,
         ),
+        "max_pool2d": Call(
+            lambda input: cudnn_ops.max_pool2d(input, 3, 2, 1),
+            {"input": _leaf(2, 3, 8, 5)},
+            ("input",),
+            1,
+        ),
         "adaptive_layer_norm": Call(
             lambda input, scale, shift: cudnn_ops.adaptive_layer_norm(input, scale, shift),
             {"input": _leaf(3, 4, 8), "scale": _leaf(3, 8), "shift": _leaf(3, 8)},

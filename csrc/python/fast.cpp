@@ -22,6 +22,7 @@
 #include "ops/gated/gated.h"
 #include "ops/group_norm/group_norm.h"
 #include "ops/linear/linear.h"
+#include "ops/max_pool/max_pool.h"
 #include "ops/moe/moe.h"
 #include "ops/norm/norm.h"
 #include "ops/rotary/rotary.h"
@@ -263,6 +264,8 @@ constexpr FastOperator kOperators[] = {
     {"_grouped_linear_backward", "", Callable<OfFields<MoeGradients, GroupedLinearBackward>>::make},
     {"_linear", "", Callable<OfFields<LinearResults, LinearForward>>::make},
     {"_linear_backward", "", Callable<OfFields<LinearGradients, LinearMaskedBackward>>::make},
+    {"_max_pool2d", "", Callable<OfFields<MaxPoolResults, MaxPoolForward>>::make},
+    {"_max_pool2d_backward", "", Callable<OfFields<at::Tensor, MaxPoolBackward>>::make},
     {"_mlp", "", Callable<OfFields<MlpResults, MlpForward>>::make},
     {"_mlp_backward", "", Callable<OfFields<MlpGradients, MlpMaskedBackward>>::make},
     {"_moe_combine", "", Callable<OfFields<at::Tensor, MoeCombine>>::make},
@@ -285,6 +288,7 @@ constexpr FastOperator kOperators[] = {
     {"group_norm", "", Callable<decltype(group_norm)>::make},
     {"layer_norm", "", Callable<decltype(layer_norm)>::make},
     {"linear", "", Callable<decltype(linear)>::make},
+    {"max_pool2d", "", Callable<decltype(max_pool2d)>::make},
     {"mlp", "", Callable<decltype(mlp)>::make},
     {"paged_attention", "", Callable<OfFields<at::Tensor, Paged>>::make},
     {"paged_attention_with_lse", "", Callable<OfFields<OutAndLse, Paged>>::make},

@@ -150,6 +150,15 @@ OPERATIONS: dict[str, Operation] = {
         )
         for dims in (1, 2, 3)
     },
+    "max_pool2d": _operation(
+        "input kernel_size stride padding dilation ceil_mode return_indices",
+        *(F.max_pool2d, torch.max_pool2d),
+        stride=None,
+        padding=0,
+        dilation=1,
+        ceil_mode=False,
+        return_indices=False,
+    ),
     "scaled_dot_product_attention": _operation(
         "query key value attn_mask dropout_p is_causal scale enable_gqa",
         F.scaled_dot_product_attention,

@@ -1,9 +1,10 @@
-"""Sums of two gradients, which the backward of a batch norm reads as two.
+"""Sums of two gradients, which the backward of a batch norm or a max pooling reads as two.
 
 An image that two layers read, as the result of a residual block is, has a gradient from each, and
 autograd adds them up in a pass over memory of its own. The backward of a batch norm with a residual
 and a ReLU reads the gradient once and writes what came through the ReLU, which is the residual's
-gradient: it adds up both on the way, and the pass is saved.
+gradient: it adds up both on the way, and the pass is saved. So does that of max pooling, which reads
+each gradient a few times, from the cache.
 
 The sums are autograd's: they are in the graph of the forward and the backward, which inductor hands
 to a pass before it divides it.
@@ -21,7 +22,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from cudnn_ops.compiler.caching import sources
 from cudnn_ops.ops.arguments import bind
 
-_BACKWARD = torch.ops.cudnn_ops._batch_norm_backward.default
+_OF_NORM = torch.ops.cudnn_ops._batch_norm_backward.default
+_OF_POOL = torch.ops.cudnn_ops._max_pool2d_backward.default
 _ADD = torch.ops.aten.add.Tensor
 
 
@@ -33,8 +35,9 @@ class TakeTwoGradients(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Changes a graph of torch's operators in place."""
-        for node in graph.find_nodes(op="call_function", target=_BACKWARD):
-            _take_two(node)
+        for backward in (_OF_NORM, _OF_POOL):
+            for node in graph.find_nodes(op="call_function", target=backward):
+                _take_two(node)
         if self._users is not None:
             self._users(graph)
 
@@ -49,18 +52,25 @@ class TakeTwoGradients(CustomGraphPass):
 
 
 def _take_two(backward: fx.Node) -> None:
-    """Gives the backward of a batch norm both terms of its gradient, where that is a sum."""
-    call = bind(_BACKWARD, backward.args, backward.kwargs)
+    """Gives a backward both terms of its gradient, where that is a sum."""
+    call = bind(backward.target, backward.args, backward.kwargs)
     total = call.grad_out
-    # Others cannot add up and write the sum on the way, or are asked to already.
-    if call.out is None or not call.output_mask[3] or call.grad_more is not None:
+    # Other norms cannot add up and write the sum on the way.
+    if backward.target is _OF_NORM and (call.out is None or not call.output_mask[3]):
+        return
+    if call.grad_more is not None:
         return
     if not isinstance(total, fx.Node) or not _is_sum_of_alike(total):
         return
     if len(total.users) != 1 or backward.args.count(total) != 1:
         return
-    backward.kwargs = {**backward.kwargs, "grad_more": total.args[1]}
-    backward.update_arg(0, total.args[0])
+    one, other = total.args
+    place = [argument.name for argument in backward.target._schema.arguments].index("grad_more")
+    if place < len(backward.args):
+        backward.update_arg(place, other)
+    else:
+        backward.kwargs = {**backward.kwargs, "grad_more": other}
+    backward.update_arg(0, one)
     total.graph.erase_node(total)
 
 

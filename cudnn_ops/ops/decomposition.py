@@ -27,6 +27,7 @@ from cudnn_ops.ops import (
 from cudnn_ops.ops.activation import ACTIVATIONS, activate, needs_before
 from cudnn_ops.ops.arguments import bind
 from cudnn_ops.ops.gated import gated_in_torch
+from cudnn_ops.ops.max_pool import max_pool_in_torch
 from cudnn_ops.ops.moe import (
     grouped_linear_in_torch,
     moe_combine_in_torch,
@@ -87,6 +88,7 @@ def decompositions() -> _Decompositions:
         _ops._norm.default: _norm,
         _ops._group_norm.default: _group_norm,
         _ops._batch_norm_inference.default: _batch_norm_inference,
+        _ops._max_pool2d.default: _max_pool,
         _ops._adaptive_norm.default: _adaptive_norm,
         _ops._gated.default: gated_in_torch,
         _ops._rotary.default: rotary_in_torch,
@@ -106,6 +108,7 @@ def decompositions() -> _Decompositions:
     for name in (
         *("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"),
         *("group_norm", "add_group_norm", "batch_norm", "instance_norm"),
+        "max_pool2d",
         *("adaptive_layer_norm", "gate_add_adaptive_layer_norm"),
         *("adaptive_rms_norm", "gate_add_adaptive_rms_norm"),
         *("swiglu", "geglu", "rotary_embedding", "rotary_embedding_qk"),
@@ -231,6 +234,10 @@ def _batch_norm_inference(*args: Any) -> Tensor:
     call = bind(_ops._batch_norm_inference.default, args, {})
     dtype = torch.promote_types(call.input.dtype, torch.float32)
     return batch_norm.inference_in_torch(call, dtype)
+
+
+def _max_pool(*args: Any) -> tuple[Tensor, Tensor]:
+    return max_pool_in_torch(bind(_ops._max_pool2d.default, args, {}))
 
 
 def _adaptive_norm(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -5,6 +5,8 @@ And what there is one number of for each channel, beside images.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -20,10 +22,17 @@ def is_channels_last(input: Tensor) -> bool:
 
 def empty_in_order_of(input: Tensor) -> Tensor:
     """Of its shape, in the order that results have."""
-    if not is_channels_last(input):
-        return input.new_empty(input.shape)
-    samples, channels, *positions = input.shape
-    return input.new_empty((samples, *positions, channels)).movedim(-1, 1)
+    return empty_in_order(input, input.shape, is_channels_last(input))
+
+
+def empty_in_order(
+    like: Tensor, shape: Sequence[int], is_last: bool, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Of a shape, with channels last or first; of another tensor's device, and dtype if none."""
+    if not is_last:
+        return like.new_empty(shape, dtype=dtype)
+    samples, channels, *positions = shape
+    return like.new_empty((samples, *positions, channels), dtype=dtype).movedim(-1, 1)
 
 
 def in_order_of(input: Tensor, result: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from tests.cases import (
     fp8,
     group_norm,
     linear,
+    max_pool,
     norm,
     sdpa,
     sdpa_features,
@@ -34,6 +35,7 @@ from tests.cases.batch_norm import BatchNormCase
 from tests.cases.conv import ConvCase
 from tests.cases.conv_transpose import TransposeCase
 from tests.cases.group_norm import GroupNormCase
+from tests.cases.max_pool import MaxPoolCase
 from tests.cases.norm import NormCase
 from tests.cases.sdpa_features import Features
 from tests.cases.varlen import Packed
@@ -150,6 +152,13 @@ def _batch_norm(name: str, case: BatchNormCase) -> Derivative:
     return Derivative(name, check)
 
 
+def _max_pool(name: str, case: MaxPoolCase) -> Derivative:
+    def check(device: str, within: AbstractContextManager[object]) -> None:
+        max_pool.check(case, DTYPE, device, within)
+
+    return Derivative(name, check)
+
+
 def _adaptive_norm(name: str, case: AdaptiveNormCase) -> Derivative:
     def check(device: str, within: AbstractContextManager[object]) -> None:
         adaptive_norm.check(case, adaptive_norm.make(case, DTYPE, device, seed=0), within)
@@ -253,6 +262,7 @@ DERIVATIVES: list[Derivative] = [
     _batch_norm("batch_norm", BatchNormCase((4, 12, 5, 7), layout="last")),
     _batch_norm("batch_norm_relu", BatchNormCase((4, 64, 9), activation="relu", residual=True)),
     _batch_norm("batch_norm_by_statistics", BatchNormCase((2, 12, 5, 7), training=False)),
+    _max_pool("max_pool2d", MaxPoolCase((2, 16, 9, 11), 3, 2, 1)),
     _adaptive_norm("adaptive_layer_norm", AdaptiveNormCase((2, 7, 48), weight="same")),
     _adaptive_norm("adaptive_rms_norm", AdaptiveNormCase((2, 7, 48), False, gate="", shift="")),
     _adaptive_norm("gate_add_adaptive_layer_norm", AdaptiveNormCase((2, 7, 48), gated=True)),

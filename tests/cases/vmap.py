@@ -300,6 +300,13 @@ ROWS = [
     _group_norm("add_group_norm", (2, 6, 5), 2, "silu"),
     _batch_norm("batch_norm-training", (4, 3, 5), training=True),
     _batch_norm("batch_norm", (2, 3, 5, 2), training=False),
+    Problem(
+        "max_pool2d",
+        lambda input: cudnn_ops.max_pool2d(input, (3, 2), 2, 1),
+        lambda input: F.max_pool2d(input, (3, 2), 2, 1),
+        drawing(input=(2, 3, 5, 6)),
+        ("input",),
+    ),
     _adaptive_norm("adaptive_layer_norm", (2, 5, 8), (2, 8)),
     _adaptive_norm("adaptive_rms_norm", (2, 5, 8), (1, 5, 8)),
     _adaptive_norm("gate_add_adaptive_layer_norm", (2, 5, 8), (2, 1, 8)),

@@ -638,6 +638,20 @@ BATCH_NORMS = [
 ]
 
 
+def _pool(x: Tensor) -> Tensor:
+    return cudnn_ops.max_pool2d(x, 3, 2, 1)
+
+
+IMAGES_OF_CHANNELS: Tensors = {"x": (B, 4, 6, 5)}
+
+MAX_POOLS = [
+    Case("max pooling by batch", _pool, IMAGES_OF_CHANNELS, {"x": S0}, silent=True),
+    Case("max pooling by channels", _pool, IMAGES_OF_CHANNELS, {"x": S1}, silent=True),
+    Case("max pooling by rows", _pool, IMAGES_OF_CHANNELS, {"x": S2}),
+    Case("max pooling of partial sums", _pool, IMAGES_OF_CHANNELS, {"x": Partial()}),
+]
+
+
 def _adaptive(x: Tensor, scale: Tensor, shift: Tensor, weight: Tensor | None = None) -> Tensor:
     return cudnn_ops.adaptive_layer_norm(x, scale, shift, weight=weight)
 
@@ -764,6 +778,7 @@ LAYERS = [
 ]
 
 DIFFERENTIABLE = [*ATTENTION, *PACKED, *NORMS, *GROUP_NORMS, *BATCH_NORMS, *ADAPTIVE_NORMS]
+DIFFERENTIABLE += MAX_POOLS
 DIFFERENTIABLE += [*POINTWISE, *MOE, *CONVOLUTIONS, *LAYERS]
 
 #: Over a mesh of two dimensions, with a placement for each.

@@ -13,6 +13,7 @@ from cudnn_ops.compiler.patterns.gated import Gated
 from cudnn_ops.compiler.patterns.group_norm import GroupNorm
 from cudnn_ops.compiler.patterns.layer_norm import LayerNorm
 from cudnn_ops.compiler.patterns.linear import Linear, Mlp
+from cudnn_ops.compiler.patterns.max_pool import MaxPool
 from cudnn_ops.compiler.patterns.multi_head_attention import MultiHeadAttention
 from cudnn_ops.compiler.patterns.rms_norm import RmsNorm
 from cudnn_ops.compiler.patterns.rotary import Rotary, RotaryQk
@@ -36,6 +37,7 @@ PATTERNS: tuple[Pattern, ...] = (
     Convolution(),
     # Behind convolutions, after which it has its channels last.
     BatchNorm(),
+    MaxPool(),
     Mlp(),
     Linear(),
 )

@@ -9,6 +9,7 @@ from cudnn_ops.distributed.sharding import batch_norm as batch_norm
 from cudnn_ops.distributed.sharding import conv as conv
 from cudnn_ops.distributed.sharding import group_norm as group_norm
 from cudnn_ops.distributed.sharding import linear as linear
+from cudnn_ops.distributed.sharding import max_pool as max_pool
 from cudnn_ops.distributed.sharding import moe as moe
 from cudnn_ops.distributed.sharding import norm as norm
 from cudnn_ops.distributed.sharding import paged as paged
