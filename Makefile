@@ -112,7 +112,7 @@ gpu:
 # Bounds as they were asked for, and races in shared memory: kernels of our own, and cuDNN's where
 # they decode over pages, for bounds alone. Takes a few minutes, after `make gpu` or `make build`.
 SANITIZER ?= compute-sanitizer --error-exitcode 1 --report-api-errors no --target-processes application-only
-OURS := regex=^(adaptive_norm|batch_norm|conv_epilogue|depthwise_conv|depthwise_conv1d|fp8|gated|group_norm|moe|norm|rms_norm|layer_norm|paged|rotary)_
+OURS := regex=^(adaptive_norm|batch_norm|conv_epilogue|depthwise_conv|depthwise_conv1d|fp8|gated|group_norm|max_pool|moe|norm|rms_norm|layer_norm|paged|rotary)_
 sanitize: export PYTHONPATH := $(CURDIR)/$(SITE):$(PYTHONPATH)
 sanitize:
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck $(SYSTEM_PYTHON) -m tests.sanitizer_sample

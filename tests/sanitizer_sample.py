@@ -265,6 +265,23 @@ def batch_norms() -> Iterator[Sample]:
         yield f"batch_norm of batch_norm_pixels, {name}, two gradients", partial(of_two, dtype)
 
 
+def max_pools() -> Iterator[Sample]:
+    """Windows that reach into the padding, of odd images; the backward of one gradient and of two."""
+
+    def run(dtype: torch.dtype, channels: int, kernel: int, stride: int) -> None:
+        x = _tensor(3, channels, 11, 8, dtype=dtype).contiguous(memory_format=torch.channels_last)
+        _backward(cudnn_ops.max_pool2d(x.requires_grad_(), kernel, stride, 1))
+        numbers = [[one] * 2 for one in (kernel, stride, 1, 1)]
+        out, offsets = _ops._max_pool2d.default(x.detach(), *numbers, False, True)
+        _ops._max_pool2d_backward.default(out, offsets, out, [11, 8], *numbers)
+
+    for name, dtype in TYPES.items():
+        for width, channels in ((16 // dtype.itemsize, 24), (1, 7)):
+            for windows, kernel, stride in (("any", 3, 1), ("2x2", 2, 2), ("3x3", 3, 2)):
+                kernel_name = f"max_pool_{windows}_{name}_{width}"
+                yield kernel_name, partial(run, dtype, channels, kernel, stride)
+
+
 def folded_norms() -> Iterator[Sample]:
     def run(dtype: torch.dtype) -> None:
         weights = [_tensor(5, 7, 3, 3, dtype=dtype), _tensor(6, 1, 5, dtype=dtype)]
@@ -733,7 +750,7 @@ def merging() -> Iterator[Sample]:
 
 
 FAMILIES = (
-    *(gated, rotary, norms, group_norms, batch_norms, folded_norms, adaptive_norms, convolutions),
+    *(gated, rotary, norms, group_norms, batch_norms, max_pools, folded_norms, adaptive_norms, convolutions),
     *(depthwise_images, grouped_images, mixtures, appending),
     *(rounding, turned_rounding, rounding_rows, decoding, merging),
 )

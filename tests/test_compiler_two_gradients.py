@@ -1,4 +1,4 @@
-"""Sums of two gradients: which of them a batch norm's backward takes as two, and its results."""
+"""Sums of two gradients: which of them a backward takes as two, and its results."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from cudnn_ops.ops.arguments import bind
 
 C = 8
 _BACKWARD = torch.ops.cudnn_ops._batch_norm_backward.default
+_OF_POOL = torch.ops.cudnn_ops._max_pool2d_backward.default
 
 
 def _image() -> Tensor:
@@ -44,8 +45,11 @@ def _taken(function: Callable[..., Any], *inputs: Tensor) -> tuple[fx.GraphModul
     graph.recompile()
     for mine, right in zip(graph(*inputs), wanted, strict=True):
         torch.testing.assert_close(mine, right)
-    nodes = graph.graph.find_nodes(op="call_function", target=_BACKWARD)
-    calls = [bind(_BACKWARD, node.args, node.kwargs) for node in nodes]
+    calls = [
+        bind(backward, node.args, node.kwargs)
+        for backward in (_BACKWARD, _OF_POOL)
+        for node in graph.graph.find_nodes(op="call_function", target=backward)
+    ]
     return graph, [call.grad_more is not None for call in calls]
 
 
@@ -94,6 +98,38 @@ def test_what_is_near_is_left(near):
     assert _taken(NEAR[near], *(_image() for _ in range(3)))[1] == [False]
 
 
+def _pool_backward(grad: Tensor, more: Tensor | None = None) -> Any:
+    """Of an image twice as large."""
+    offsets = torch.zeros(grad.shape, dtype=torch.uint8)
+    pairs = [[3, 3], [2, 2], [1, 1], [1, 1]]
+    size = [2 * n for n in grad.shape[2:]]
+    return (_OF_POOL(grad, offsets, more, size, *pairs),)
+
+
+def test_max_pooling_takes_a_sum_of_two():
+    graph, taken = _taken(lambda a, b: _pool_backward(a + b), _image(), _image())
+    assert taken == [True]
+    assert not graph.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
+
+
+NEAR_POOL: dict[str, Callable[..., Any]] = {
+    "of two already": lambda a, b: _pool_backward(a + b, a),
+    "a factor": lambda a, b: _pool_backward(torch.add(a, b, alpha=2)),
+    "a number": lambda a, b: _pool_backward(a + 1.0),
+    "broadcast": lambda a, b: _pool_backward(a + b[:1]),
+    "another dtype": lambda a, b: _pool_backward(a + b.half()),
+    "read by another": lambda a, b: (*_pool_backward(total := a + b), total * 2),
+    "a difference": lambda a, b: _pool_backward(a - b),
+    "no sum": lambda a, b: _pool_backward(a),
+}
+
+
+@pytest.mark.parametrize("near", NEAR_POOL)
+def test_what_is_near_max_pooling_is_left(near):
+    taken = _taken(NEAR_POOL[near], _image(), _image())[1]
+    assert taken == [near == "of two already"]
+
+
 class Chain(nn.Module):
     """Residual blocks, whose images are read by the next block's convolution and its sum."""
 
@@ -112,8 +148,10 @@ class Counting(CustomGraphPass):
         self.found, self.name = 0, name
 
     def __call__(self, graph: fx.Graph) -> None:
-        for node in graph.find_nodes(op="call_function", target=_BACKWARD):
-            self.found += "grad_more" in node.kwargs
+        for backward in (_BACKWARD, _OF_POOL):
+            for node in graph.find_nodes(op="call_function", target=backward):
+                call = bind(backward, node.args, node.kwargs)
+                self.found += call.grad_more is not None
 
     def uuid(self) -> str | None:
         return self.name
@@ -156,6 +194,20 @@ def test_resnet_has_one_for_each_block_but_the_last():
     compiled = torch.compile(model, backend="cudnn_ops", options=options, fullgraph=True)
     compiled(torch.randn(2, 3, 32, 32)).sum().backward()
     assert counting.found == 7
+
+
+def test_resnets_pooled_image_has_two_readers():
+    """So has that of each block but the last."""
+    counting = Counting()
+    torch._dynamo.reset()
+    options = {
+        "swap": ["batch_norm", "max_pool"],
+        "inductor": {"joint_custom_post_pass": counting},
+    }
+    model = resnet18().train()
+    compiled = torch.compile(model, backend="cudnn_ops", options=options, fullgraph=True)
+    compiled(torch.randn(2, 3, 32, 32)).sum().backward()
+    assert counting.found == 8
 
 
 def test_a_graph_without_our_operators_has_no_pass(monkeypatch):

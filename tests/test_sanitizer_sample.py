@@ -17,6 +17,10 @@ from tests.sanitizer_sample import samples
 KERNELS = Path(__file__).parents[1] / "csrc" / "kernels"
 
 
+#: Their samples are named for a kernel, and run its backward too.
+WITH_BACKWARD = ("gated", "max_pool", "moe_combine")
+
+
 def norm_kernels() -> set[str]:
     """Those that are for every GPU, by the macros that make them."""
     text = "".join((KERNELS / f"norm_{way}.cu").read_text() for way in ("forward", "backward"))
@@ -115,7 +119,7 @@ def test_the_sample_runs_the_kernels_that_it_is_named_for():
         torch.cuda.synchronize()
     ran = Counter(event.key.split("(")[0] for event in profiled.key_averages())
     named = names_of_kernels()
-    backward = {f"{name}_backward" for name in named if name.startswith(("gated", "moe_combine"))}
+    backward = {f"{name}_backward" for name in named if name.startswith(WITH_BACKWARD)}
     rows = "depthwise_conv1d_"
     backward |= {name.replace(rows, f"{rows}weight_") for name in named if name.startswith(rows)}
     others = {

@@ -288,6 +288,28 @@ def run_batch_norms(recorder: Recorder, device: torch.device) -> None:
                 _ops._batch_norm_backward.default(x, *saved, mask, True)
 
 
+def run_max_pools(recorder: Recorder, device: torch.device) -> None:
+    shapes = itertools.product((1, 3, 64, 100, 520, 4096), (1, 7, 56, 225, 5000), (1, 256, 65_536))
+    windows = itertools.product((1, 2, 3, 13), (1, 2, 3))
+    orders = itertools.product(shapes, windows, DTYPES, (False, True))
+    for (channels, size, batch), (kernel, stride), dtype, is_last in orders:
+        padding = kernel // 2
+        pooled = (size + 2 * padding - kernel) // stride + 1
+        if pooled < 1 or channels * size * size * batch >= 1 << 38:
+            continue
+
+        def image(dtype: torch.dtype, size: int) -> Tensor:
+            if not is_last:
+                return memory(device, dtype, batch, channels, size, size)
+            return memory(device, dtype, batch, size, size, channels).permute(0, 3, 1, 2)
+
+        x, out, offsets = image(dtype, size), image(dtype, pooled), image(torch.uint8, pooled)
+        numbers = [[one] * 2 for one in (kernel, stride, padding, 1)]
+        with recorder.calling("max pool", dtype, batch, channels, size, kernel, stride, is_last):
+            _ops._max_pool2d.default(x, *numbers, False, True)
+            _ops._max_pool2d_backward.default(out, offsets, out, [size, size], *numbers)
+
+
 def run_adaptive_norms(recorder: Recorder, device: torch.device) -> None:
     """One sample and many, of few tokens and many, and numbers of each token."""
     for dtype, (rows, width) in itertools.product(DTYPES, SIZES):
@@ -640,6 +662,7 @@ RUNS = (
     run_norms,
     run_group_norms,
     run_batch_norms,
+    run_max_pools,
     run_folds,
     run_adaptive_norms,
     run_gated,
