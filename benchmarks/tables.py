@@ -490,6 +490,13 @@ TABLES = {
         "image_norms",
         samples=1 / 5,
     ),
+    "max_pool": Table(
+        beside_peers,
+        "GPU time of forward / backward in ms, bf16 but where a line says float32. x is the other's "
+        "time over ours.",
+        "max_pool",
+        samples=1 / 5,
+    ),
     "adaptive_norms": Table(
         beside_peers,
         "GPU time of forward / backward in ms, bf16; samples, tokens, columns. x is the other's "

@@ -266,7 +266,7 @@ def batch_norms() -> Iterator[Sample]:
 
 
 def max_pools() -> Iterator[Sample]:
-    """Windows that reach into the padding, of odd images; the backward of one gradient and of two."""
+    """Windows that reach into the padding, of odd images; with one gradient and with two."""
 
     def run(dtype: torch.dtype, channels: int, kernel: int, stride: int) -> None:
         x = _tensor(3, channels, 11, 8, dtype=dtype).contiguous(memory_format=torch.channels_last)
@@ -750,7 +750,17 @@ def merging() -> Iterator[Sample]:
 
 
 FAMILIES = (
-    *(gated, rotary, norms, group_norms, batch_norms, max_pools, folded_norms, adaptive_norms, convolutions),
+    *(
+        gated,
+        rotary,
+        norms,
+        group_norms,
+        batch_norms,
+        max_pools,
+        folded_norms,
+        adaptive_norms,
+        convolutions,
+    ),
     *(depthwise_images, grouped_images, mixtures, appending),
     *(rounding, turned_rounding, rounding_rows, decoding, merging),
 )

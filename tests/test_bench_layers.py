@@ -14,6 +14,7 @@ from benchmarks import (
     bench_depthwise,
     bench_image_norms,
     bench_linear,
+    bench_max_pool,
     bench_moe,
     bench_norms,
     bench_resnet,
@@ -69,6 +70,25 @@ def test_image_norms(on_cpu, monkeypatch):
     assert list(found)[2] == "two 1,4,3 by 2 channels first silu fwd"
     assert list(found)[4] == "three 3,4,3,2 channels last sum relu fwd"
     assert all(list(impls) == ["cudnn_ops", "eager", "compile", "copy"] for impls in found.values())
+
+
+def test_max_pool(on_cpu, monkeypatch):
+    bench = bench_max_pool
+    monkeypatch.setattr(bench, "gpu_ms", bench_sdpa.gpu_ms)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    small = (
+        bench.Case("one", (2, 8, 9, 8), 3, 2, 1),
+        bench.Case("two", (2, 3, 6, 6), 2, 2, dtype=torch.float32, is_last=False),
+    )
+    monkeypatch.setattr(bench, "CASES", small)
+    rows = Rows(ENV)
+    bench.run_part("one", rows, 1)
+    bench.run_part("two", rows, 1)
+    found = harness.pivot(rows.rows, "gpu_ms")
+    assert list(found)[0] == "one 2,8,9,8 3x3 s2 channels last fwd"
+    assert list(found)[3] == "two 2,3,6,6 2x2 s2 channels first float32 bwd"
+    assert all(list(impls) == ["cudnn_ops", "eager", "compile", "copy"] for impls in found.values())
+    assert tables.TABLES["max_pool"].lines(rows.rows)[0]
 
 
 def test_adaptive_norms(on_cpu, monkeypatch):

@@ -38,7 +38,7 @@ INCLUDES: dict[str, set[str]] = {
 }
 FAMILIES = {
     *("adaptive_norm", "attention", "batch_norm", "conv", "gated", "group_norm", "linear", "moe"),
-    *("norm", "quantize", "rotary"),
+    *("max_pool", "norm", "quantize", "rotary"),
 }
 #: Headers that the build writes.
 GENERATED = re.compile(r"\w+_images\.h|graph_hash\.h|known_bad_rules\.h")

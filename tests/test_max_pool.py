@@ -42,7 +42,12 @@ def test_drawn(device, poisoned):
         kernel = rng.choice([1, 2, 3, 4, 7, (2, 5), (3, 1)])
         height, width = cases.pair_of(kernel)[0], cases.pair_of(kernel)[-1]
         case = MaxPoolCase(
-            (rng.randint(1, 3), rng.choice([1, 3, 8, 12, 20]), rng.randint(13, 24), rng.randint(13, 24)),
+            (
+                rng.randint(1, 3),
+                rng.choice([1, 3, 8, 12, 20]),
+                rng.randint(13, 24),
+                rng.randint(13, 24),
+            ),
             kernel,
             rng.choice([None, 1, 2, 3, (1, 2), (3, 2)]),
             (rng.randint(0, height // 2), rng.randint(0, width // 2)),
@@ -212,7 +217,11 @@ MISTAKES = [
     ((3, 1, 2), ValueError, r"padding must not be negative.*half of kernel_size.*got \[2, 2\]"),
     ((3, 1, -1), ValueError, r"padding must not be negative.*got \[-1, -1\]"),
     ((7,), ValueError, r"kernel_size \[7, 7\] is larger than the padded input, \[2, 8, 6, 6\]"),
-    ((3, 1, 1, 4), ValueError, r"kernel_size .* is larger than the padded input.*dilation \[4, 4\]"),
+    (
+        (3, 1, 1, 4),
+        ValueError,
+        r"kernel_size .* is larger than the padded input.*dilation \[4, 4\]",
+    ),
     (((1, 2, 3),), ValueError, r"kernel_size must be one number, or one for H and one for W"),
     (((),), ValueError, r"kernel_size must be one number"),
     ((2, (1, 2, 3)), ValueError, r"stride must be one number"),

@@ -2,8 +2,8 @@
 // those that have them first are images of one channel. Compiled when the package is built
 // (cmake/compile_kernels.py); max_pool_cuda.cpp launches it.
 //
-// A block has a few rows and columns of pixels, whose windows overlap, so that it reads most of what
-// it needs once from memory and then from its own cache.
+// A block has a few rows and columns of pixels, whose windows overlap, so that it reads most of
+// what it needs once from memory and then from its own cache.
 
 #include "max_pool_call.h"
 #include "number.cuh"
@@ -96,9 +96,7 @@ __device__ void pool(const MaxPoolCall& call) {
   if (piece >= shape.pieces || row >= shape.out_size[0] || column >= shape.out_size[1]) return;
   const int height = shape.size[0], width = shape.size[1];
   const Vector* image = (const Vector*)call.input + sample * height * width * shape.pieces + piece;
-  const auto at = [&](int y, int x) {
-    return image + ((long long)y * width + x) * shape.pieces;
-  };
+  const auto at = [&](int y, int x) { return image + ((long long)y * width + x) * shape.pieces; };
   const int top = row * (kKernel ? 2 : stride[0]) - padding[0];
   const int left = column * (kKernel ? 2 : stride[1]) - padding[1];
   const int kernel_width = kKernel ? kKernel : kernel[1];
@@ -265,20 +263,19 @@ __device__ void spread(const MaxPoolBackwardCall& call) {
   }
 }
 
-#define MAX_POOL(Type, suffix, width, windows, kernel)                        \
-  extern "C" __global__ void __launch_bounds__(kThreads)                      \
-      max_pool_##windows##_##suffix##_##width(                                \
-          const __grid_constant__ MaxPoolCall call) {                         \
-    wait_for_inputs();                                                        \
-    let_next_start();                                                         \
-    pool<Type, width, kernel>(call);                                          \
-  }                                                                           \
-  extern "C" __global__ void __launch_bounds__(kThreads)                      \
-      max_pool_##windows##_##suffix##_##width##_backward(                     \
-          const __grid_constant__ MaxPoolBackwardCall call) {                 \
-    wait_for_inputs();                                                        \
-    let_next_start();                                                         \
-    spread<Type, width, kernel>(call);                                        \
+#define MAX_POOL(Type, suffix, width, windows, kernel)                                    \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                  \
+      max_pool_##windows##_##suffix##_##width(const __grid_constant__ MaxPoolCall call) { \
+    wait_for_inputs();                                                                    \
+    let_next_start();                                                                     \
+    pool<Type, width, kernel>(call);                                                      \
+  }                                                                                       \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                  \
+      max_pool_##windows##_##suffix##_##width##_backward(                                 \
+          const __grid_constant__ MaxPoolBackwardCall call) {                             \
+    wait_for_inputs();                                                                    \
+    let_next_start();                                                                     \
+    spread<Type, width, kernel>(call);                                                    \
   }
 
 #define MAX_POOL_WINDOWS(Type, suffix, width) \

@@ -23,12 +23,10 @@ class Kernel {
       : names_{name(windows, "half_1", suffix),     name(windows, "half_8", suffix),
                name(windows, "bfloat16_1", suffix), name(windows, "bfloat16_8", suffix),
                name(windows, "float_1", suffix),    name(windows, "float_4", suffix)},
-        kernels_{{kMaxPoolImages, names_[0].c_str(), true},
-                 {kMaxPoolImages, names_[1].c_str(), true},
-                 {kMaxPoolImages, names_[2].c_str(), true},
-                 {kMaxPoolImages, names_[3].c_str(), true},
-                 {kMaxPoolImages, names_[4].c_str(), true},
-                 {kMaxPoolImages, names_[5].c_str(), true}} {
+        kernels_{
+            {kMaxPoolImages, names_[0].c_str(), true}, {kMaxPoolImages, names_[1].c_str(), true},
+            {kMaxPoolImages, names_[2].c_str(), true}, {kMaxPoolImages, names_[3].c_str(), true},
+            {kMaxPoolImages, names_[4].c_str(), true}, {kMaxPoolImages, names_[5].c_str(), true}} {
   }
   const DeviceKernel& of(const at::Tensor& image, bool is_wide) const {
     return kernels_[2 * type_index(image.scalar_type()) + (is_wide ? 1 : 0)];

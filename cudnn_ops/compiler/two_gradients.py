@@ -3,8 +3,8 @@
 An image that two layers read, as the result of a residual block is, has a gradient from each, and
 autograd adds them up in a pass over memory of its own. The backward of a batch norm with a residual
 and a ReLU reads the gradient once and writes what came through the ReLU, which is the residual's
-gradient: it adds up both on the way, and the pass is saved. So does that of max pooling, which reads
-each gradient a few times, from the cache.
+gradient: it adds up both on the way, and the pass is saved. So does that of max pooling, which
+finds in the cache what it reads again.
 
 The sums are autograd's: they are in the graph of the forward and the backward, which inductor hands
 to a pass before it divides it.
@@ -53,10 +53,11 @@ class TakeTwoGradients(CustomGraphPass):
 
 def _take_two(backward: fx.Node) -> None:
     """Gives a backward both terms of its gradient, where that is a sum."""
-    call = bind(backward.target, backward.args, backward.kwargs)
+    op: Any = backward.target
+    call = bind(op, backward.args, backward.kwargs)
     total = call.grad_out
     # Other norms cannot add up and write the sum on the way.
-    if backward.target is _OF_NORM and (call.out is None or not call.output_mask[3]):
+    if op is _OF_NORM and (call.out is None or not call.output_mask[3]):
         return
     if call.grad_more is not None:
         return
@@ -65,7 +66,7 @@ def _take_two(backward: fx.Node) -> None:
     if len(total.users) != 1 or backward.args.count(total) != 1:
         return
     one, other = total.args
-    place = [argument.name for argument in backward.target._schema.arguments].index("grad_more")
+    place = [argument.name for argument in op._schema.arguments].index("grad_more")
     if place < len(backward.args):
         backward.update_arg(place, other)
     else:

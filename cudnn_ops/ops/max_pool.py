@@ -43,8 +43,8 @@ def max_pool2d(
 
     with :math:`s, p, d` for stride, padding and dilation. Padding is less than every number. NaN is
     greater than every number, as in torch. The gradient of an output goes to the first of equal
-    numbers, row by row, and of NaN to the last. For the gradient it keeps one byte for each output, and neither input nor
-    output. Differentiable once.
+    numbers, row by row, and where there is NaN to the last of these. For the gradient a byte is
+    kept for each output, and neither input nor output. Differentiable once.
 
     Args:
         input: ``[N, C, H, W]`` or ``[C, H, W]``, float16, bfloat16 or float32; on a CPU also
@@ -123,8 +123,9 @@ def _taps(call: Any, out_size: Sequence[int]) -> Iterator[tuple[int, tuple[slice
     (height, width), s, d = call.kernel_size, call.stride, call.dilation
     for tap in range(height * width):
         starts = (tap // width * d[0], tap % width * d[1])
-        ends = (start + (n - 1) * step + 1 for start, n, step in zip(starts, out_size, s, strict=True))
-        yield tap, tuple(map(slice, starts, ends, s))  # type: ignore[misc]
+        ends = ((n - 1) * step + 1 for n, step in zip(out_size, s, strict=True))
+        rows, columns = map(slice, starts, map(sum, zip(starts, ends, strict=True)), s)
+        yield tap, (rows, columns)
 
 
 def _padded_size(call: Any, size: Sequence[int], out_size: Sequence[int]) -> list[int]:

@@ -298,12 +298,12 @@ def run_max_pools(recorder: Recorder, device: torch.device) -> None:
         if pooled < 1 or channels * size * size * batch >= 1 << 38:
             continue
 
-        def image(dtype: torch.dtype, size: int) -> Tensor:
-            if not is_last:
-                return memory(device, dtype, batch, channels, size, size)
-            return memory(device, dtype, batch, size, size, channels).permute(0, 3, 1, 2)
-
-        x, out, offsets = image(dtype, size), image(dtype, pooled), image(torch.uint8, pooled)
+        order = (0, 3, 1, 2) if is_last else (0, 1, 2, 3)
+        x, out, offsets = (
+            memory(device, kind, *((batch, n, n, channels) if is_last else (batch, channels, n, n)))
+            for kind, n in ((dtype, size), (dtype, pooled), (torch.uint8, pooled))
+        )
+        x, out, offsets = (image.permute(order) for image in (x, out, offsets))
         numbers = [[one] * 2 for one in (kernel, stride, padding, 1)]
         with recorder.calling("max pool", dtype, batch, channels, size, kernel, stride, is_last):
             _ops._max_pool2d.default(x, *numbers, False, True)

@@ -191,17 +191,16 @@ void check_max_pool_backward(const MaxPoolBackward& args) {
                    grad_out.scalar_type());
   check_numbers(numbers);
   check_taps(numbers);
-  TORCH_CHECK_VALUE(size.size() == 2, kMaxPool,
-                    " backward: size must be the input's H and W; got ", c10::SymIntArrayRef(size));
+  TORCH_CHECK_VALUE(size.size() == 2, kMaxPool, " backward: size must be the input's H and W; got ",
+                    c10::SymIntArrayRef(size));
   const auto is_pooled = [&](size_t dim) {
     const auto found = grad_out.sym_size(static_cast<int64_t>(2 + dim));
-    return found > 0 &&
-           (found == pooled_size(size[dim], numbers, dim, /*ceil_mode=*/false) ||
-            found == pooled_size(size[dim], numbers, dim, /*ceil_mode=*/true));
+    return found > 0 && (found == pooled_size(size[dim], numbers, dim, /*ceil_mode=*/false) ||
+                         found == pooled_size(size[dim], numbers, dim, /*ceil_mode=*/true));
   };
   TORCH_CHECK_VALUE(grad_out.dim() == 4 && is_pooled(0) && is_pooled(1), kMaxPool,
-                    " backward: grad_out must be of the output's shape; got ",
-                    grad_out.sym_sizes(), " for an input of H and W ", c10::SymIntArrayRef(size));
+                    " backward: grad_out must be of the output's shape; got ", grad_out.sym_sizes(),
+                    " for an input of H and W ", c10::SymIntArrayRef(size));
   TORCH_CHECK_TYPE(offsets.scalar_type() == at::kByte, kMaxPool,
                    " backward: offsets must be what the forward gave, uint8; got ",
                    offsets.scalar_type());

@@ -44,7 +44,7 @@ struct MaxPoolForward {
 struct MaxPoolBackward {
   at::Tensor grad_out, offsets;
   OptionalTensor grad_more;  // added to the gradient
-  at::SymDimVector size;  // of the input: H and W
+  at::SymDimVector size;     // of the input: H and W
   MaxPoolNumbers numbers;
   CUDNN_OPS_FIELDS(grad_out, offsets, grad_more, size, numbers)
 };

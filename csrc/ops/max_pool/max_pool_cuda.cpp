@@ -46,8 +46,8 @@ at::Tensor max_pool_backward_cuda(const MaxPoolBackward& args) {
   const bool is_last = is_image_channels_last(args.offsets);
   const auto size = C10_AS_INTARRAYREF_SLOW(args.size);
   const at::Tensor grad_input =
-      empty_in_order({grad_out.size(0), grad_out.size(1), size[0], size[1]},
-                     grad_out.scalar_type(), grad_out.device(), is_last);
+      empty_in_order({grad_out.size(0), grad_out.size(1), size[0], size[1]}, grad_out.scalar_type(),
+                     grad_out.device(), is_last);
   if (grad_out.numel() == 0) return grad_input;
   const at::Tensor grad = prepared(grad_out, is_last), offsets = prepared(args.offsets, is_last);
   std::optional<at::Tensor> more;
