@@ -140,19 +140,22 @@ __device__ void pool(const MaxPoolCall& call) {
 // A window's gradients, and where in it they go.
 template <class Type, int kWidth>
 struct Window {
-  float grads[kWidth];
+  using Vector = Piece<Type, kWidth>;
+
+  Vector grad, more;
   Bytes<kWidth> offsets;
 
-  static __device__ Window at(const MaxPoolBackwardCall& call, long long place) {
-    using Vector = Piece<Type, kWidth>;
-    Window window;
-    window.offsets = Bytes<kWidth>::at(call.offsets, place);
-    ((const Vector*)call.grad_out)[place].read(window.grads);
-    if (call.more != nullptr) ((const Vector*)call.more)[place].add_to(window.grads);
-    return window;
+  __device__ void load(const MaxPoolBackwardCall& call, long long place) {
+    offsets = Bytes<kWidth>::at(call.offsets, place);
+    grad = load_whole((const Vector*)call.grad_out + place);
+    if (call.more != nullptr) more = load_whole((const Vector*)call.more + place);
+  }
+  __device__ void read(const MaxPoolBackwardCall& call, float (&grads)[kWidth]) const {
+    grad.read(grads);
+    if (call.more != nullptr) more.add_to(grads);
   }
   // To the sums of an input that is at this offset.
-  __device__ void add_to(float (&sums)[kWidth], int offset) const {
+  __device__ void add(const float (&grads)[kWidth], int offset, float (&sums)[kWidth]) const {
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) {
       if (offsets.values[k] == offset) sums[k] += grads[k];
@@ -172,26 +175,34 @@ __device__ void spread_to_pairs(const MaxPoolBackwardCall& call) {
   const int top = 2 * down - shape.geometry.padding[0];
   const int left = 2 * across - shape.geometry.padding[1];
   if (piece >= shape.pieces || top >= shape.size[0] || left >= shape.size[1]) return;
+  // All are asked for before the first is used; from the first window to the last.
+  Window<Type, kWidth> windows[kWindows][kWindows];
+  bool is_there[kWindows][kWindows];
+#pragma unroll
+  for (int i = 0; i < kWindows; ++i) {
+#pragma unroll
+    for (int j = 0; j < kWindows; ++j) {
+      const int y = down - (kWindows - 1 - i), x = across - (kWindows - 1 - j);
+      is_there[i][j] =
+          (unsigned)y < (unsigned)shape.out_size[0] && (unsigned)x < (unsigned)shape.out_size[1];
+      if (!is_there[i][j]) continue;
+      windows[i][j].load(call, place_in(shape.out_size, shape.pieces, sample, y, x, piece));
+    }
+  }
   float sums[2][2][kWidth] = {};
 #pragma unroll
   for (int i = 0; i < kWindows; ++i) {
 #pragma unroll
     for (int j = 0; j < kWindows; ++j) {
-      // From the first window to the last.
-      const int before[2] = {kWindows - 1 - i, kWindows - 1 - j};
-      const int y = down - before[0], x = across - before[1];
-      if ((unsigned)y >= (unsigned)shape.out_size[0]) continue;
-      if ((unsigned)x >= (unsigned)shape.out_size[1]) continue;
-      const auto window = Window<Type, kWidth>::at(
-          call, place_in(shape.out_size, shape.pieces, sample, y, x, piece));
+      if (!is_there[i][j]) continue;
+      float grads[kWidth];
+      windows[i][j].read(call, grads);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          const int tap[2] = {r + 2 * before[0], c + 2 * before[1]};
-          if (tap[0] < kKernel && tap[1] < kKernel) {
-            window.add_to(sums[r][c], tap[0] * kKernel + tap[1]);
-          }
+          const int y = r + 2 * (kWindows - 1 - i), x = c + 2 * (kWindows - 1 - j);
+          if (y < kKernel && x < kKernel) windows[i][j].add(grads, y * kKernel + x, sums[r][c]);
         }
       }
     }
@@ -245,9 +256,11 @@ __device__ void spread_to_each(const MaxPoolBackwardCall& call) {
     if (y.rest != 0) continue;
     for (Reach x = across; x.window <= x.last; x.go_on(call, 1)) {
       if (x.rest != 0) continue;
-      const auto window = Window<Type, kWidth>::at(
-          call, place_in(shape.out_size, shape.pieces, sample, y.window, x.window, piece));
-      window.add_to(sums, y.tap * shape.geometry.kernel[1] + x.tap);
+      Window<Type, kWidth> window;
+      window.load(call, place_in(shape.out_size, shape.pieces, sample, y.window, x.window, piece));
+      float grads[kWidth];
+      window.read(call, grads);
+      window.add(grads, y.tap * shape.geometry.kernel[1] + x.tap, sums);
     }
   }
   ((Vector*)call.grad_input)[place_in(shape.size, shape.pieces, sample, row, column, piece)] =

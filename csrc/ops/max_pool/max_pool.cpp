@@ -206,8 +206,9 @@ void check_max_pool_backward(const MaxPoolBackward& args) {
                    offsets.scalar_type());
   TORCH_CHECK_VALUE(
       offsets.sym_sizes() == grad_out.sym_sizes() && offsets.device() == grad_out.device(),
-      kMaxPool, " backward: offsets must be ", grad_out.sym_sizes(), " on ", grad_out.device(),
-      "; got ", offsets.sym_sizes(), " on ", offsets.device());
+      kMaxPool, " backward: offsets must be of grad_out's shape, on its device, ",
+      grad_out.sym_sizes(), " on ", grad_out.device(), "; got ", offsets.sym_sizes(), " on ",
+      offsets.device());
   if (grad_more) check_like(*grad_more, grad_out, kMaxPool, "grad_more");
 }
 
