@@ -187,11 +187,11 @@ MODELS: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, int]]] = {
         vit,
         {"convolution": 1, "layer_norm": 5, "multi_head_attention": 2, "mlp": 2},
     ),
-    "resnet": (resnet, {"convolution": 20}),
+    "resnet": (resnet, {"convolution": 20, "max_pool": 1}),
     "mobilenet": (mobilenet, {"convolution": 52, "mlp": 1}),
     "convnext": (convnext, {"convolution": 4, "layer_norm": 5, "mlp": 2}),
     # Its batch norms are those of weights, which it standardizes.
-    "bit": (bit, {"convolution": 9, "group_norm": 7, "batch_norm": 9}),
+    "bit": (bit, {"convolution": 9, "group_norm": 7, "batch_norm": 9, "max_pool": 1}),
     "janus, the encoder of images": (autoencoder, {"convolution": 19, "group_norm": 11}),
     "poolformer": (poolformer, {"convolution": 12, "group_norm": 8}),
 }
