@@ -492,8 +492,8 @@ TABLES = {
     ),
     "max_pool": Table(
         beside_peers,
-        "GPU time of forward / backward in ms, bf16 but where a line says float32. x is the other's "
-        "time over ours.",
+        "GPU time of forward / backward in ms, bf16 but where a line says float32. x is the "
+        "other's time over ours.",
         "max_pool",
         samples=1 / 5,
     ),
