@@ -85,6 +85,7 @@ def test_behind_a_convolution_and_a_norm():
 
 def test_by_inductor():
     torch._dynamo.reset()
+    cudnn_ops.compile_report().clear()
     options = {"swap": ["max_pool"]}
 
     @torch.compile(backend="cudnn_ops", options=options, fullgraph=True)
