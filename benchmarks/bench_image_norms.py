@@ -198,7 +198,7 @@ def measure_batch_norm(case: BatchCase, rows: Rows, rounds: int) -> None:
 
 
 def time_steps(
-    case: Case | BatchCase,
+    case: object,
     of_ours: Callable[..., Tensor],
     of_torch: Callable[..., Tensor],
     tensors: Sequence[Tensor],
@@ -231,7 +231,8 @@ def time_steps(
         expected = expected or results
         verify(f"{case}: {name}", results, expected)
         backward[name] = grad
-    data, target = leaves[0].detach(), torch.empty_like(grad_out)
+    data = leaves[0].detach()
+    target = torch.empty_like(data)
     for which, timed in (("fwd", forward), ("bwd", backward)):
         timed["copy"] = partial(target.copy_, data)
         for name, ms in gpu_ms(timed, rounds=rounds).items():

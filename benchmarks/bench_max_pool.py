@@ -17,8 +17,8 @@ from torch._functorch import config as functorch_config
 from torch.nn import functional as F
 
 import cudnn_ops
-from benchmarks.bench_norms import verify
-from benchmarks.harness import OURS, Rows, gpu_ms, main
+from benchmarks.bench_image_norms import time_steps
+from benchmarks.harness import Rows, main
 
 
 class Case(NamedTuple):
@@ -80,32 +80,10 @@ def pool(case: Case, function: Callable[..., Tensor], x: Tensor) -> Tensor:
 
 def measure(case: Case, rows: Rows, rounds: int) -> None:
     """Check every implementation against ours, then add the rows."""
-    x = image(case).requires_grad_()
-    # One function's shapes would run into dynamo's limit of recompilations.
-    torch._dynamo.reset()
-    eager = partial(pool, case, F.max_pool2d)
-    functions: dict[str, Callable[..., Tensor]] = {
-        OURS: partial(pool, case, cudnn_ops.max_pool2d),
-        "eager": eager,
-        "compile": torch.compile(eager, dynamic=False),
-    }
-    forward: dict[str, Callable[[], object]] = {n: partial(f, x) for n, f in functions.items()}
-    backward: dict[str, Callable[[], object]] = {}
-    expected: tuple[Tensor, ...] = ()
-    grad_out: Tensor | None = None
-    for name, function in functions.items():
-        out = function(x)
-        grad_out = torch.randn_like(out) if grad_out is None else grad_out
-        grad = partial(torch.autograd.grad, out, x, grad_out, retain_graph=True)
-        results = (out, *grad())
-        expected = expected or results
-        verify(f"{case}: {name}", results, expected)
-        backward[name] = grad
-    data, target = x.detach(), torch.empty_like(x)
-    for which, timed in (("fwd", forward), ("bwd", backward)):
-        timed["copy"] = partial(target.copy_, data)
-        for name, ms in gpu_ms(timed, rounds=rounds).items():
-            rows.add(f"{case} {which}", name, "gpu_ms", ms)
+    x = image(case)
+    steps = partial(pool, case, cudnn_ops.max_pool2d), partial(pool, case, F.max_pool2d)
+    grad_out = torch.randn_like(pool(case, F.max_pool2d, x))
+    time_steps(case, *steps, [x], [], grad_out, rows, rounds)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def test_image_norms(on_cpu, monkeypatch):
 
 def test_max_pool(on_cpu, monkeypatch):
     bench = bench_max_pool
-    monkeypatch.setattr(bench, "gpu_ms", bench_sdpa.gpu_ms)
+    monkeypatch.setattr(bench_image_norms, "gpu_ms", bench_sdpa.gpu_ms)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     small = (
         bench.Case("one", (2, 8, 9, 8), 3, 2, 1),
