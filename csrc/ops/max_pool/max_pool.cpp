@@ -71,13 +71,18 @@ c10::SymInt pooled_size(const c10::SymInt& size, const MaxPoolNumbers& numbers, 
   return ceil_mode && (count - 1) * stride >= size + padding ? count - 1 : count;
 }
 
+// Whether kernels of ours know windows of this size, which is positive.
+bool has_few_taps(const MaxPoolPair& kernel_size) {
+  return kernel_size[0] <= kMostTaps && kernel_size[1] <= kMostTaps &&
+         kernel_size[0] * kernel_size[1] <= kMostTaps;
+}
+
 void check_taps(const MaxPoolNumbers& numbers) {
   const auto& kernel_size = numbers.kernel_size;
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      kernel_size[0] <= kMostTaps && kernel_size[1] <= kMostTaps &&
-          kernel_size[0] * kernel_size[1] <= kMostTaps,
-      kMaxPool, ": kernels have at most ", kMostTaps, " numbers in a window, got kernel_size ",
-      at::IntArrayRef(kernel_size), "; cudnn_ops.max_pool2d and torch's compute larger ones");
+  TORCH_CHECK_NOT_IMPLEMENTED(has_few_taps(kernel_size), kMaxPool, ": kernels have at most ",
+                              kMostTaps, " numbers in a window, got kernel_size ",
+                              at::IntArrayRef(kernel_size),
+                              "; cudnn_ops.max_pool2d and torch's compute larger ones");
 }
 
 // All but how many numbers a window has; the sizes of the output.
@@ -166,9 +171,7 @@ at::Tensor max_pool2d(const at::Tensor& input, at::IntArrayRef kernel_size, at::
   const at::Tensor batch = is_batch ? input : input.unsqueeze(0);
   const Borrowed<MaxPool> args(batch, kernel, step, pad, spread, ceil_mode);
   at::Tensor out;
-  const bool is_small =
-      kernel[0] <= kMostTaps && kernel[1] <= kMostTaps && kernel[0] * kernel[1] <= kMostTaps;
-  if (is_small) {
+  if (has_few_taps(kernel)) {
     out = std::get<0>(max_pool_op().call_with(*args, /*with_offsets=*/false));
   } else {
     checked_size(*args);
