@@ -66,6 +66,7 @@ def _take_two(backward: fx.Node) -> None:
     if len(total.users) != 1 or backward.args.count(total) != 1:
         return
     one, other = total.args
+    # In its place: inductor holds arguments against those that the graph was traced with.
     place = [argument.name for argument in op._schema.arguments].index("grad_more")
     if place < len(backward.args):
         backward.update_arg(place, other)
