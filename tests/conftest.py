@@ -22,6 +22,10 @@ os.environ["CUDNN_OPS_CACHE_DIR"] = ""
 # and torch cannot know.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="cudnn_ops-tests-")
 
+# Tensors are small here, and processes many: threads that spin for each other take each other's
+# cores, and what takes a second takes ten. The processes that tests start have this too.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 # Of several GPUs, as benchmarks/gpu_suite.py names them, each of several processes has one.
 if "PYTEST_XDIST_WORKER" in os.environ and os.environ.get("CUDNN_OPS_TEST_GPUS"):
     _GPUS = os.environ["CUDNN_OPS_TEST_GPUS"].split(",")
@@ -41,9 +45,6 @@ atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_err
 
 # Tests that count builds want none of the package's plans, where there are some.
 packaged.FOLDER = Path("/nowhere")
-
-# Small tensors: two threads that spin on them are slower than one.
-torch.set_num_threads(1)
 
 #: Tests that take minutes begin before all others: no process is to be left with one at the end.
 LONG = (

@@ -2,6 +2,7 @@
 // up to where it waits for others. cpu_kernels.py compiles kernels with it.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -10,6 +11,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #define __device__
@@ -126,15 +128,26 @@ struct Meeting {
   unsigned arrived = 0, round = 0;
 };
 
+// A thread of a block. Its stack is made once; from then on jumps switch to and from it, which, as
+// switches of contexts do not, leave the kernel of the operating system alone.
 struct Fiber {
+  static constexpr size_t kStack = 256 << 10;
+  std::unique_ptr<char[]> stack;
   ucontext_t context;
-  std::vector<char> stack = std::vector<char>(256 << 10);
-  bool is_done = false;
+  jmp_buf begin, waiting;
+  jmp_buf* next;
+  const Meeting* meeting;  // that it waits in for the end of a round, if any
+  unsigned round;
+  bool is_done;
+
+  bool can_run() const {
+    return !is_done && (meeting == nullptr || meeting->round != round);
+  }
 };
 
 struct Block {
   static constexpr unsigned kMostThreads = 1024;
-  ucontext_t scheduler;
+  jmp_buf scheduler;
   std::vector<Fiber> fibers = std::vector<Fiber>(kMostThreads);
   Meeting whole, warps[kMostThreads / 32], groups[kMostThreads / 32];
   unsigned values[kMostThreads];
@@ -142,20 +155,19 @@ struct Block {
   const void* argument;
   bool has_moved;
 
-  void run_on() {
-    const unsigned me = threadIdx.x;
-    swapcontext(&fibers[me].context, &scheduler);
-    threadIdx.x = me;
-  }
+  void resume(Fiber& fiber);
   void meet(Meeting& meeting, unsigned all) {
-    const unsigned round = meeting.round;
     has_moved = true;
     if (++meeting.arrived == all) {
       meeting.arrived = 0;
       ++meeting.round;
       return;
     }
-    while (meeting.round == round) run_on();
+    Fiber& mine = fibers[threadIdx.x];
+    mine.meeting = &meeting;
+    mine.round = meeting.round;
+    mine.next = &mine.waiting;
+    if (_setjmp(mine.waiting) == 0) _longjmp(scheduler, 1);
   }
   void meet_warp() {
     meet(warps[threadIdx.x / 32], 32);
@@ -208,12 +220,25 @@ inline Grid the_grid;
 
 inline void end_thread() {
   the_block.fibers[threadIdx.x].is_done = the_block.has_moved = true;
-  swapcontext(&the_block.fibers[threadIdx.x].context, &the_block.scheduler);
+  _longjmp(the_block.scheduler, 1);
 }
 
+// The bottom of each stack, to which a thread of the next block goes back.
 inline void start_thread() {
+  _setjmp(the_block.fibers[threadIdx.x].begin);
   the_block.kernel(the_block.argument);
   end_thread();
+}
+
+inline void Block::resume(Fiber& fiber) {
+  if (_setjmp(scheduler) != 0) return;
+  if (fiber.stack != nullptr) _longjmp(*fiber.next, 1);
+  fiber.stack.reset(new char[Fiber::kStack]);
+  getcontext(&fiber.context);
+  fiber.context.uc_stack.ss_sp = fiber.stack.get();
+  fiber.context.uc_stack.ss_size = Fiber::kStack;
+  makecontext(&fiber.context, start_thread, 0);
+  setcontext(&fiber.context);
 }
 
 inline void run_block(unsigned threads) {
@@ -224,18 +249,16 @@ inline void run_block(unsigned threads) {
   for (unsigned i = 0; i < threads; ++i) {
     Fiber& fiber = block.fibers[i];
     fiber.is_done = false;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.data();
-    fiber.context.uc_stack.ss_size = fiber.stack.size();
-    makecontext(&fiber.context, start_thread, 0);
+    fiber.meeting = nullptr;
+    fiber.next = &fiber.begin;
   }
   do {
     block.has_moved = false;
     // Backwards, as GPUs might.
     for (unsigned i = threads; i-- > 0;) {
-      if (block.fibers[i].is_done) continue;
+      if (!block.fibers[i].can_run()) continue;
       threadIdx = {i, 0, 0};
-      swapcontext(&block.scheduler, &block.fibers[i].context);
+      block.resume(block.fibers[i]);
     }
   } while (block.has_moved);
   for (unsigned i = 0; i < threads; ++i) {
