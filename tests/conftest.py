@@ -7,6 +7,7 @@ import fcntl
 import gc
 import itertools
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -54,9 +55,28 @@ LONG = (
     *("test_norm_choice.py", "test_linear_choice.py", "test_nn_moe.py", "test_generation.py"),
     *("test_varlen.py", "test_sdpa_random.py", "test_conv_random.py"),
 )
+#: How many seconds a test takes, by its function, where it takes several; a line each.
+SECONDS = {
+    function: int(seconds)
+    for seconds, function in map(
+        str.split, Path(__file__).with_name("seconds.txt").read_text().splitlines()
+    )
+}
+#: A time, in seconds since 1970, after which none of those begins; they are last then. For CI,
+#: which has 90 minutes on a machine that may be slow.
+UNTIL = int(os.environ.get("CUDNN_OPS_TEST_UNTIL", 0))
+
+
+def seconds_of(item: pytest.Item) -> int:
+    return SECONDS.get(item.nodeid.partition("[")[0], 0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if UNTIL:
+        # What takes a few seconds before what takes minutes, and plans for the GPU that numbers
+        # are measured on before those for others.
+        items.sort(key=lambda item: (is_for_another_gpu(item), seconds_of(item)))
+        return
     items.sort(key=lambda item: item.path.name not in LONG)
     if "PYTEST_XDIST_WORKER" in os.environ:
         # A process is given two tests at first, of which one at most is to take minutes.
@@ -64,6 +84,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         others = items[len(long) :]
         pairs = itertools.chain.from_iterable(zip(long, others, strict=False))
         items[:] = [*pairs, *long[len(others) :], *others[len(long) :]]
+
+
+def is_for_another_gpu(item: pytest.Item) -> bool:
+    return seconds_of(item) > 0 and re.search("a100|b200", item.name) is not None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if UNTIL and time.time() > UNTIL and seconds_of(item):
+        pytest.skip("no time was left for what takes long")
 
 
 #: Parametrize with this: the CPU everywhere, the GPU with ``-m gpu``. Asking for the GPU where

@@ -27,11 +27,24 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 PLACE = ROOT / "build" / "versions"
 NOTHING: Mapping[str, str] = MappingProxyType({})
-#: What depends on cuDNN.
-PLANS = ("deviceless", "test_known_bad.py")
+#: What depends on cuDNN: real plans, and what it says of those that it refuses.
+PLANS = (
+    "deviceless/test_batch_norm_plans.py",
+    "deviceless/test_conv_plans.py",
+    "deviceless/test_conv_transpose_plans.py",
+    "deviceless/test_linear_plans.py",
+    "deviceless/test_norm_plans.py",
+    "deviceless/test_paged_plans.py",
+    "deviceless/test_plan_failures.py",
+    "deviceless/test_reasons.py",
+    "deviceless/test_sdpa_fp8_plans.py",
+    "deviceless/test_sdpa_plans.py",
+    "deviceless/test_support_table.py",
+    "test_known_bad.py",
+)
 #: What depends on torch too.
 SAMPLE = (
-    *PLANS,
+    *("deviceless", "test_known_bad.py"),
     "test_conv.py",
     "test_gated.py",
     "test_import.py",
