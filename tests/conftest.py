@@ -6,8 +6,8 @@ import atexit
 import fcntl
 import gc
 import itertools
+import json
 import os
-import re
 import shutil
 import tempfile
 import time
@@ -55,13 +55,8 @@ LONG = (
     *("test_norm_choice.py", "test_linear_choice.py", "test_nn_moe.py", "test_generation.py"),
     *("test_varlen.py", "test_sdpa_random.py", "test_conv_random.py"),
 )
-#: How many seconds a test takes, by its function, where it takes several; a line each.
-SECONDS = {
-    function: int(seconds)
-    for seconds, function in map(
-        str.split, Path(__file__).with_name("seconds.txt").read_text().splitlines()
-    )
-}
+#: How many seconds a test takes, by its function, where it takes several.
+SECONDS: dict[str, int] = json.loads(Path(__file__).with_name("seconds.json").read_text())
 #: A time, in seconds since 1970, after which none of those begins; they are last then. For CI,
 #: which has 90 minutes on a machine that may be slow.
 UNTIL = int(os.environ.get("CUDNN_OPS_TEST_UNTIL", 0))
@@ -87,7 +82,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def is_for_another_gpu(item: pytest.Item) -> bool:
-    return seconds_of(item) > 0 and re.search("a100|b200", item.name) is not None
+    return seconds_of(item) > 0 and any(gpu in item.name for gpu in ("a100", "b200"))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -27,24 +27,13 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 PLACE = ROOT / "build" / "versions"
 NOTHING: Mapping[str, str] = MappingProxyType({})
-#: What depends on cuDNN: real plans, and what it says of those that it refuses.
-PLANS = (
-    "deviceless/test_batch_norm_plans.py",
-    "deviceless/test_conv_plans.py",
-    "deviceless/test_conv_transpose_plans.py",
-    "deviceless/test_linear_plans.py",
-    "deviceless/test_norm_plans.py",
-    "deviceless/test_paged_plans.py",
-    "deviceless/test_plan_failures.py",
-    "deviceless/test_reasons.py",
-    "deviceless/test_sdpa_fp8_plans.py",
-    "deviceless/test_sdpa_plans.py",
-    "deviceless/test_support_table.py",
-    "test_known_bad.py",
-)
+#: What depends on cuDNN.
+PLANS = ("deviceless", "test_known_bad.py")
+#: Which of those do not: they run kernels of ours, with no plan.
+KERNELS = ("*_kernels.py", "*launches.py")
 #: What depends on torch too.
 SAMPLE = (
-    *("deviceless", "test_known_bad.py"),
+    *PLANS,
     "test_conv.py",
     "test_gated.py",
     "test_import.py",
@@ -121,10 +110,12 @@ class Environment:
         facts: list[str] = json.loads(self.run("-c", FACTS, **how).stdout)
         if cudnn != "own" and not f"{cudnn}.".startswith(f"{facts[-1]}."):
             raise SystemExit(f"cuDNN {cudnn} was asked for and {facts[-1]} was loaded")
+        names, ignored = (SAMPLE, ()) if cudnn == "own" else (PLANS, KERNELS)
         done = self.run(
             *("-m", "pytest", "-q", "-m", "not gpu", "-p", "no:cacheprovider", "-n", "auto"),
             *("--maxprocesses", "4", "--maxschedchunk", "1"),
-            *(f"tests/{name}" for name in (SAMPLE if cudnn == "own" else PLANS)),
+            *(f"--ignore-glob=tests/deviceless/{pattern}" for pattern in ignored),
+            *(f"tests/{name}" for name in names),
             check=False,
             **how,
         )
