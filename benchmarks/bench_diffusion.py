@@ -1,4 +1,4 @@
-"""Inference of models of diffusers: adapted by cudnn_ops, in eager mode, and compiled.
+"""Inference of models of diffusers: adapted by cudnn_ops, in eager mode, compiled, and both.
 
 bf16, random weights; models and inputs are those of the benchmark `zoo`. A step is one call, from
 an idle GPU to the end of its last kernel. Results are held to the same model in float32: at most
@@ -24,9 +24,12 @@ LIBRARY = "diffusers"
 #: By their names: VAE decoder 4 x 4 x 64 x 64, SD 1.5 U-Net 8 x 4 x 64 x 64, DiT 32 x 4 x 32 x 32.
 MODELS = {entry.name: entry for entry in ZOO if entry.library == LIBRARY}
 PARTS = list(MODELS)
+#: The adapted model, and compiled by this package.
+BOTH = f"adapted, compile, {OURS}"
 COMPILERS: Mapping[str, dict[str, Any]] = {
     "compile": {},
     f"compile, {OURS}": {"backend": "cudnn_ops"},
+    BOTH: {"backend": "cudnn_ops"},
 }
 
 
@@ -56,7 +59,8 @@ def variants(model: nn.Module) -> dict[str, Any]:
     report = optimize_(adapted)
     print(f"{len(report.diffusers)} modules are adapted", *report.notes, sep="\n", flush=True)
     compiled: dict[str, Any] = {
-        name: torch.compile(model, dynamic=False, **options) for name, options in COMPILERS.items()
+        name: torch.compile(report.model if name == BOTH else model, dynamic=False, **options)
+        for name, options in COMPILERS.items()
     }
     return {OURS: report.model, "eager": model, **compiled}
 
