@@ -260,6 +260,17 @@ def steps(rows: Sequence[Row]) -> Lines:
     return lines
 
 
+def diffusion(rows: Sequence[Row]) -> Lines:
+    """A line a model: milliseconds of each variant, and torch.compile's over those of ours."""
+    impls = unique(row["impl"] for row in rows)
+    mine = [impl for impl in impls if impl.endswith(f"compile, {OURS}")]
+    lines = [["", *impls, *(f"gain of {impl}" for impl in mine)]]
+    for case, ms in pivot(rows, "step_ms").items():
+        gains = [f"{ms['compile'] / ms[impl]:.2f}x" if impl in ms else "" for impl in mine]
+        lines.append([case, *_cells(ms, impls, short), *gains])
+    return lines
+
+
 def serving(rows: Sequence[Row]) -> Lines:
     """A line an implementation of each trace: its speed, and how long its clients wait."""
     waits = [f"{name}_{cut}_ms" for name in ("first_token", "between_tokens") for cut in _CUTS]
@@ -527,7 +538,10 @@ TABLES = {
         steps, "Milliseconds of a step with the host's time, bf16.", "blocks", samples=1
     ),
     "diffusion": Table(
-        steps, "Milliseconds of a call with the host's time, bf16.", "diffusion", samples=1
+        diffusion,
+        "Milliseconds of a call with the host's time, bf16; gain is compile's time over it.",
+        "diffusion",
+        samples=1,
     ),
     "moe": Table(
         beside_peers,

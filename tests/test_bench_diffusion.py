@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import bench_diffusion
+from benchmarks import bench_diffusion, tables
 from benchmarks.harness import OURS, Rows
 from benchmarks.zoo_models import Entry
 from tests.cases.diffusion import make, make_inputs
@@ -48,6 +48,19 @@ def test_a_wrong_result_is_refused(monkeypatch):
     monkeypatch.setattr(bench_diffusion, "variants", wrong)
     with pytest.raises(RuntimeError, match=r"small: wrong is off by .* in its result"):
         bench_diffusion.measure(SMALL, Rows({}), rounds=1, device="cpu")
+
+
+def test_table():
+    rows = Rows({})
+    times = {OURS: 3.0, "eager": 4.0, "compile": 2.0, "compile, cudnn_ops": 1.6}
+    for name, ms in {**times, bench_diffusion.BOTH: 1.0}.items():
+        rows.add("one", name, "step_ms", ms)
+    for name, ms in times.items():
+        rows.add("not both", name, "step_ms", ms)
+    head, one, not_both = tables.diffusion(rows.rows)
+    assert head[-2:] == ["gain of compile, cudnn_ops", f"gain of {bench_diffusion.BOTH}"]
+    assert one == ["one", "3.00", "4.00", "2.00", "1.60", "1.00", "1.25x", "2.00x"]
+    assert not_both[-3:] == ["", "1.25x", ""]
 
 
 def test_without_diffusers(monkeypatch, capsys):
