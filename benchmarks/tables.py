@@ -250,24 +250,18 @@ def mlp(rows: Sequence[Row]) -> Lines:
 
 
 def steps(rows: Sequence[Row]) -> Lines:
-    """A line a task: milliseconds of each variant, and the others' over ours."""
-    times = pivot(rows, "step_ms")
-    impls = unique(row["impl"] for row in rows)
-    peers = [impl for impl in impls if impl != OURS]
-    lines = [["", *impls, *(f"vs {peer}" for peer in peers)]]
-    for case, ms in times.items():
-        lines.append([case, *_cells(ms, impls, short), *_gains(ms, peers)])
-    return lines
+    """A line a task: milliseconds of each variant, and the peers' over ours.
 
-
-def diffusion(rows: Sequence[Row]) -> Lines:
-    """A line a model: milliseconds of each variant, and torch.compile's over those of ours."""
+    Behind them, torch.compile's over those of what the compile backend makes.
+    """
     impls = unique(row["impl"] for row in rows)
-    mine = [impl for impl in impls if impl.endswith(f"compile, {OURS}")]
-    lines = [["", *impls, *(f"gain of {impl}" for impl in mine)]]
+    compiled = [impl for impl in impls if impl.endswith(f"compile, {OURS}")]
+    peers = [impl for impl in impls if impl not in (OURS, *compiled)]
+    vs, gains = [f"vs {peer}" for peer in peers], [f"gain of {impl}" for impl in compiled]
+    lines = [["", *impls, *vs, *gains]]
     for case, ms in pivot(rows, "step_ms").items():
-        gains = [f"{ms['compile'] / ms[impl]:.2f}x" if impl in ms else "" for impl in mine]
-        lines.append([case, *_cells(ms, impls, short), *gains])
+        gains = [_gains(ms, ["compile"], impl)[0] if impl in ms else "" for impl in compiled]
+        lines.append([case, *_cells(ms, impls, short), *_gains(ms, peers), *gains])
     return lines
 
 
@@ -414,9 +408,9 @@ def _cells(
     return [form(found[impl]) if impl in found else "" for impl in impls]
 
 
-def _gains(ms: Mapping[str, float], peers: Sequence[str]) -> list[str]:
+def _gains(ms: Mapping[str, float], peers: Sequence[str], ours: str = OURS) -> list[str]:
     """Each peer's time over ours; empty for a peer that has none."""
-    return [f"{ms[peer] / ms[OURS]:.2f}x" if peer in ms else "" for peer in peers]
+    return [f"{ms[peer] / ms[ours]:.2f}x" if peer in ms else "" for peer in peers]
 
 
 def _mean_gains(times: Collection[Mapping[str, float]], peers: Sequence[str]) -> list[str]:
@@ -424,6 +418,9 @@ def _mean_gains(times: Collection[Mapping[str, float]], peers: Sequence[str]) ->
     gains = ([ms[peer] / ms[OURS] for ms in times if peer in ms] for peer in peers)
     return [f"{statistics.geometric_mean(one):.2f}x" if one else "" for one in gains]
 
+
+#: Of tables whose models are also compiled by this package.
+GAIN = "A gain is compile's time over that variant's."
 
 TABLES = {
     "sdpa": Table(
@@ -530,16 +527,19 @@ TABLES = {
     "mlp": Table(mlp, "GPU time of forward and backward in ms, bf16.", "linear", samples=1 / 3),
     "resnet": Table(
         steps,
-        "Milliseconds with the host's time, bf16, channels last, 224 x 224.",
+        f"Milliseconds with the host's time, bf16, channels last, 224 x 224. {GAIN}",
         "resnet",
         samples=2,
     ),
     "blocks": Table(
-        steps, "Milliseconds of a step with the host's time, bf16.", "blocks", samples=1
+        steps,
+        f"Milliseconds of a step with the host's time, bf16. {GAIN}",
+        "blocks",
+        samples=1,
     ),
     "diffusion": Table(
-        diffusion,
-        "Milliseconds of a call with the host's time, bf16; gain is compile's time over it.",
+        steps,
+        f"Milliseconds of a call with the host's time, bf16. {GAIN}",
         "diffusion",
         samples=1,
     ),

@@ -57,10 +57,11 @@ def test_table():
         rows.add("one", name, "step_ms", ms)
     for name, ms in times.items():
         rows.add("not both", name, "step_ms", ms)
-    head, one, not_both = tables.diffusion(rows.rows)
+    head, one, not_both = tables.steps(rows.rows)
     assert head[-2:] == ["gain of compile, cudnn_ops", f"gain of {bench_diffusion.BOTH}"]
-    assert one == ["one", "3.00", "4.00", "2.00", "1.60", "1.00", "1.25x", "2.00x"]
-    assert not_both[-3:] == ["", "1.25x", ""]
+    gains = ["1.33x", "0.67x", "1.25x", "2.00x"]
+    assert one == ["one", "3.00", "4.00", "2.00", "1.60", "1.00", *gains]
+    assert not_both == ["not both", "3.00", "4.00", "2.00", "1.60", "", *gains[:3], ""]
 
 
 def test_without_diffusers(monkeypatch, capsys):

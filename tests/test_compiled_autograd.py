@@ -146,9 +146,10 @@ def test_samples_of_vmap(device):
     wide = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
     expected = torch.autograd.grad(loss(*wide, F), wide)
     for grad, exact in zip(found, expected, strict=True):
-        # Of all numbers: of the largest difference alone, torch's own in bf16 is up to 4e-2.
-        error = (grad.double() - exact).norm() / exact.norm()
-        assert error <= (3e-2 if device == "cuda" else 1e-12)
+        difference, within = grad.double() - exact, 3e-2 if device == "cuda" else 1e-12
+        assert difference.norm() <= within * exact.norm()
+        # Which of all numbers is off the most is chance: in torch's own bf16 by up to 4e-2.
+        assert difference.abs().max() <= 2 * within * exact.abs().max()
 
 
 def test_leaves_accumulate_and_a_second_backward_is_an_error():

@@ -202,7 +202,7 @@ AdaptiveNormBackwardLaunch blocks_launch(const AdaptiveNormProblem& problem, int
   auto groups = static_cast<unsigned>(std::min<int64_t>(kMost / group, shares.stretch));
   while (groups > 1 && shared(groups) > most_shared) --groups;
   if (shared(groups) > most_shared) return kAny;
-  // Of one group, a block is all that a multiprocessor has: it gains where it has many rows, and
+  // A multiprocessor runs one block. One of a single group gains where it has many rows, and
   // nearly all threads or the tensors of a gated sum to read.
   constexpr unsigned kNearlyAll = 448;
   const bool is_busy = problem.is_gated || group >= kNearlyAll;

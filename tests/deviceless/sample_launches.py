@@ -78,7 +78,7 @@ def main() -> None:
     for _, call in sanitizer_sample.adaptive_norms():
         call()
     kernels = sorted(recorder.launched[0])
-    wide = {str(case): goes_by_blocks(recorder, *case) for case in WIDE}
+    wide = [(*case, goes_by_blocks(recorder, *case)) for case in WIDE]
     print(json.dumps({"kernels": kernels, "by blocks": wide}))
 
 

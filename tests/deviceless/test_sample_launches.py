@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from ast import literal_eval
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ def test_kernels_of_adaptive_norms(runtime, tmp_path):
     found = json.loads(done.stdout)
     assert adaptive_norm_kernels() <= set(found["kernels"])
     # As measured: of several rows always, of one where there are many and much is read for each.
-    for case, is_by_blocks in found["by blocks"].items():
-        tokens, columns, is_gated = literal_eval(case)
+    for tokens, columns, is_gated, is_by_blocks in found["by blocks"]:
         is_one = columns > 4096
         assert is_by_blocks == (not is_one or (tokens > 1056 and (is_gated or columns >= 7168)))
