@@ -600,7 +600,8 @@ TABLES = {
     ),
     "compile_time": Table(
         compile_time,
-        "Seconds to the end of the first step, of one process each.",
+        "Seconds to the end of the first step, of one process each; compiled before: of the median "
+        "of three.",
         "compile_time",
         samples=0,
     ),

@@ -108,6 +108,25 @@ def test_what_is_known_is_asked_once():
     assert str(first.report) == str(second.report)
 
 
+def _block(x: Tensor, w: Tensor) -> Tensor:
+    """Attention and a norm of its sum, whose replacements have parts that the graph has, too."""
+    q, k, v = F.linear(x, w).view(2, 8, 3, 2, 8).permute(2, 0, 3, 1, 4)
+    x = x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, 8, 16)
+    return x + F.layer_norm(x, (16,)).relu()
+
+
+def test_names_are_those_of_a_process_that_knows_the_times():
+    """AOTAutograd's cache tells graphs apart by them: a second process would compile again."""
+    codes = []
+    for _ in range(2):
+        chooser = Events()
+        inputs = torch.randn(2, 8, 16), torch.randn(48, 16) / 8
+        codes.append(_graph(_block, *inputs, chooser=chooser).code)
+        assert {one.pattern for one in chooser.report.swapped} >= {"attention", "layer_norm"}
+    assert not chooser.events  # which the first one had measured
+    assert codes[0] == codes[1]
+
+
 @pytest.mark.parametrize("kind", [FASTER, SLOWER], ids=["faster", "slower"])
 def test_it_is_what_one_by_one_gives(kind, monkeypatch):
     in_rounds = Events(lambda _: kind)

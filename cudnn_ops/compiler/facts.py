@@ -33,8 +33,6 @@ class GraphFacts:
         self.stock: dict[fx.Node, Tensor] = {}
         #: What the nodes of a replacement give, by what it computes of which tensors.
         self.replacements: dict[object, Any] = {}
-        #: The graph as it was, from the first swap on.
-        self.before: fx.Graph | None = None
         self.swapped: list[Candidate] = []
 
     def number(self, graph: fx.Graph) -> None:

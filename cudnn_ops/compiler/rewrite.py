@@ -79,16 +79,17 @@ def rewrite(
         if isinstance(child, fx.GraphModule):
             log.debug("%s: a graph within the graph", name)
             swaps.add(rewrite(child, patterns, decide, report, is_final))
-    graph = module.graph
     try:
+        # A copy in every round: a graph keeps the names of nodes that are gone, and AOTAutograd's
+        # cache tells graphs apart by names. A process that measures is to make the names of those
+        # that know the times.
+        graph = _copy_of(module.graph)
         facts = GraphFacts(graph)
-        same = identities(graph, facts.mutated)
+        _leave_out(identities(graph, facts.mutated), graph, facts)
     except Exception as error:  # whatever a graph has in it, the stock one is right
         log.info("a graph is not understood", exc_info=error)
         warn("a graph stays as it is, because it has something unknown in it", error)
         return swaps
-    if same:
-        _leave_out(same, graph, facts)
     for pattern in patterns:
         facts.declined.clear()
         # From the end: of two matches, one within the other, the larger one is first.
@@ -97,19 +98,16 @@ def rewrite(
             if node in facts.place and node not in facts.declined and _ends(pattern, node):
                 _try(graph, facts, pattern, node, decide, report)
     if facts.swapped:
-        assert facts.before is not None
-        own = Swaps(facts.swapped, [(module, facts.before)])
+        own = Swaps(facts.swapped)
         if is_final():
-            _finish(module, patterns, facts, own)
+            own.before.append((module, module.graph))
+            _finish(module, graph, patterns, facts, own)
         swaps.add(own)
-    elif facts.before is not None:
-        module.graph = facts.before
     return swaps
 
 
 def _leave_out(same: Mapping[fx.Node, fx.Node], graph: fx.Graph, facts: GraphFacts) -> None:
-    """Puts other nodes in the place of some; a graph with nothing to swap gets them back."""
-    facts.before = _copy_of(graph)
+    """Puts other nodes in the place of some."""
     for node, source in same.items():
         node.replace_all_uses_with(source)
         facts.place.pop(node)
@@ -117,9 +115,16 @@ def _leave_out(same: Mapping[fx.Node, fx.Node], graph: fx.Graph, facts: GraphFac
 
 
 def _finish(
-    module: fx.GraphModule, patterns: Sequence[Pattern], facts: GraphFacts, swaps: Swaps
+    module: fx.GraphModule,
+    graph: fx.Graph,
+    patterns: Sequence[Pattern],
+    facts: GraphFacts,
+    swaps: Swaps,
 ) -> None:
-    """Settles strides, then what replacements have in common; where that fails, all is undone."""
+    """Settles strides, then what replacements have in common, and gives the graph to the module.
+
+    Where that fails, all is undone.
+    """
     names = {candidate.pattern for candidate in facts.swapped}
     why = "it depends on the strides of what would be swapped"
 
@@ -129,15 +134,15 @@ def _finish(
     try:
         has_images = any(pattern.of_images for pattern in patterns if pattern.name in names)
         if has_images:
-            facts.stock.update(read_channels_last(module.graph, run))
-        Strides(module.graph, facts.stock, facts.mutated, run).settle()
+            facts.stock.update(read_channels_last(graph, run))
+        Strides(graph, facts.stock, facts.mutated, run).settle()
         if has_images:
-            skip_copies(module.graph, facts.mutated)
+            skip_copies(graph, facts.mutated)
         why = "its swaps cannot be finished"
         for pattern in patterns:
-            pattern.finish(module.graph, facts.mode, facts.mutated)
-        module.graph.lint()
-        module.recompile()
+            pattern.finish(graph, facts.mode, facts.mutated)
+        graph.lint()
+        module.graph = graph
     except Exception as error:  # whatever a graph has in it, the stock one is right
         log.info("a graph stays as it is, because %s", why, exc_info=error)
         warn(f"a graph stays as it is, because {why}", error)
@@ -197,8 +202,6 @@ def _most_telling(tried: list[Candidate]) -> Candidate:
 
 
 def _replace(graph: fx.Graph, facts: GraphFacts, found: Found) -> None:
-    if facts.before is None:
-        facts.before = _copy_of(graph)
     behind = place_of(found, facts)
     assert behind is not None  # or there would have been an objection
     like = behind
