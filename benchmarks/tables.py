@@ -600,8 +600,8 @@ TABLES = {
     ),
     "compile_time": Table(
         compile_time,
-        "Seconds to the end of the first step, of one process each; compiled before: of the median "
-        "of three.",
+        "Seconds from the call of torch.compile to the end of the first step, of one process each; "
+        "compiled before: the median of three.",
         "compile_time",
         samples=0,
     ),
