@@ -130,7 +130,7 @@ _when_imported("torch._dynamo", _show_to_dynamo)
 _when_imported("torch.utils.flop_counter", lambda _: _import_module("cudnn_ops.ops.flops"))
 _when_imported(
     "torch._dynamo.backends.registry",
-    lambda module: _import_module("cudnn_ops.compiler.backend").register(module),
+    lambda module: _import_module("cudnn_ops.compiler").register(module),
 )
 _when_imported(
     "torch._inductor.lowering",

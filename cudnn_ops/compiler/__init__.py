@@ -5,3 +5,16 @@
 ``match.py`` read graphs; ``masks.py`` recognizes attention masks by computing them; ``choice.py``
 decides and ``report.py`` says what was decided.
 """
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+from types import ModuleType
+
+_NAME = "cudnn_ops"
+
+
+def register(registry: ModuleType) -> None:
+    """Makes Dynamo know the backend by its name, as an installed package's entry point does."""
+    entry = EntryPoint(_NAME, "cudnn_ops.compiler.backend:cudnn_ops", "torch_dynamo_backends")
+    registry._BACKENDS.setdefault(_NAME, entry)

@@ -2,17 +2,27 @@
 
 Dynamo hands over a graph of torch's functions. Patterns swap parts of it for our operators, whose
 derivatives are autograd's as any other's, and inductor compiles what comes out.
+
+``torch.compile`` imports this module, and inductor with it, when it is called with the backend's
+name, as it imports inductor for its own: the first step has nothing left to import.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 from torch import fx
+from torch._dynamo.exc import RestartAnalysis, SkipFrame
+from torch._inductor import config, list_mode_options
+from torch._inductor.compile_fx import compile_fx
 
+from cudnn_ops.compiler.caching import marked
+from cudnn_ops.compiler.choice import Chooser
+from cudnn_ops.compiler.options import settings_of
 from cudnn_ops.compiler.report import compile_report, first_line, warn
+from cudnn_ops.compiler.rounds import rewrite_measured
+from cudnn_ops.compiler.two_gradients import TakeTwoGradients
 
 _MARKED, _JOINT_PASS = "unsafe_marked_cacheable_functions", "joint_custom_post_pass"
 
@@ -47,15 +57,6 @@ def cudnn_ops(
         ValueError: an option, a mode or a pattern that does not exist.
         TypeError: an option of another type.
     """
-    from torch._dynamo.exc import RestartAnalysis, SkipFrame
-    from torch._inductor import list_mode_options
-    from torch._inductor.compile_fx import compile_fx
-
-    # All of this here: importing Dynamo imports this module.
-    from cudnn_ops.compiler.choice import Chooser
-    from cudnn_ops.compiler.options import settings_of
-    from cudnn_ops.compiler.rounds import rewrite_measured
-
     settings = settings_of(mode, options)
     report = compile_report()
     begun = report.begin()
@@ -78,20 +79,8 @@ def cudnn_ops(
 
 def _for_swaps(module: fx.GraphModule, patches: Mapping[str, Any]) -> dict[str, Any]:
     """Inductor's options for a graph with our operators, beside those that it has."""
-    from torch._inductor import config
-
-    from cudnn_ops.compiler.caching import marked
-    from cudnn_ops.compiler.two_gradients import TakeTwoGradients
-
     given = patches.get(_JOINT_PASS, config.joint_custom_post_pass)
     return {
         _MARKED: patches.get(_MARKED, {}) | marked(module),
         _JOINT_PASS: TakeTwoGradients(given),
     }
-
-
-def register(registry: ModuleType) -> None:
-    """Makes Dynamo know the backend by its name; an installed package has an entry point too."""
-    # Dynamo registers what an entry point gives, and loading that has imported the package.
-    if "cudnn_ops" not in registry._BACKENDS:
-        registry.register_backend(compiler_fn=cudnn_ops, name="cudnn_ops")
