@@ -171,6 +171,44 @@ def test_a_result_that_a_gradient_needs_is_inductor_s(name, gradients, swaps_oth
     assert asked.swapped == ["batch_norm"]
 
 
+_FACTORS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "convolution": lambda out, weight: F.conv2d(out, weight),
+    "transposed convolution": lambda out, weight: F.conv_transpose2d(out, weight),
+    "rows of channels": lambda out, weight: F.linear(
+        out.permute(0, 2, 3, 1), weight.flatten(1)[:, :C]
+    ),
+    "returned": lambda out, _: out,
+    "returned, and read": lambda out, weight: (out, out * weight[0, 0, 0, 0]),
+}
+_NO_FACTORS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "gate": lambda out, weight: out * weight[0, 0, 0, 0],
+    "mean": lambda out, _: out.mean((2, 3)),
+    "cat": lambda out, _: torch.cat([out, out + 1], 1),
+    "pooling": lambda out, _: F.max_pool2d(out, 2),
+    "frozen convolution": lambda out, weight: F.conv2d(out, weight.detach()),
+}
+
+
+@pytest.mark.parametrize("name", [*_FACTORS, *(f"no {name}" for name in _NO_FACTORS)])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_relu_that_inductor_keeps_is_ours(name, gradients):
+    """For a product behind it; another one it computes again, and ours would keep it."""
+    behind = {**_FACTORS, **{f"no {name}": one for name, one in _NO_FACTORS.items()}}[name]
+    norm, weight = _norm(affine=False), torch.randn(C, C, 2, 1, dtype=torch.float64)
+    weight.requires_grad_(gradients)
+
+    def block(x: Tensor) -> object:
+        return behind(F.relu(norm(x)), weight)
+
+    found = Rewritten(block)
+    found.chooser = Timed(found.report, lambda *_: Times(1.0, 2.0))
+    found(_x().requires_grad_(gradients))
+    candidates = [one for one in found.report if one.pattern == "batch_norm"]
+    is_added = gradients and name.startswith("no ")
+    assert [one.swapped for one in candidates] == [not is_added]
+    assert ("the gradient of its ReLU" in candidates[0].reason) is is_added
+
+
 def test_channels_last_and_dropout_that_is_off():
     def block(norm: nn.Module, x: Tensor, residual: Tensor) -> Tensor:
         return F.relu(F.dropout(norm(x), 0.0) + residual)

@@ -119,6 +119,21 @@ def test_squares_of_images_are_computed_again(name):
     assert ours.saved_bytes == stock.saved_bytes
 
 
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize(("size", "again"), [(8, True), (96, False)])
+def test_copies_of_weights_are_computed_again_where_they_are_many(size, again, groups):
+    """Those with channels last, and with zeros between groups; beside large images they are few."""
+
+    def make() -> nn.Module:
+        convs = [nn.Conv2d(32, 32, 3, groups=groups, bias=False) for _ in range(3)]
+        return nn.Sequential(*(layer for conv in convs for layer in (conv, nn.Softsign())))
+
+    x = torch.randn(4, 32, size, size).to(memory_format=torch.channels_last)
+    ours, stock = _compared(make, x)
+    assert {one.pattern for one in ours.report.swapped} == {"convolution"}
+    assert (ours.saved_bytes == stock.saved_bytes) is again
+
+
 def _of_resnet() -> nn.Module:
     """Up to the convolution that keeps what its first stage gives."""
     model = torchvision.models.resnet50()
@@ -126,10 +141,17 @@ def _of_resnet() -> nn.Module:
     return nn.Sequential(*first, model.layer2[0].conv1)
 
 
+def _of_regnet() -> nn.Module:
+    """Up to the convolution that keeps what its first stage gives."""
+    model = torchvision.models.regnet_y_400mf()
+    return nn.Sequential(model.stem, model.trunk_output[0], model.trunk_output[1][0].proj[0])
+
+
 PARTS: dict[str, Callable[[], nn.Module]] = {
     "ResNet-50": _of_resnet,
     "EfficientNet-B0": lambda: torchvision.models.efficientnet_b0().features[:3],
     "ConvNeXt-T": lambda: torchvision.models.convnext_tiny().features[:2],
+    "RegNetY-400MF": _of_regnet,
 }
 
 

@@ -17,7 +17,8 @@ from cudnn_ops.compiler.nodes import call_of, has_static_sizes, value_of
 
 #: Those of images, by their names in graphs, with what their results' memory is like.
 CONVOLUTIONS = {"conv2d": torch.channels_last, "conv3d": torch.channels_last_3d}
-_OURS = {
+#: Our operators for them.
+OUR_CONVOLUTIONS = {
     getattr(getattr(torch.ops.cudnn_ops, name), overload)
     for name in CONVOLUTIONS
     for overload in ("default", "padding")
@@ -96,7 +97,7 @@ def _converts(node: fx.Node) -> bool:
 def _is_convolution(node: fx.Node) -> bool:
     """Whether it is torch's or ours, which write to nothing that they read."""
     call = call_of(node)
-    return node.target in _OURS or (call is not None and call.name in CONVOLUTIONS)
+    return node.target in OUR_CONVOLUTIONS or (call is not None and call.name in CONVOLUTIONS)
 
 
 def _compute(node: fx.Node, like: Tensor, beside: fx.Node, run: Callable[[fx.Node], Any]) -> None:

@@ -26,12 +26,8 @@ from cudnn_ops.compiler.pattern import (
 from cudnn_ops.compiler.patterns.activations import ENDS, EPILOGUES
 from cudnn_ops.compiler.patterns.dense_groups import MOST_GROUPS, MOST_INPUTS, dense
 from cudnn_ops.compiler.patterns.folding import fold_together, folded, is_early
-from cudnn_ops.compiler.patterns.space_to_depth import (
-    MOST_CHANNELS,
-    STEP,
-    compute_again,
-    squares,
-)
+from cudnn_ops.compiler.patterns.recomputing import compute_again
+from cudnn_ops.compiler.patterns.space_to_depth import MOST_CHANNELS, STEP, squares
 from cudnn_ops.ops.activation import Activation
 
 _CONVS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}

@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor, fx
+from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import CheckpointPolicy
 
-from cudnn_ops.compiler.nodes import call_of
 from cudnn_ops.compiler.pattern import applied
 
 STEP = 2
@@ -74,22 +72,6 @@ def image_squares(x: Tensor, kernel: Sequence[int], padding: Sequence[int]) -> T
     image = _deep(x, [size // STEP for size in x.shape[2:]])
     more = _more_channels(x.shape)
     return F.pad(image, (columns.before, columns.after, rows.before, rows.after, 0, more))
-
-
-def compute_again(graph: fx.Graph) -> None:
-    """Has the squares of images recomputed in the backward, which would save them otherwise.
-
-    The image is smaller than its squares, and usually an input, which is in memory anyway.
-    """
-    for node in graph.find_nodes(op="call_function", target=image_squares):
-        for one in (node, *filter(_is_conversion, node.users)):
-            # The partitioner of a training graph reads it, as it does in checkpointed modules.
-            one.meta.setdefault("recompute", CheckpointPolicy.PREFER_RECOMPUTE)
-
-
-def _is_conversion(node: fx.Node) -> bool:
-    call = call_of(node)
-    return call is not None and call.name == "contiguous"
 
 
 def _sides(
