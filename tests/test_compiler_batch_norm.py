@@ -17,6 +17,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck
 import cudnn_ops
 from cudnn_ops.compiler.choice import Times
 from cudnn_ops.compiler.pattern import Found, Pattern
+from cudnn_ops.compiler.patterns import batch_norm
 from tests.cases.compiler import Rewritten, Timed, check_swap
 
 C = 6
@@ -207,6 +208,25 @@ def test_a_relu_that_inductor_keeps_is_ours(name, gradients):
     is_added = gradients and name.startswith("no ")
     assert [one.swapped for one in candidates] == [not is_added]
     assert ("the gradient of its ReLU" in candidates[0].reason) is is_added
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("name", _NO_FACTORS)
+def test_a_relu_that_the_input_tells_keeps_nothing(name, has_residual, monkeypatch):
+    """As on a GPU: its result is kept for what reads it alone, as a gate; not so with a sum."""
+    monkeypatch.setattr(batch_norm, "_tells_relu_from_input", lambda _: True)
+    norm, weight = _norm(affine=False), torch.randn(C, C, 2, 1, dtype=torch.float64)
+    weight.requires_grad_()
+
+    def block(x: Tensor) -> object:
+        out = norm(x) + x.sin() if has_residual else norm(x)
+        return _NO_FACTORS[name](F.relu(out), weight)
+
+    found = Rewritten(block)
+    found.chooser = Timed(found.report, lambda *_: Times(1.0, 2.0))
+    found(_x().requires_grad_())
+    swapped = [one.swapped for one in found.report if one.pattern == "batch_norm"]
+    assert swapped == [name != "gate" and not has_residual]
 
 
 def test_channels_last_and_dropout_that_is_off():

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from cudnn_ops.compiler.match import match
 from cudnn_ops.compiler.nodes import Call, call_of, number_of
@@ -121,6 +121,17 @@ def _found(node: fx.Node, parts: _Parts) -> Found:
     # Inductor computes a norm's result again from the input, which is kept in any case. Ours writes
     # running statistics and cannot: EfficientNet-B0 would keep 1.47 times as much, and RegNetY,
     # whose gates read what a ReLU gives, 1.13 times.
-    kept = kept_beside_input if parts.activation == "none" else relu_kept_beside_input
+    if parts.activation == "none":
+        kept = kept_beside_input(node)
+    else:
+        for_itself = parts.residual is not None or not _tells_relu_from_input(value)
+        kept = relu_kept_beside_input(node, for_itself=for_itself)
     written = [inputs.tensors[name] for name in _STATISTICS if name in inputs.tensors]
-    return Found(parts.nodes, [node], inputs.nodes, build, written=written, only_asked=kept(node))
+    return Found(parts.nodes, [node], inputs.nodes, build, written=written, only_asked=kept)
+
+
+def _tells_relu_from_input(value: Tensor) -> bool:
+    """Whether the backward of a norm of it, with its channels last, needs no result for a ReLU."""
+    channels = value.shape[1]
+    is_whole = isinstance(channels, int) and channels % 8 == 0
+    return value.is_cuda and value.dim() in (2, 4, 5) and is_whole

@@ -33,14 +33,19 @@ def kept_beside_input(node: fx.Node) -> str:
     return _reason(keepers[0]) if keepers else ""
 
 
-def relu_kept_beside_input(node: fx.Node) -> str:
-    """The same of a ReLU's result, which an operator of ours keeps for itself.
+def relu_kept_beside_input(node: fx.Node, *, for_itself: bool) -> str:
+    """The same of a ReLU's result, where inductor does not keep it, too.
 
-    For a convolution or another product inductor keeps it, too, and what a graph returns is there.
+    That it does for a convolution or another product; what a graph returns is there.
+
+    Args:
+        node: the result.
+        for_itself: whether our operator keeps it to know what the ReLU has let pass.
     """
     readers = _readers(node)
-    is_kept = not readers or any(user.op == "output" or _is_factor(node, user) for user in readers)
-    return "" if is_kept else _reason("its ReLU")
+    if any(user.op == "output" or _is_factor(node, user) for user in readers):
+        return ""
+    return _reason("its ReLU") if readers and for_itself else kept_beside_input(node)
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
