@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import cudnn_ops
-from cudnn_ops.compiler import choice
+from cudnn_ops.compiler import backend, choice
 from cudnn_ops.compiler import rewrite as rewriting
 from cudnn_ops.compiler.choice import Chooser
 from cudnn_ops.compiler.measuring import Spec
@@ -257,9 +257,7 @@ def test_a_pattern_that_fails_costs_one_warning(monkeypatch):
 
 
 def test_a_replacement_that_does_not_compile_is_undone(monkeypatch):
-    from torch._inductor import compile_fx
-
-    original, calls = compile_fx.compile_fx, []
+    original, calls = backend.compile_fx, []
 
     def fails_once(*args, **kwargs):
         calls.append(args)
@@ -267,7 +265,7 @@ def test_a_replacement_that_does_not_compile_is_undone(monkeypatch):
             raise RuntimeError("no kernel")
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(compile_fx, "compile_fx", fails_once)
+    monkeypatch.setattr(backend, "compile_fx", fails_once)
     model = Block()
     compiled = torch.compile(model, backend="cudnn_ops", options=ALL)
     with pytest.warns(UserWarning, match="a graph does not compile with our operators.*no kernel"):
@@ -290,9 +288,7 @@ def test_a_graph_that_depends_on_strides_is_compiled_as_it_was(monkeypatch):
 
 
 def test_a_replacement_within_a_checkpoint_is_undone(monkeypatch):
-    from torch._inductor import compile_fx
-
-    original, compiled_with_ours = compile_fx.compile_fx, []
+    original, compiled_with_ours = backend.compile_fx, []
 
     def fails_with_ours(module, *args, **kwargs):
         graphs = [one.graph for one in module.modules() if isinstance(one, fx.GraphModule)]
@@ -307,7 +303,7 @@ def test_a_replacement_within_a_checkpoint_is_undone(monkeypatch):
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(super().forward, x, use_reentrant=False)
 
-    monkeypatch.setattr(compile_fx, "compile_fx", fails_with_ours)
+    monkeypatch.setattr(backend, "compile_fx", fails_with_ours)
     model = Checkpointed()
     compiled = torch.compile(model, backend="cudnn_ops", options=ALL)
     with pytest.warns(UserWarning, match="a graph does not compile with our operators.*no kernel"):
