@@ -66,11 +66,7 @@ def child(part: str, name: str, plans: Path, compiled: Path) -> float:
 
 
 def first_step(part: str, name: str) -> float:
-    """Seconds of the first step by one of COMPILERS, in this process.
-
-    With the call of torch.compile, which imports inductor if it is to be the backend; another one
-    imports it when it gets a graph.
-    """
+    """Seconds of torch.compile, which imports inductor, and a first step by one of COMPILERS."""
     entry, trains = entry_of(part)
     device = torch.device("cuda")
     model = entry.make(device).train(trains).to(torch.bfloat16)

@@ -52,6 +52,16 @@ def test_sharding_rules_come_with_sharded_tensors():
     modules_after(f"import torch, torch.distributed.tensor, cudnn_ops; {count}")
 
 
+def test_dynamo_imports_no_backend_and_torch_compile_all_of_it():
+    """As inductor by the stock call: nothing is left for the first step."""
+    dynamo = "import torch, cudnn_ops, torch._dynamo"
+    named = 'assert "cudnn_ops" in torch._dynamo.list_backends()'
+    compiled = 'torch.compile(torch.nn.Identity(), backend="cudnn_ops")'
+    ours = {"cudnn_ops.compiler.backend", "cudnn_ops.compiler.patterns"}
+    assert not modules_after(f"{dynamo}; {named}") & ours
+    assert modules_after(f"{dynamo}; {compiled}") >= ours | {"torch._inductor.compile_fx"}
+
+
 def test_every_public_name_is_there():
     assert set(cudnn_ops.__all__) <= set(dir(cudnn_ops))
     for name in cudnn_ops.__all__:

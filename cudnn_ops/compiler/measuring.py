@@ -158,21 +158,21 @@ def strides_of(node: fx.Node, pattern: Pattern) -> tuple[int, ...]:
     """
     value = value_of(node)
     assert value is not None
-    if value.dim() == 3 and _has_channels_last(value) and _is_of_image(node):
+    if value.dim() == 3 and _is_channels_first_memory(value) and _is_of_image(node):
         return make_contiguous_strides_for(value.shape)
     if value.dim() in (4, 5) and _is_computed(node):
         call = call_of(node)
         if pattern.of_images or (call is not None and call.name in CONVOLUTIONS):
             return make_channels_last_strides_for(value.shape)
-        if _has_channels_last(value):
+        if _is_channels_first_memory(value):
             return make_contiguous_strides_for(value.shape)
     return value.stride()
 
 
-def _has_channels_last(value: Tensor) -> bool:
-    """Whether a tensor whose last dimension is its channels is an image in channels_first memory.
+def _is_channels_first_memory(value: Tensor) -> bool:
+    """Whether ``value.movedim(-1, 1)`` is contiguous, as of images in channels-first memory.
 
-    Of plain numbers: a view without memory takes torch a hundred times as long.
+    By plain numbers, since torch dispatches to make a view of a tensor without memory.
     """
     order = (0, value.dim() - 1, *range(1, value.dim() - 1))
     shape, strides = (tuple(map(of.__getitem__, order)) for of in (value.shape, value.stride()))

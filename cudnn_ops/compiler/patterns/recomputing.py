@@ -45,9 +45,9 @@ def _is_learned(conv: fx.Node) -> bool:
     return value is not None and value.requires_grad
 
 
-def _is_copy(weight: object) -> bool:
+def _is_copy(weight: fx.Node) -> bool:
     """Whether it is another tensor than the model's, with channels last."""
-    call = call_of(weight) if isinstance(weight, fx.Node) else None
+    call = call_of(weight)
     if call is None or call.name != "contiguous":
         return False
     source = value_of(call["input"])
