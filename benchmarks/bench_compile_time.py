@@ -19,8 +19,8 @@ from benchmarks.bench_zoo import COMPILERS, entry_of
 from benchmarks.harness import OURS, Rows, in_process, main
 from benchmarks.whole_models import step_of
 
-#: A second or more of each, in turns, of which the median counts: they take a few seconds.
-SECOND_PROCESSES = 3
+#: Of each, in turns, of which the median counts: one takes up to a fifth longer than another.
+SECOND_PROCESSES = 7
 EMPTY, MEASURED, WARM = "nothing known", "measured before", "compiled before"
 #: Parts of benchmark `zoo`: few kernels and many, inference and training, with and without images.
 PARTS = ("ViT-B/16, inference", "GPT-2 medium, 12 layers, training", "ResNet-50, training")

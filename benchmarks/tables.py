@@ -601,7 +601,7 @@ TABLES = {
     "compile_time": Table(
         compile_time,
         "Seconds from the call of torch.compile to the end of the first step, of one process each; "
-        "compiled before: the median of three.",
+        "compiled before: the median of several.",
         "compile_time",
         samples=0,
     ),

@@ -81,6 +81,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items[:] = [*pairs, *long[len(others) :], *others[len(long) :]]
 
 
+class FailuresAtOnce:
+    """Names each test that fails when it does: a run that is cut off prints no summary."""
+
+    def __init__(self, reporter: pytest.TerminalReporter) -> None:
+        self.reporter = reporter
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            why = report.longreprtext.splitlines()[-1:]
+            self.reporter.write_line(" ".join((f"\nfailed: {report.nodeid}", *why)))
+
+
+@pytest.hookimpl(trylast=True)  # behind the reporter's own
+def pytest_configure(config: pytest.Config) -> None:
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:  # of several processes the first one has it
+        config.pluginmanager.register(FailuresAtOnce(reporter))
+
+
 def is_for_another_gpu(item: pytest.Item) -> bool:
     return seconds_of(item) > 0 and any(gpu in item.name for gpu in ("a100", "b200"))
 

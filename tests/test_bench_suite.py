@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,22 @@ def test_a_crash_of_pytest_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_suite, "run", lambda *_: (-11, 1.0))
     outcome, _ = gpu_suite.run_tests([])
     assert outcome == gpu_suite.Outcome(errors=1, failures=["pytest: exit status -11"])
+
+
+ENDS_EARLY = """
+import os
+def test_bad(): assert "this" == "that"
+def test_end(): os._exit(3)
+"""
+
+
+def test_a_run_that_is_cut_off_has_said_what_failed(tmp_path: Path) -> None:
+    file = tmp_path / "test_early.py"
+    file.write_text(ENDS_EARLY)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", str(file)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=gpu_suite.ROOT)
+    assert result.returncode == 3
+    assert re.search(r"failed: \S*test_early.py::test_bad .*test_early.py:3", result.stdout)
 
 
 def test_tests_are_spread_over_processes(monkeypatch: pytest.MonkeyPatch) -> None:
