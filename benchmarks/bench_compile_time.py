@@ -19,7 +19,7 @@ from benchmarks.bench_zoo import COMPILERS, entry_of
 from benchmarks.harness import OURS, Rows, in_process, main
 from benchmarks.whole_models import step_of
 
-#: Of each, in turns, of which the median counts: one takes up to a fifth longer than another.
+#: How many of each run, in turns. The median counts: one takes up to a fifth longer than another.
 SECOND_PROCESSES = 7
 EMPTY, MEASURED, WARM = "nothing known", "measured before", "compiled before"
 #: Parts of benchmark `zoo`: few kernels and many, inference and training, with and without images.

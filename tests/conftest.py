@@ -89,8 +89,8 @@ class FailuresAtOnce:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            why = report.longreprtext.splitlines()[-1:]
-            self.reporter.write_line(" ".join((f"\nfailed: {report.nodeid}", *why)))
+            why = report.longreprtext.rpartition("\n")[2]
+            self.reporter.write_line(f"\nfailed: {report.nodeid} {why}")
 
 
 @pytest.hookimpl(trylast=True)  # behind the reporter's own
