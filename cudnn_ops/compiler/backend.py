@@ -9,6 +9,7 @@ name, as it imports inductor for its own: the first step has nothing left to imp
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,12 +18,19 @@ from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch._inductor import config, list_mode_options
 from torch._inductor.compile_fx import compile_fx
 
+from cudnn_ops.compiler import known_graphs
 from cudnn_ops.compiler.caching import marked
 from cudnn_ops.compiler.choice import Chooser
-from cudnn_ops.compiler.options import settings_of
+from cudnn_ops.compiler.fingerprint import fingerprint, word_of_rewritten
+from cudnn_ops.compiler.known_graphs import KnownGraph
+from cudnn_ops.compiler.one_call import at_hand, one_call
+from cudnn_ops.compiler.options import Settings, settings_of
 from cudnn_ops.compiler.report import compile_report, first_line, warn
+from cudnn_ops.compiler.rewrite import Swaps
 from cudnn_ops.compiler.rounds import rewrite_measured
 from cudnn_ops.compiler.two_gradients import TakeTwoGradients
+
+log = logging.getLogger("cudnn_ops.compiler")
 
 _MARKED, _JOINT_PASS = "unsafe_marked_cacheable_functions", "joint_custom_post_pass"
 
@@ -58,23 +66,87 @@ def cudnn_ops(
         TypeError: an option of another type.
     """
     settings = settings_of(mode, options)
-    report = compile_report()
-    begun = report.begin()
-    patches = dict(list_mode_options(settings.mode)) | dict(settings.inductor)
-    swaps = rewrite_measured(module, Chooser(settings, report))
-    ours = _for_swaps(module, patches) if swaps.candidates else {}
-    try:
-        return compile_fx(module, list(example_inputs), config_patches=patches | ours)  # type: ignore[return-value]
-    except (RestartAnalysis, SkipFrame):
-        # Dynamo begins again, and the graph comes back.
-        report.forget(begun)
-        raise
-    except Exception as error:
-        if not swaps.candidates:
+    return _Compilation(module, list(example_inputs), settings).run()
+
+
+class _Compilation:
+    """Of one graph: as it was compiled before, or else with what is swapped in it now."""
+
+    def __init__(self, module: fx.GraphModule, inputs: list[Any], settings: Settings) -> None:
+        self.module, self.inputs = module, inputs
+        self.patches = dict(list_mode_options(settings.mode)) | dict(settings.inductor)
+        self.report = compile_report()
+        self.begun = self.report.begin()
+        self.chooser = Chooser(settings, self.report)
+        self.fingerprint = None
+        if not settings.dry_run:
+            with config.patch(self.patches):
+                swap = None if settings.swap is None else sorted(settings.swap)
+                self.fingerprint = fingerprint(module, swap)
+
+    def run(self) -> Callable[..., Any]:
+        try:
+            return self._as_before() or self._rewritten()
+        except (RestartAnalysis, SkipFrame):
+            # Dynamo begins again, and the graph comes back.
+            self.report.forget(self.begun)
             raise
-        warn("a graph does not compile with our operators and is compiled without them", error)
-        swaps.undo(f"the graph did not compile with it: {first_line(error)}")
-        return compile_fx(module, list(example_inputs), config_patches=patches)  # type: ignore[return-value]
+
+    def _as_before(self) -> Callable[..., Any] | None:
+        """Without rewriting it, by what is on disk; None where that is missing or out of date."""
+        known = self.fingerprint and known_graphs.find(self.fingerprint, self.chooser.known)
+        if not known:
+            return None
+        candidates = known.candidates_in(self.module.graph)
+        try:
+            compiled = self._called(known.word) if known.word else self._stock()
+        except (RestartAnalysis, SkipFrame):
+            raise
+        except Exception as error:
+            if not known.word:
+                raise
+            log.info("what is on disk of a graph does not do", exc_info=error)
+            return None
+        self.report.candidates += candidates
+        return compiled
+
+    def _rewritten(self) -> Callable[..., Any]:
+        swaps = rewrite_measured(self.module, self.chooser)
+        if not swaps.candidates:
+            self._keep("", swaps)
+            return self._stock()
+        try:
+            word = self.fingerprint and word_of_rewritten(self.module, self.fingerprint)
+            if not word:
+                return self._compiled(self.module, ours=True)
+            with at_hand(word, self.module, self.inputs, self.patches):
+                compiled = self._called(word)
+        except (RestartAnalysis, SkipFrame):
+            raise
+        except Exception as error:
+            warn("a graph does not compile with our operators and is compiled without them", error)
+            swaps.undo(f"the graph did not compile with it: {first_line(error)}")
+            return self._stock()
+        self._keep(word, swaps)
+        return compiled
+
+    def _called(self, word: str) -> Callable[..., Any]:
+        """What inductor makes, or has made, of the graph with this word."""
+        return self._compiled(one_call(self.module, word), ours=True)
+
+    def _stock(self) -> Callable[..., Any]:
+        return self._compiled(self.module, ours=False)
+
+    def _compiled(self, module: fx.GraphModule, ours: bool) -> Callable[..., Any]:
+        patches = self.patches | (_for_swaps(module, self.patches) if ours else {})
+        return compile_fx(module, self.inputs, config_patches=patches)  # type: ignore[return-value]
+
+    def _keep(self, word: str, swaps: Swaps) -> None:
+        """For later processes, unless something went wrong, which these are to hear of, too."""
+        if self.fingerprint and not swaps.failures:
+            candidates = self.report.candidates[self.begun :]
+            known = KnownGraph(word, self.chooser.decisive, candidates)
+            known_graphs.keep(self.fingerprint, known)
 
 
 def _for_swaps(module: fx.GraphModule, patches: Mapping[str, Any]) -> dict[str, Any]:

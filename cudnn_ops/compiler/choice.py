@@ -72,6 +72,8 @@ class Chooser:
         self._clock = clock
         self._compiler = Compiler()
         self._failed: dict[str, Exception] = {}
+        #: What decided, by the keys of the questions.
+        self.decisive: dict[str, Times] = {}
         self._open: dict[str, Question] | None = None
 
     @contextmanager
@@ -97,7 +99,7 @@ class Chooser:
                     del left[key]
 
     def _answer(self, question: Question) -> None:
-        times = self._known[question.key] = self._timed(question)
+        times = self.known[question.key] = self._timed(question)
         _remember(question.key, times)
 
     def __call__(self, pattern: Pattern, found: Found, candidate: Candidate) -> bool:
@@ -116,7 +118,7 @@ class Chooser:
             candidate.reason = reason
             return False
         question = Question.of(pattern, found)
-        if question.key not in self._known and question.key not in self._failed:
+        if question.key not in self.known and question.key not in self._failed:
             if settings.dry_run:
                 candidate.reason = "dry run: not measured yet"
                 return False
@@ -126,7 +128,7 @@ class Chooser:
             self.answer({question.key: question})
         if question.key in self._failed:
             raise self._failed[question.key]
-        times = self._known[question.key]
+        times = self.decisive[question.key] = self.known[question.key]
         candidate.ours_ms, candidate.stock_ms = times.ours, times.stock
         is_faster, candidate.reason = times.verdict()
         if settings.dry_run:
@@ -134,7 +136,7 @@ class Chooser:
         return is_faster and not settings.dry_run
 
     @functools.cached_property
-    def _known(self) -> dict[str, Times]:
+    def known(self) -> dict[str, Times]:
         """What was measured before, in this process or in others; read once for all candidates."""
         return {**_in_memory, **_stored(_path())}
 

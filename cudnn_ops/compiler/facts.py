@@ -34,6 +34,8 @@ class GraphFacts:
         #: What the nodes of a replacement give, by what it computes of which tensors.
         self.replacements: dict[object, Any] = {}
         self.swapped: list[Candidate] = []
+        #: How many patterns failed.
+        self.failures = 0
 
     def number(self, graph: fx.Graph) -> None:
         """Notes the places of nodes, after some were moved."""

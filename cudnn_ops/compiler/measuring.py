@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, fx
 from torch._prims_common import make_channels_last_strides_for, make_contiguous_strides_for
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.node import _get_qualified_name
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cudnn_ops import _C
 from cudnn_ops.compiler.memory_order import CONVOLUTIONS
-from cudnn_ops.compiler.nodes import call_of, memory_given_to, memory_of_result, value_of
+from cudnn_ops.compiler.nodes import call_of, line_of, memory_given_to, memory_of_result, value_of
 from cudnn_ops.compiler.pattern import Found, Pattern
 from cudnn_ops.compiler.trial import trial_of
 from cudnn_ops.plans.policy import Policy, using_plan_policy
@@ -119,7 +118,7 @@ class Source:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.code = "\n".join(map(_line, graph.nodes))
+        self.code = "\n".join(map(line_of, graph.nodes))
 
     @property
     def meaning(self) -> str:
@@ -128,13 +127,6 @@ class Source:
         return _NUMBERED.sub(lambda one: names.setdefault(one[0], f"_{len(names)}"), self.code)
 
 
-def _line(node: fx.Node) -> str:
-    """What a node computes, the same in all processes; torch takes longer to write Python."""
-    target = node.target if isinstance(node.target, str) else _name(node.target)
-    return f"{node.name} = {node.op} {target} {node.args} {dict(node.kwargs)}"
-
-
-_name = functools.cache(_get_qualified_name)
 _NUMBERED = re.compile(r"\b(?:value|leader|follower)_\d+\b")
 
 

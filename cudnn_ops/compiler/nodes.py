@@ -6,6 +6,7 @@ nodes. :func:`call_of` gives all of them one name and the same arguments.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, fx
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch.fx.node import _get_qualified_name
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -262,6 +264,22 @@ _AUGMENTED = {
 def target_name(node: fx.Node) -> str:
     """The name of the function or method that it calls; empty where that has none."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def line_of(node: fx.Node) -> str:
+    """What a node computes, the same in all processes; torch takes longer to write Python."""
+    target = node.target if isinstance(node.target, str) else _qualified_name(node.target)
+    return f"{node.name} = {node.op} {target} {node.args} {dict(node.kwargs)}"
+
+
+_qualified_name = functools.cache(_get_qualified_name)
+
+
+def with_source(copied: fx.Node, node: fx.Node) -> fx.Node:
+    """A copy of a graph's input that has its source, without which AOTAutograd refuses a graph."""
+    if hasattr(node, "_dynamo_source"):
+        copied._dynamo_source = node._dynamo_source
+    return copied
 
 
 def writes_by_name(node: fx.Node) -> bool:

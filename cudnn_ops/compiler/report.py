@@ -41,7 +41,7 @@ class Candidate:
     @classmethod
     def of(cls, pattern: str, node: fx.Node, reason: str = "") -> Candidate:
         value = node.meta.get("example_value")
-        candidate = cls(pattern, node.name, where=_line_of(node), reason=reason)
+        candidate = cls(pattern, node.name, where=line_of_model(node), reason=reason)
         if isinstance(value, Tensor):
             candidate.shape = tuple(value.shape)
             candidate.dtype = str(value.dtype).removeprefix("torch.")
@@ -141,7 +141,7 @@ def warn(what: str, error: Exception) -> None:
     )
 
 
-def _line_of(node: fx.Node) -> str:
+def line_of_model(node: fx.Node) -> str:
     """From the stack that Dynamo keeps: its last line that names a file."""
     places = [
         line.strip()

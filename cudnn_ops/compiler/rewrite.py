@@ -20,7 +20,7 @@ from cudnn_ops.compiler.checks import objection, place_of, too_early
 from cudnn_ops.compiler.facts import GraphFacts
 from cudnn_ops.compiler.identities import identities
 from cudnn_ops.compiler.memory_order import read_channels_last, skip_copies
-from cudnn_ops.compiler.nodes import call_of, value_of, written_by
+from cudnn_ops.compiler.nodes import call_of, value_of, with_source, written_by
 from cudnn_ops.compiler.pattern import Found, Pattern, Refusal
 from cudnn_ops.compiler.report import Candidate, CompileReport, first_line, warn
 from cudnn_ops.compiler.strides import Strides
@@ -38,14 +38,17 @@ class Swaps:
     Attributes:
         candidates: the matches.
         before: the modules whose graphs were changed, with what these were.
+        failures: how often something went wrong that left a part of a graph as it was.
     """
 
     candidates: list[Candidate] = field(default_factory=list)
     before: list[tuple[fx.GraphModule, fx.Graph]] = field(default_factory=list)
+    failures: int = 0
 
     def add(self, other: Swaps) -> None:
         self.candidates += other.candidates
         self.before += other.before
+        self.failures += other.failures
 
     def undo(self, reason: str) -> None:
         """The graphs are the stock ones again, and nothing was swapped."""
@@ -89,6 +92,7 @@ def rewrite(
     except Exception as error:  # whatever a graph has in it, the stock one is right
         log.info("a graph is not understood", exc_info=error)
         warn("a graph stays as it is, because it has something unknown in it", error)
+        swaps.failures += 1
         return swaps
     for pattern in patterns:
         facts.declined.clear()
@@ -103,6 +107,7 @@ def rewrite(
             own.before.append((module, module.graph))
             _finish(module, graph, patterns, facts, own)
         swaps.add(own)
+    swaps.failures += facts.failures
     return swaps
 
 
@@ -147,6 +152,7 @@ def _finish(
         log.info("a graph stays as it is, because %s", why, exc_info=error)
         warn(f"a graph stays as it is, because {why}", error)
         swaps.undo(f"{why}: {first_line(error)}")
+        swaps.failures += 1
 
 
 def _ends(pattern: Pattern, node: fx.Node) -> bool:
@@ -184,6 +190,7 @@ def _try(
         log.info("pattern %s failed", pattern.name, exc_info=error)
         warn(f"the pattern {pattern.name} failed, and that part of the graph stays as it is", error)
         _last_of(tried, pattern, node).reason = f"the pattern failed: {first_line(error)}"
+        facts.failures += 1
     if tried:
         report.add(_most_telling(tried))
 
@@ -236,10 +243,9 @@ def _replace(graph: fx.Graph, facts: GraphFacts, found: Found) -> None:
 
 
 def _copy_of(graph: fx.Graph) -> fx.Graph:
-    """With the sources of its inputs, without which AOTAutograd refuses a graph of Dynamo's."""
+    """With the sources of its inputs."""
     copied = copy.deepcopy(graph)
     inputs = (one.find_nodes(op="placeholder") for one in (graph, copied))
     for node, its_copy in zip(*inputs, strict=True):
-        if hasattr(node, "_dynamo_source"):
-            its_copy._dynamo_source = node._dynamo_source
+        with_source(its_copy, node)
     return copied

@@ -21,7 +21,8 @@ from cudnn_ops.compiler.nodes import memory_of, written_by
 _READ_STRIDES: set[object] = {
     *(torch.as_strided, torch.as_strided_copy, "as_strided", "as_strided_", "stride", "set_"),
 }
-_OUR_NAMESPACES = ("aten", "prims", "cudnn_ops")
+#: Of operators that are known here.
+OUR_NAMESPACES = ("aten", "prims", "cudnn_ops")
 
 
 class Unsettled(Exception):
@@ -148,7 +149,7 @@ def _reads_strides(node: fx.Node) -> bool:
         return True
     if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         name = str(node.target)
-        return name.split(".")[0] not in _OUR_NAMESPACES or "as_strided" in name
+        return name.split(".")[0] not in OUR_NAMESPACES or "as_strided" in name
     return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 

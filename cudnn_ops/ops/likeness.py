@@ -40,7 +40,7 @@ def key_of(values: list[Any]) -> object:
     Raises:
         Unknown: there is something else in it than tensors without memory and plain values.
     """
-    memory = [_memory_of(tensor) for tensor in tensors_in(values)]
+    memory = [memory_of(tensor) for tensor in tensors_in(values)]
     return kind_of(values), tuple(map(memory.index, memory))
 
 
@@ -77,8 +77,8 @@ def described(value: Any, sources: list[FakeTensor]) -> Any:
         Unknown: as of :func:`key_of`; or a tensor is part of memory that none of these is.
     """
     if isinstance(value, FakeTensor):
-        like, memory = _like(value), _memory_of(value)
-        source = next((i for i, one in enumerate(sources) if _memory_of(one) == memory), None)
+        like, memory = _like(value), memory_of(value)
+        source = next((i for i, one in enumerate(sources) if memory_of(one) == memory), None)
         if source is None and like.offset != 0:
             raise Unknown
         sources.append(value)
@@ -118,5 +118,5 @@ def _like(tensor: FakeTensor) -> _Like:
     return _Like(shape, strides, offset, tensor.dtype, tensor.device)
 
 
-def _memory_of(tensor: FakeTensor) -> int:
+def memory_of(tensor: FakeTensor) -> int:
     return tensor.untyped_storage()._cdata
