@@ -62,7 +62,9 @@ def child(part: str, name: str, plans: Path, compiled: Path) -> float:
     stored = {"CUDNN_OPS_CACHE_DIR": str(plans), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
     # An installed package has its bytecode, as torch has here: this one's is kept by the first.
     stored["PYTHONDONTWRITEBYTECODE"] = ""
-    return float(in_process(CHILD, part, name, **stored).split()[-1])
+    seconds = float(in_process(CHILD, part, name, **stored).split()[-1])
+    print(f"{part}, {name}: {seconds:.2f} s", flush=True)  # the spread of what has a median
+    return seconds
 
 
 def first_step(part: str, name: str) -> float:
