@@ -3,7 +3,8 @@
 ``backend.py`` is what Dynamo calls; ``rewrite.py`` finds and replaces, by the patterns listed in
 ``patterns/__init__.py``, and ``strides.py`` settles what depends on strides; ``nodes.py`` and
 ``match.py`` read graphs; ``masks.py`` recognizes attention masks by computing them; ``choice.py``
-decides and ``report.py`` says what was decided.
+decides and ``report.py`` says what was decided. Graphs that an earlier process has compiled are
+known by ``fingerprint.py``, kept by ``known_graphs.py``, and called by ``one_call.py``.
 """
 
 from __future__ import annotations
