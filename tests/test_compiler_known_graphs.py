@@ -21,6 +21,7 @@ from cudnn_ops.compiler.fingerprint import fingerprint
 from cudnn_ops.compiler.known_graphs import KnownGraph
 from cudnn_ops.compiler.patterns.rms_norm import RmsNorm
 from cudnn_ops.compiler.report import Candidate
+from tests.cases.compiler import Rewritten
 from tests.conftest import DEVICES
 
 
@@ -104,6 +105,68 @@ def test_what_was_rewritten_once_is_not_again(device, gradients, store, monkeypa
             torch.testing.assert_close(gradient, parameter.grad)
 
 
+def normed(x: Tensor, w: Tensor) -> Tensor:
+    return F.rms_norm(x, w.shape, w, 1e-5)
+
+
+def _filled(x: Tensor, w: Tensor) -> Tensor:
+    out = normed(x, w)
+    x.mul_(2)
+    return out + x
+
+
+def _rounded(x: Tensor, w: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return normed(x, w) @ w.outer(w)
+
+
+#: What a graph does besides a norm, and what it is of.
+BESIDES: dict[str, tuple[Callable[..., Any], tuple[Tensor, Tensor]]] = {
+    "input changed in place": (_filled, (torch.randn(3, 64), torch.rand(64))),
+    "view of an input": (lambda x, w: (normed(x, w), x[1:]), (torch.randn(3, 64), torch.rand(64))),
+    "result twice": (lambda x, w: ((y := normed(x, w)), y), (torch.randn(3, 64), torch.rand(64))),
+    "view of a result": (lambda x, w: (y := normed(x, w), y.T), (torch.randn(3, 8), torch.rand(8))),
+    "autocast": (_rounded, (torch.randn(3, 64), torch.rand(64))),
+    "no rows": (normed, (torch.randn(0, 64), torch.rand(64))),
+    "one channel": (normed, (torch.randn(5, 1), torch.rand(1))),
+    "unaligned": (normed, (torch.randn(193)[1:].view(3, 64), torch.rand(64))),
+    "of one memory": (normed, (torch.rand(64).expand(3, 64), torch.rand(64))),
+    "double": (normed, (torch.randn(3, 7).double(), torch.rand(7).double())),
+    "half": (normed, (torch.randn(3, 7).half(), torch.rand(7).half())),
+    "equal rows": (normed, (torch.full((3, 64), 120.0), torch.rand(64))),
+}
+
+
+@pytest.mark.parametrize("name", BESIDES)
+def test_what_is_found_computes_the_same(name, store, monkeypatch):
+    function, (x, w) = BESIDES[name]
+    seen: list[Any] = []
+    for is_known in (False, True):
+        if is_known:
+            assert len(kept_in(store)) == 1
+            monkeypatch.setattr(backend, "rewrite_measured", _never)
+        torch._dynamo.reset()
+        # Whoever runs it: an input that is changed is a copy.
+        given = x.clone() if name == "input changed in place" else x
+        compiled = torch.compile(function, backend="cudnn_ops", options={"swap": ["rms_norm"]})
+        seen.append([compiled(given, w), given])
+    given = x.clone() if name == "input changed in place" else x
+    expected = [function(given, w), given]
+    torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=0)
+    tolerance = 2e-2 if name == "autocast" else 2e-3 if name == "half" else 1e-5
+    torch.testing.assert_close(seen[1], expected, rtol=tolerance, atol=tolerance)
+
+
+def test_a_view_of_an_input_is_one(store):
+    x, w = torch.randn(3, 64), torch.rand(64)
+    for _ in range(2):
+        torch._dynamo.reset()
+        function = torch.compile(
+            lambda x, w: (normed(x, w), x[1:]), backend="cudnn_ops", options={"swap": ["rms_norm"]}
+        )
+        assert function(x, w)[1].data_ptr() == x[1:].data_ptr()
+
+
 def test_of_a_graph_without_swaps_inductor_s_is_known(store, monkeypatch):
     model, x = Norms(), torch.randn(5, 64)
     _, found = compiled_again(model, x)
@@ -159,12 +222,12 @@ def test_other_times_decide_again(store):
     known = KnownGraph("word", times, [candidate])
     store.mkdir()
     known_graphs.keep("print", known)
-    assert known_graphs.find("print", times | {"third": Times(1.0, 1.0)}) == known
-    assert known_graphs.find("print", times | {"second": Times(0.1, 0.4, 1e-3, 2e-3)}) is None
-    assert known_graphs.find("print", {"first": times["first"]}) is None
-    assert known_graphs.find("another", times) is None
+    assert known_graphs.find("print", (times | {"third": Times(1.0, 1.0)}).get) == known
+    assert known_graphs.find("print", (times | {"second": Times(0.1, 0.4, 1e-3, 2e-3)}).get) is None
+    assert known_graphs.find("print", ({"first": times["first"]}).get) is None
+    assert known_graphs.find("another", times.get) is None
     cudnn_ops.set_store(None)
-    assert known_graphs.find("print", times) is None
+    assert known_graphs.find("print", times.get) is None
 
 
 def test_lines_are_those_of_the_model_as_it_is():
@@ -181,15 +244,9 @@ def test_lines_are_those_of_the_model_as_it_is():
 
 def captured(function: Callable[..., Any], *inputs: Any, dynamic: bool = False) -> fx.GraphModule:
     """What Dynamo makes of it."""
-    graphs = []
-
-    def keep(module: fx.GraphModule, _: object) -> Callable[..., Any]:
-        graphs.append(module)
-        return module.forward
-
-    torch._dynamo.reset()
-    torch.compile(function, backend=keep, dynamic=dynamic)(*inputs)
-    return graphs[0]
+    unchanged = Rewritten(function, swap=[], dynamic=dynamic)
+    unchanged(*inputs)
+    return unchanged.graphs[0]
 
 
 def product(x: Tensor, y: Tensor) -> Tensor:

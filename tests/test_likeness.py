@@ -113,6 +113,14 @@ def test_views_are_of_the_tensors_that_they_are_of():
     assert memory[3] not in memory[:2]
 
 
+def test_sparse_tensors_have_no_key():
+    """Nor a memory that could be asked for."""
+    with FakeTensorMode():
+        sparse = torch.empty(4, 6, layout=torch.sparse_coo)
+    with pytest.raises(Unknown):
+        key_of([sparse])
+
+
 def test_which_tensors_have_one_memory_counts():
     with FakeTensorMode():
         x, y = torch.empty(4, 6), torch.empty(4, 6)

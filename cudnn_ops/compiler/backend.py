@@ -33,6 +33,8 @@ from cudnn_ops.compiler.two_gradients import TakeTwoGradients
 log = logging.getLogger("cudnn_ops.compiler")
 
 _MARKED, _JOINT_PASS = "unsafe_marked_cacheable_functions", "joint_custom_post_pass"
+#: Dynamo begins with the frame again, and the graph comes back, or leaves the frame alone.
+_BEGINS_AGAIN = (RestartAnalysis, SkipFrame)
 
 
 def cudnn_ops(
@@ -81,34 +83,35 @@ class _Compilation:
         self.fingerprint = None
         if not settings.dry_run:
             with config.patch(self.patches):
-                swap = None if settings.swap is None else sorted(settings.swap)
-                self.fingerprint = fingerprint(module, swap)
+                self.fingerprint = fingerprint(module, settings.swap)
 
     def run(self) -> Callable[..., Any]:
         try:
             return self._as_before() or self._rewritten()
-        except (RestartAnalysis, SkipFrame):
-            # Dynamo begins again, and the graph comes back.
+        except _BEGINS_AGAIN:
             self.report.forget(self.begun)
             raise
 
     def _as_before(self) -> Callable[..., Any] | None:
         """Without rewriting it, by what is on disk; None where that is missing or out of date."""
-        known = self.fingerprint and known_graphs.find(self.fingerprint, self.chooser.known)
+        known = self.fingerprint and known_graphs.find(self.fingerprint, self.chooser.times_of)
         if not known:
             return None
         candidates = known.candidates_in(self.module.graph)
-        try:
-            compiled = self._called(known.word) if known.word else self._stock()
-        except (RestartAnalysis, SkipFrame):
-            raise
-        except Exception as error:
-            if not known.word:
-                raise
-            log.info("what is on disk of a graph does not do", exc_info=error)
-            return None
-        self.report.candidates += candidates
+        compiled = self._found(known.word) if known.word else self._stock()
+        if compiled is not None:
+            self.report.candidates += candidates
         return compiled
+
+    def _found(self, word: str) -> Callable[..., Any] | None:
+        """What was compiled of the graph with this word; None where that is gone or of no use."""
+        try:
+            return self._called(word)
+        except _BEGINS_AGAIN:
+            raise
+        except Exception as error:  # whatever is on disk, rewriting does without it
+            log.info("what an earlier process compiled cannot be used", exc_info=error)
+            return None
 
     def _rewritten(self) -> Callable[..., Any]:
         swaps = rewrite_measured(self.module, self.chooser)
@@ -121,7 +124,7 @@ class _Compilation:
                 return self._compiled(self.module, ours=True)
             with at_hand(word, self.module, self.inputs, self.patches):
                 compiled = self._called(word)
-        except (RestartAnalysis, SkipFrame):
+        except _BEGINS_AGAIN:
             raise
         except Exception as error:
             warn("a graph does not compile with our operators and is compiled without them", error)

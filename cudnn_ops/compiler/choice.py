@@ -24,9 +24,8 @@ from cudnn_ops.compiler.nodes import has_static_sizes, value_of
 from cudnn_ops.compiler.options import Settings
 from cudnn_ops.compiler.pattern import Found, Pattern
 from cudnn_ops.compiler.report import Candidate, CompileReport
+from cudnn_ops.compiler.stored import path_of, write
 from cudnn_ops.plans import timing
-from cudnn_ops.plans.cache import store_info
-from cudnn_ops.plans.files import replacing
 
 log = logging.getLogger("cudnn_ops.compiler")
 
@@ -99,7 +98,7 @@ class Chooser:
                     del left[key]
 
     def _answer(self, question: Question) -> None:
-        times = self.known[question.key] = self._timed(question)
+        times = self._known[question.key] = self._timed(question)
         _remember(question.key, times)
 
     def __call__(self, pattern: Pattern, found: Found, candidate: Candidate) -> bool:
@@ -118,7 +117,7 @@ class Chooser:
             candidate.reason = reason
             return False
         question = Question.of(pattern, found)
-        if question.key not in self.known and question.key not in self._failed:
+        if question.key not in self._known and question.key not in self._failed:
             if settings.dry_run:
                 candidate.reason = "dry run: not measured yet"
                 return False
@@ -128,15 +127,19 @@ class Chooser:
             self.answer({question.key: question})
         if question.key in self._failed:
             raise self._failed[question.key]
-        times = self.decisive[question.key] = self.known[question.key]
+        times = self.decisive[question.key] = self._known[question.key]
         candidate.ours_ms, candidate.stock_ms = times.ours, times.stock
         is_faster, candidate.reason = times.verdict()
         if settings.dry_run:
             candidate.reason = "dry run" + (f": {candidate.reason}" if candidate.reason else "")
         return is_faster and not settings.dry_run
 
+    def times_of(self, key: str) -> Times | None:
+        """What is known of a question; None where nothing is."""
+        return self._known.get(key)
+
     @functools.cached_property
-    def known(self) -> dict[str, Times]:
+    def _known(self) -> dict[str, Times]:
         """What was measured before, in this process or in others; read once for all candidates."""
         return {**_in_memory, **_stored(_path())}
 
@@ -180,8 +183,7 @@ def _times_of(steps: Steps) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def _path() -> Path | None:
-    info = store_info()
-    return Path(info.folder) / _FILE if info.folder and not info.refusal else None
+    return path_of(_FILE)
 
 
 #: Where there is no store.
@@ -199,13 +201,6 @@ def _stored(path: Path | None) -> dict[str, Times]:
 
 def _remember(key: str, times: Times) -> None:
     _in_memory[key] = times
-    path = _path()
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if (path := _path()) is not None:
         # Other processes may have added theirs since this one read it.
-        with replacing(path) as file:
-            file.write(json.dumps({**_stored(path), key: times}).encode())
-    except OSError:
-        return  # as the store of plans: what cannot be kept is measured again
+        write(path, {**_stored(path), key: times})

@@ -1,13 +1,13 @@
-"""A word for a captured graph: another one for whatever may be rewritten to something else.
+"""A word for a captured graph: graphs that may be rewritten to different ones have different words.
 
-Graphs have one that torch's own cache would take, and of which all can be said in plain numbers:
-without submodules, tensors of their own, sizes that are symbols and operators of others.
+A graph has one if torch's own cache accepts it and its nodes and values say all about it: it has no
+submodules, no tensors of its own, no operators of other libraries and no sizes that are symbols.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -22,30 +22,29 @@ from torch._subclasses.fake_tensor import FakeTensor
 from cudnn_ops.compiler.caching import sources
 from cudnn_ops.compiler.nodes import line_of
 from cudnn_ops.compiler.strides import OUR_NAMESPACES
-from cudnn_ops.ops.likeness import Unknown, kind_of, memory_of, tensors_in
+from cudnn_ops.ops.likeness import Unknown, key_of, tensors_in
 
 
-def fingerprint(module: fx.GraphModule, *settings: object) -> str | None:
+def fingerprint(module: fx.GraphModule, swap: Collection[str] | None = None) -> str | None:
     """The word.
 
     Args:
         module: whose graph it is, as Dynamo captured it.
-        settings: plain values which decide besides what it is rewritten to.
+        swap: the patterns that are swapped without measuring, as in the backend's options.
 
     Returns:
         it; None for a graph that has none.
     """
     if not should_use_local_autograd_cache() or _has_more_than_nodes(module):
         return None
-    nodes = list(module.graph.nodes)
+    values = [node.meta.get("example_value") for node in module.graph.nodes]
+    tensors = tensors_in(values)
     try:
         check_cacheable(module)
-        values = [node.meta.get("example_value") for node in nodes]
-        tensors = [tensor for value in values for tensor in tensors_in(value)]
         facts = (
-            *(sources(), torch.__version__, settings, torch.is_grad_enabled()),
-            *(torch.is_inference_mode_enabled(), torch.get_default_dtype()),
-            *(_gpus(tensors), list(map(kind_of, values)), list(_memory(tensors))),
+            *(sources(), torch.__version__, None if swap is None else sorted(swap)),
+            *(torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+            *(torch.get_default_dtype(), _gpus(tensors), key_of(values)),
             [(one.requires_grad, isinstance(one, torch.nn.Parameter)) for one in tensors],
         )
     except (BypassAOTAutogradCache, Unknown):
@@ -80,13 +79,6 @@ def _says_too_little(node: fx.Node) -> bool:
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return str(target).split(".")[0] not in OUR_NAMESPACES
     return isinstance(target, torch._ops.HigherOrderOperator)
-
-
-def _memory(tensors: list[FakeTensor]) -> Iterator[int]:
-    """Numbers of the memory that they are in: equal for those that share it."""
-    numbers: dict[int, int] = {}
-    for tensor in tensors:
-        yield numbers.setdefault(memory_of(tensor), len(numbers))
 
 
 def _gpus(tensors: list[FakeTensor]) -> list[str]:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import fx
 
 from cudnn_ops.compiler.choice import Times
 from cudnn_ops.compiler.report import Candidate, line_of_model
-from cudnn_ops.plans.cache import store_info
-from cudnn_ops.plans.files import replacing
+from cudnn_ops.compiler.stored import path_of, write
+
+_FILE = "compiled_{}.json"
 
 
 class KnownGraph(NamedTuple):
@@ -43,9 +43,9 @@ class KnownGraph(NamedTuple):
         ]
 
 
-def find(fingerprint: str, times: Mapping[str, Times]) -> KnownGraph | None:
-    """What is known of a graph, if it was decided by these times."""
-    path = _path(fingerprint)
+def find(fingerprint: str, times_of: Callable[[str], Times | None]) -> KnownGraph | None:
+    """What is known of a graph, if the times that decided are the ones that questions have now."""
+    path = path_of(_FILE.format(fingerprint))
     try:
         word, asked, candidates = [] if path is None else json.loads(path.read_text())
         known = KnownGraph(
@@ -55,24 +55,10 @@ def find(fingerprint: str, times: Mapping[str, Times]) -> KnownGraph | None:
         )
     except (OSError, ValueError, TypeError, AttributeError, KeyError):
         return None  # missing, damaged, or of another version
-    return known if all(times.get(key) == each for key, each in known.times.items()) else None
+    return known if all(times_of(key) == each for key, each in known.times.items()) else None
 
 
 def keep(fingerprint: str, known: KnownGraph) -> None:
     """Writes it down, where there is a store."""
-    path = _path(fingerprint)
-    if path is None:
-        return
-    candidates = [dataclasses.asdict(one) for one in known.candidates]
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with replacing(path) as file:
-            file.write(json.dumps([known.word, known.times, candidates]).encode())
-    except OSError:
-        return  # as the store of plans: what cannot be kept is found again
-
-
-def _path(fingerprint: str) -> Path | None:
-    info = store_info()
-    has_store = info.folder and not info.refusal
-    return Path(info.folder, f"compiled_{fingerprint}.json") if has_store else None
+    if (path := path_of(_FILE.format(fingerprint))) is not None:
+        write(path, [known.word, known.times, list(map(dataclasses.asdict, known.candidates))])

@@ -40,8 +40,9 @@ def key_of(values: list[Any]) -> object:
     Raises:
         Unknown: there is something else in it than tensors without memory and plain values.
     """
-    memory = [memory_of(tensor) for tensor in tensors_in(values)]
-    return kind_of(values), tuple(map(memory.index, memory))
+    kind, numbers = kind_of(values), dict[int, int]()
+    memory = map(_memory_of, tensors_in(values))
+    return kind, tuple(numbers.setdefault(one, len(numbers)) for one in memory)
 
 
 def kind_of(value: Any) -> object:
@@ -77,8 +78,8 @@ def described(value: Any, sources: list[FakeTensor]) -> Any:
         Unknown: as of :func:`key_of`; or a tensor is part of memory that none of these is.
     """
     if isinstance(value, FakeTensor):
-        like, memory = _like(value), memory_of(value)
-        source = next((i for i, one in enumerate(sources) if memory_of(one) == memory), None)
+        like, memory = _like(value), _memory_of(value)
+        source = next((i for i, one in enumerate(sources) if _memory_of(one) == memory), None)
         if source is None and like.offset != 0:
             raise Unknown
         sources.append(value)
@@ -118,5 +119,5 @@ def _like(tensor: FakeTensor) -> _Like:
     return _Like(shape, strides, offset, tensor.dtype, tensor.device)
 
 
-def memory_of(tensor: FakeTensor) -> int:
+def _memory_of(tensor: FakeTensor) -> int:
     return tensor.untyped_storage()._cdata

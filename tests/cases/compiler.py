@@ -54,7 +54,7 @@ class Timed(Chooser):
     def __call__(self, pattern: Pattern, found: Found, candidate: Candidate) -> bool:
         if not self._unmeasurable(found):
             times = self.times if isinstance(self.times, Times) else self.times(pattern, found)
-            self.known[Question.of(pattern, found).key] = times
+            self._known[Question.of(pattern, found).key] = times
         return super().__call__(pattern, found, candidate)
 
 
