@@ -5,8 +5,8 @@ of its last kernel. Compiling is timed from nothing to the end of the first step
 memory is that of a step. Results, and in training gradients, are held to the same model in float32:
 at most twice the error of eager mode, with nothing dropped, since each compiler draws numbers of
 its own. What is timed drops what the model drops. `--only` measures some models and adds their rows
-to the file; `python -m benchmarks.side_by_side zoo` compiles several at a time, and then says
-nothing of seconds.
+to the file; `python -m benchmarks.side_by_side zoo` compiles several at a time, each with its share
+of the cores, and the seconds are without those in which others had their turn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch import nn
 
 import cudnn_ops
 from benchmarks.harness import OURS, Rows, main, peak_bytes, step_ms
-from benchmarks.turns import is_alone
 from benchmarks.whole_models import checked_steps
 from benchmarks.zoo_models import ZOO, Entry
 
@@ -73,14 +72,14 @@ def measure_case(entry: Entry, trains: bool, rows: Rows, rounds: int, device: st
     """One model, in inference or training, by every compiler."""
     case = f"{entry.name}, {'training' if trains else 'inference'}"
     steps, seconds = checked_steps(case, entry, trains, device, variants)
-    for name in COMPILERS if is_alone() else ():  # beside others it takes longer
-        rows.add(case, name, "compile_s", seconds[name])
-    if device != "cuda":
-        return
-    for name, ms in step_ms(steps, rounds=rounds).items():
-        rows.add(case, name, "step_ms", ms)
-    for name, call in steps.items():
-        rows.add(case, name, "peak_mib", peak_bytes(call) / 2**20)
+    found = {"compile_s": {name: seconds[name] for name in COMPILERS}}
+    if device == "cuda":
+        found["step_ms"] = step_ms(steps, rounds=rounds)
+        found["peak_mib"] = {name: peak_bytes(call) / 2**20 for name, call in steps.items()}
+    # Not before all are there: rows of a part take the place of all of its rows in the file.
+    for metric, values in found.items():
+        for name, value in values.items():
+            rows.add(case, name, metric, value)
 
 
 def variants(model: nn.Module) -> dict[str, Any]:

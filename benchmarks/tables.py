@@ -364,7 +364,7 @@ def distributed(rows: Sequence[Row]) -> Lines:
 def zoo(rows: Sequence[Row]) -> Lines:
     """A line a model: milliseconds a step, each peer's over ours, compile seconds, memory.
 
-    Models that were compiled beside others have no seconds; what no model has gets no column.
+    Some models have no seconds; what no model has gets no column.
     """
     steps, peaks = pivot(rows, "step_ms"), pivot(rows, "peak_mib")
     seconds = pivot(rows, "compile_s")
@@ -601,7 +601,7 @@ TABLES = {
     "compile_time": Table(
         compile_time,
         "Seconds from the call of torch.compile to the end of the first step, of one process each; "
-        "compiled before: the median of several.",
+        "compiled before: the least of several.",
         "compile_time",
         samples=0,
     ),

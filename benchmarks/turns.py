@@ -4,7 +4,8 @@ Compiling takes most of the time of some benchmarks, and a CPU's. `benchmarks.si
 several at a time; the package's clock, by which benchmarks measure and its compile backend chooses,
 takes a turn, in which the others, with all that they have started, are stopped: those of that GPU
 for its time alone, those of all GPUs where the host's time counts, which others' compiling makes
-longer. What inductor tunes is timed by one process of a GPU at a time, too.
+longer. What inductor tunes is timed by one process of a GPU at a time, too. A stopwatch leaves out
+what a process stood still or waited for its turn.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import fcntl
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,10 @@ FOLDER_VARIABLE = "CUDNN_OPS_BENCHMARK_TURNS"
 #: What was launched before a process stopped ends meanwhile.
 SETTLE_S = 0.1
 _PREFIX = "gpu-"
+#: Of a GPU's folder: a line a turn, with who had it, its begin and its end.
+_TURNS = "turns"
+#: Begin and end of what this process waited for others' turns.
+_waited: list[tuple[float, float]] = []
 
 
 def is_alone() -> bool:
@@ -45,11 +50,15 @@ def turn(*, of_all_gpus: bool = True) -> Iterator[None]:
             locks.enter_context(between_turns(folder))
         others = [group for folder in folders for group in members(folder)]
         others = [group for group in others if group != os.getpgid(0)]
+        begin = time.monotonic()
         try:
             send(others, signal.SIGSTOP)
             time.sleep(SETTLE_S)
             yield
         finally:
+            for folder in folders:
+                with open(folder / _TURNS, "a") as had:
+                    had.write(f"{os.getpgid(0)} {begin} {time.monotonic()}\n")
             send(others, signal.SIGCONT)
 
 
@@ -89,8 +98,35 @@ def folder_of(gpu: int, folder: Path) -> Path:
 def between_turns(folder: Path) -> Iterator[None]:
     """Waits until nobody has a turn; inside it nobody gets one."""
     with open(folder / "turn", "w") as lock:
+        begin = time.monotonic()
         fcntl.flock(lock, fcntl.LOCK_EX)
+        _waited.append((begin, time.monotonic()))
         yield
+
+
+def stopwatch() -> Callable[[], float]:
+    """Starts one; it tells the seconds since, without those in which others had a turn."""
+
+    def seconds() -> float:
+        now = time.monotonic()
+        lost, seen = 0.0, start
+        for begin, end in sorted([*_waited, *_turns_of_others()]):
+            lost += max(min(end, now) - max(begin, seen), 0.0)
+            seen = max(seen, end)
+        return now - start - lost
+
+    start = time.monotonic()
+    return seconds
+
+
+def _turns_of_others() -> list[tuple[float, float]]:
+    """Begin and end of those in which this process stood still."""
+    if is_alone():
+        return []
+    had = Path(os.environ[FOLDER_VARIABLE], _TURNS)
+    lines = [line.split() for line in had.read_text().splitlines()] if had.exists() else []
+    own = str(os.getpgid(0))
+    return [(float(begin), float(end)) for who, begin, end in lines if who != own]
 
 
 def join(folder: Path, group: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from benchmarks.turns import stopwatch
 from benchmarks.zoo_models import Entry
 
 # Of a result's error in eager mode, with a floor for what eager mode gets right by chance.
@@ -59,11 +59,11 @@ def checked_steps(
     seconds: dict[str, float] = {}
     for name, variant in variants(model).items():
         step = steps[name] = step_of(entry, variant, inputs, trains)
-        start = time.perf_counter()
+        seconds_since = stopwatch()
         step()
         if device == "cuda":
             torch.cuda.synchronize()
-        seconds[name] = time.perf_counter() - start
+        seconds[name] = seconds_since()
         # In inference it is as it was: who changed it would have it compiled once more.
         with nothing_dropped(model) if trains else nullcontext():
             found = results_of(entry, variant, inputs, trains)

@@ -37,7 +37,7 @@ def test_what_processes_find(monkeypatch: pytest.MonkeyPatch) -> None:
         ["", "cudnn_ops", "compile", "ratio"],
         ["ViT-B/16, inference, nothing known", "10.0", "30.0", "0.33"],
         ["ViT-B/16, inference, measured before", "20.0", "30.0", "0.67"],
-        ["ViT-B/16, inference, compiled before", "100.0", "110.0", "0.91"],
+        ["ViT-B/16, inference, compiled before", "40.0", "50.0", "0.80"],
     ]
 
 

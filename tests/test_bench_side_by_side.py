@@ -235,6 +235,27 @@ def test_who_ends_in_a_turn_stops_nobody(tmp_path):
         sleeper.wait()
 
 
+def test_a_stopwatch_leaves_out_what_others_take(tmp_path, monkeypatch):
+    """What it waits for them, and what it stands still, once where both are at a time."""
+    own = turns.folder_of(0, tmp_path)
+    own.mkdir()
+    monkeypatch.setenv(turns.FOLDER_VARIABLE, str(own))
+    other = "from benchmarks.turns import turn; import time\nwith turn():\n    time.sleep(1)"
+    root = Path(__file__).resolve().parents[1]
+    seconds, begin = turns.stopwatch(), time.monotonic()
+    with subprocess.Popen([sys.executable, "-c", other], cwd=root, start_new_session=True):
+        while not (own / "turn").exists():
+            time.sleep(0.01)
+        time.sleep(0.2)  # it has its turn
+        with turns.between_turns(own):
+            passed, mine = time.monotonic() - begin, seconds()
+    assert passed - 1.3 < mine <= passed - 1
+    time.sleep(0.1)
+    with turns.turn():  # its own counts
+        time.sleep(0.1)
+    assert seconds() - mine >= 0.2 + turns.SETTLE_S
+
+
 def test_alone_there_is_nothing_to_do():
     assert turns.is_alone()
     with turns.turn():
