@@ -77,13 +77,16 @@ def clock_in_turns() -> None:
 def tune_one_by_one() -> None:
     """From now on inductor times its candidates while no other process does so, nor has a turn.
 
-    Nobody is stopped: there are hundreds of candidates, and who compiles does not use the GPU.
+    Nobody is stopped: there are hundreds of candidates, and who compiles does not use the GPU. A
+    candidate is called once before: that loads its kernel, for which the others would wait several
+    times as long as for its timing.
     """
     from torch._inductor.runtime.benchmarking import benchmarker
 
-    def one_by_one(*args: Any, **kwargs: Any) -> float:
+    def one_by_one(candidate: Callable[[], Any], *args: Any, **kwargs: Any) -> float:
+        candidate()
         with between_turns(Path(os.environ[FOLDER_VARIABLE])):
-            return benchmark(*args, **kwargs)
+            return benchmark(candidate, *args, **kwargs)
 
     benchmark = benchmarker.benchmark_gpu
     benchmarker.benchmark_gpu = one_by_one  # type: ignore[method-assign]

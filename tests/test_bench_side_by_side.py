@@ -150,24 +150,28 @@ def test_the_package_s_clock_takes_turns(monkeypatch):
 
 
 def test_inductor_tunes_one_by_one(tmp_path, monkeypatch):
-    """Whoever has a turn, or times a candidate, has the GPU for itself."""
+    """Whoever has a turn, or times a candidate, has the GPU for itself; it is loaded before."""
     own = turns.folder_of(0, tmp_path)
     own.mkdir()
-    found = []
+    others_wait = []
 
-    def benchmark(candidate, **_):
+    def candidate():
         with open(own / "turn", "w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                others_wait.append(False)
             except BlockingIOError:
-                found.append(candidate)
+                others_wait.append(True)
+
+    def benchmark(candidate, **_):
+        candidate()
         return 1.0
 
     monkeypatch.setenv(turns.FOLDER_VARIABLE, str(own))
     monkeypatch.setattr(benchmarker, "benchmark_gpu", benchmark)
     turns.tune_one_by_one()
-    assert benchmarker.benchmark(lambda: "candidate", device=torch.device("cuda")) == 1.0
-    assert len(found) == 1
+    assert benchmarker.benchmark(candidate, device=torch.device("cuda")) == 1.0
+    assert others_wait == [False, True]
 
 
 def test_a_part_that_fails_runs_once_more(command, tmp_path):
