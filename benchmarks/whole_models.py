@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from benchmarks.turns import stopwatch
+from benchmarks.turns import nobody_timed, stopwatch
 from benchmarks.zoo_models import Entry
 
 # Of a result's error in eager mode, with a floor for what eager mode gets right by chance.
@@ -50,10 +50,14 @@ def checked_steps(
     learn_statistics(reference, in_float32(inputs))
     reference.train(trains)
     model = copy.deepcopy(reference).to(torch.bfloat16)
-    with nothing_dropped(reference), nothing_dropped(model):
-        exact = results_of(entry, reference, in_float32(inputs), trains)
-        eager = results_of(entry, model, inputs, trains)
-    del reference
+    # In float32 a model needs most memory: by one process at a time.
+    with nobody_timed():
+        with nothing_dropped(reference), nothing_dropped(model):
+            exact = results_of(entry, reference, in_float32(inputs), trains)
+            eager = results_of(entry, model, inputs, trains)
+        del reference
+        if device == "cuda":
+            torch.cuda.empty_cache()
     allowed = allowed_errors(eager, exact)
     steps: dict[str, Step] = {}
     seconds: dict[str, float] = {}

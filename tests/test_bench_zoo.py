@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torchvision.ops import StochasticDepth
 from transformers import T5Config
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from benchmarks import bench_zoo, tables, whole_models
+from benchmarks import bench_zoo, tables, turns, whole_models
 from benchmarks.harness import OURS, Row, Rows
 from benchmarks.zoo_models import ZOO, Entry
 
@@ -56,6 +57,26 @@ def test_a_small_model_is_compiled_and_held_to_float32(trains):
     assert [(row["case"], row["impl"], row["metric"]) for row in rows.rows] == [
         (f"small, {kind}", name, "compile_s") for name in bench_zoo.COMPILERS
     ]
+
+
+def test_beside_others_one_model_at_a_time_is_in_float32(tmp_path, monkeypatch):
+    """And nobody is timed meanwhile."""
+    others_wait = []
+
+    def results(*args):
+        with open(tmp_path / "turn", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                others_wait.append(False)
+            except BlockingIOError:
+                others_wait.append(True)
+        return results_of(*args)
+
+    results_of = whole_models.results_of
+    monkeypatch.setattr(whole_models, "results_of", results)
+    monkeypatch.setenv(turns.FOLDER_VARIABLE, str(tmp_path))
+    bench_zoo.measure_case(SMALL, False, Rows({}), rounds=1, device="cpu")
+    assert others_wait == [True, True, *(False for _ in ("eager", *bench_zoo.COMPILERS))]
 
 
 def test_a_wrong_result_is_refused(monkeypatch):
