@@ -9,13 +9,13 @@ graphs among it.
 from __future__ import annotations
 
 import tempfile
-import time
 from pathlib import Path
 
 import torch
 
 from benchmarks.bench_zoo import COMPILERS, entry_of
 from benchmarks.harness import OURS, Rows, in_process, main
+from benchmarks.turns import stopwatch
 from benchmarks.whole_models import step_of
 
 #: How many of each run, in turns. The least counts: the same work takes up to twice as long in one
@@ -63,7 +63,7 @@ def child(part: str, name: str, plans: Path, compiled: Path) -> float:
     # An installed package has its bytecode, as torch has here: this one's is kept by the first.
     stored["PYTHONDONTWRITEBYTECODE"] = ""
     seconds = float(in_process(CHILD, part, name, **stored).split()[-1])
-    print(f"{part}, {name}: {seconds:.2f} s", flush=True)  # the spread, too
+    print(f"{part}, {name}: {seconds:.2f} s", flush=True)  # each sample, too
     return seconds
 
 
@@ -75,11 +75,11 @@ def first_step(part: str, name: str) -> float:
     inputs = entry.inputs(device)
     step_of(entry, model, inputs, trains)()  # torch's own first calls
     torch.cuda.synchronize()
-    start = time.perf_counter()
+    seconds_since = stopwatch()
     compiled = torch.compile(model, dynamic=False, **COMPILERS[name])
     step_of(entry, compiled, inputs, trains)()
     torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return seconds_since()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ memory is that of a step. Results, and in training gradients, are held to the sa
 at most twice the error of eager mode, with nothing dropped, since each compiler draws numbers of
 its own. What is timed drops what the model drops. `--only` measures some models and adds their rows
 to the file; `python -m benchmarks.side_by_side zoo` compiles several at a time, each with its share
-of the cores, and the seconds are without those in which others had their turn.
+of compile threads; their seconds leave out others' turns.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def measure_case(entry: Entry, trains: bool, rows: Rows, rounds: int, device: st
     if device == "cuda":
         found["step_ms"] = step_ms(steps, rounds=rounds)
         found["peak_mib"] = {name: peak_bytes(call) / 2**20 for name, call in steps.items()}
-    # Not before all are there: rows of a part take the place of all of its rows in the file.
+    # All at once: in the file, what an interrupted part has would replace all rows of its case.
     for metric, values in found.items():
         for name, value in values.items():
             rows.add(case, name, metric, value)

@@ -601,7 +601,7 @@ TABLES = {
     "compile_time": Table(
         compile_time,
         "Seconds from the call of torch.compile to the end of the first step, of one process each; "
-        "compiled before: the least of several.",
+        "compiled before: the least of several processes.",
         "compile_time",
         samples=0,
     ),

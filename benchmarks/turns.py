@@ -5,7 +5,7 @@ several at a time; the package's clock, by which benchmarks measure and its comp
 takes a turn, in which the others, with all that they have started, are stopped: those of that GPU
 for its time alone, those of all GPUs where the host's time counts, which others' compiling makes
 longer. What inductor tunes is timed by one process of a GPU at a time, too. A stopwatch leaves out
-what a process stood still or waited for its turn.
+the seconds in which a process stood still or waited for its turn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SETTLE_S = 0.1
 _PREFIX = "gpu-"
 #: Of a GPU's folder: a line a turn, with who had it, its begin and its end.
 _TURNS = "turns"
-#: Begin and end of what this process waited for others' turns.
+#: When this process began to wait for others' turns, and when it went on.
 _waited: list[tuple[float, float]] = []
 
 
@@ -50,16 +50,20 @@ def turn(*, of_all_gpus: bool = True) -> Iterator[None]:
             locks.enter_context(between_turns(folder))
         others = [group for folder in folders for group in members(folder)]
         others = [group for group in others if group != os.getpgid(0)]
-        begin = time.monotonic()
-        try:
-            send(others, signal.SIGSTOP)
-            time.sleep(SETTLE_S)
-            yield
-        finally:
-            for folder in folders:
-                with open(folder / _TURNS, "a") as had:
-                    had.write(f"{os.getpgid(0)} {begin} {time.monotonic()}\n")
-            send(others, signal.SIGCONT)
+        # In reverse: it is written down before the others go on, who go on in any case.
+        locks.callback(send, others, signal.SIGCONT)
+        locks.callback(_write_down, folders, time.monotonic())
+        send(others, signal.SIGSTOP)
+        time.sleep(SETTLE_S)
+        yield
+
+
+def _write_down(folders: list[Path], begin: float) -> None:
+    """A turn that ends now, for the stopwatches of those that stood still."""
+    line = f"{os.getpgid(0)} {begin} {time.monotonic()}\n"
+    for folder in folders:
+        with open(folder / _TURNS, "a") as had:
+            had.write(line)
 
 
 def clock_in_turns() -> None:
@@ -109,7 +113,7 @@ def between_turns(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def nobody_timed() -> Iterator[None]:
-    """Waits until no other process of this GPU is timed; inside it none is. Alone it is nothing."""
+    """Inside it no other process of this GPU is timed; alone there is nothing to do."""
     if is_alone():
         yield
         return
@@ -118,7 +122,10 @@ def nobody_timed() -> Iterator[None]:
 
 
 def stopwatch() -> Callable[[], float]:
-    """Starts one; it tells the seconds since, without those in which others had a turn."""
+    """Starts one. What it returns tells the seconds since, without those that others' turns took.
+
+    These are the seconds in which this process stood still or waited to be timed.
+    """
 
     def seconds() -> float:
         now = time.monotonic()

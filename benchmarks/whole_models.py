@@ -50,7 +50,7 @@ def checked_steps(
     learn_statistics(reference, in_float32(inputs))
     reference.train(trains)
     model = copy.deepcopy(reference).to(torch.bfloat16)
-    # In float32 a model needs most memory: by one process at a time.
+    # A model needs most memory in float32, so one process at a time has its model there.
     with nobody_timed():
         with nothing_dropped(reference), nothing_dropped(model):
             exact = results_of(entry, reference, in_float32(inputs), trains)

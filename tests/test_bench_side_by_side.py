@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import signal
 import subprocess
@@ -18,6 +17,7 @@ from torch._inductor.runtime.benchmarking import benchmarker
 from benchmarks import side_by_side, turns
 from benchmarks.side_by_side import Runner
 from cudnn_ops.plans import timing
+from tests.cases.benchmarks import must_wait
 
 #: A benchmark whose parts say when they had their turns, and when they could do something else.
 BENCHMARK = """
@@ -119,6 +119,8 @@ def test_whose_time_counts_stands_still(tmp_path, monkeypatch):
         timing.gpu_ms(functions, rounds=1)
         timing.cpu_ms(functions, rounds=1)
         assert (found[0], found[-1]) == ([True, False], [True, True])
+        # Their stopwatches know of as many.
+        assert [len((one / "turns").read_text().splitlines()) for one in (own, other)] == [2, 1]
         assert not any(_is_stopped(sleeper.pid) for sleeper in sleepers)
     finally:
         for sleeper in sleepers:
@@ -156,12 +158,7 @@ def test_inductor_tunes_one_by_one(tmp_path, monkeypatch):
     others_wait = []
 
     def candidate():
-        with open(own / "turn", "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                others_wait.append(False)
-            except BlockingIOError:
-                others_wait.append(True)
+        others_wait.append(must_wait(own))
 
     def benchmark(candidate, **_):
         candidate()

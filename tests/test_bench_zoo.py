@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from benchmarks import bench_zoo, tables, turns, whole_models
 from benchmarks.harness import OURS, Row, Rows
 from benchmarks.zoo_models import ZOO, Entry
+from tests.cases.benchmarks import must_wait
 
 
 class Small(nn.Module):
@@ -64,12 +64,7 @@ def test_beside_others_one_model_at_a_time_is_in_float32(tmp_path, monkeypatch):
     others_wait = []
 
     def results(*args):
-        with open(tmp_path / "turn", "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                others_wait.append(False)
-            except BlockingIOError:
-                others_wait.append(True)
+        others_wait.append(must_wait(tmp_path))
         return results_of(*args)
 
     results_of = whole_models.results_of

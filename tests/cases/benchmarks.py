@@ -1,6 +1,8 @@
 """What the benchmarks' tests share: a shape, an environment, and benchmarks on a CPU."""
 
+import fcntl
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +25,16 @@ ENV: dict[str, str | int] = {
     "cudnn": 91900,
     "rounds": 50,
 }
+
+
+def must_wait(folder: Path) -> bool:
+    """Whether who wants a turn of this folder's GPU must wait for it."""
+    with open(folder / "turn", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
 
 
 @pytest.fixture
