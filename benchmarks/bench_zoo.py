@@ -4,9 +4,10 @@ bf16, random weights. A step is one call, in training with its backward, from an
 of its last kernel. Compiling is timed from nothing to the end of the first step, and the peak of
 memory is that of a step. Results, and in training gradients, are held to the same model in float32:
 at most twice the error of eager mode, with nothing dropped, since each compiler draws numbers of
-its own. What is timed drops what the model drops. `--only` measures some models and adds their rows
-to the file; `python -m benchmarks.side_by_side zoo` compiles several at a time, each with its share
-of compile threads; their seconds leave out others' turns.
+its own. Where that takes compiling once more, ours alone is held. What is timed drops what the
+model drops. `--only` measures some models and adds their rows to the file;
+`python -m benchmarks.side_by_side zoo` compiles several at a time, each with its share of compile
+threads; their seconds leave out others' turns.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -76,7 +77,7 @@ class Runner:
     def _start(self, part: str, folder: Path) -> None:
         used = list(self._gpu_of.values())
         environment = dict(os.environ)
-        threads = max((os.cpu_count() or 1) // self.jobs, 1)
+        threads = ceil((os.cpu_count() or 1) / self.jobs)
         environment["TORCHINDUCTOR_COMPILE_THREADS"] = str(threads)
         compiled = (self.compiled or folder) / f"cache-{_file_name(part)}"
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(compiled.resolve())

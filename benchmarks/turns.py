@@ -16,14 +16,21 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import torch
 
 #: Names the folder in which the processes of a GPU know of each other, beside those of other GPUs;
 #: without it there is nobody else.
 FOLDER_VARIABLE = "CUDNN_OPS_BENCHMARK_TURNS"
-#: What was launched before a process stopped ends meanwhile.
-SETTLE_S = 0.1
+#: A process that is told to stop does so meanwhile.
+STOP_S = 0.02
+#: By which an idle GPU is known: each is far shorter than what the GPU gives to another process.
+_SLEEPS, _SLEEP_CYCLES = 50, 200_000
+#: What the longest of them may take, of the shortest, and how long to wait for that.
+_EVEN, _MOST_WAIT_S = 1.5, 5.0
 _PREFIX = "gpu-"
 #: Of a GPU's folder: a line a turn, with who had it, its begin and its end.
 _TURNS = "turns"
@@ -54,8 +61,29 @@ def turn(*, of_all_gpus: bool = True) -> Iterator[None]:
         locks.callback(send, others, signal.SIGCONT)
         locks.callback(_write_down, folders, time.monotonic())
         send(others, signal.SIGSTOP)
-        time.sleep(SETTLE_S)
+        time.sleep(STOP_S)
+        wait_until_idle()
         yield
+
+
+def wait_until_idle() -> None:
+    """Until the GPU has done what processes launched before they stopped.
+
+    While it has others' work, too, some of a row of short sleeps take longer than the rest.
+    """
+    if not torch.cuda.is_available():
+        return
+    end = time.monotonic() + _MOST_WAIT_S
+    while time.monotonic() < end:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(_SLEEPS + 1)]
+        events[0].record()
+        for event in events[1:]:
+            torch.cuda._sleep(_SLEEP_CYCLES)
+            event.record()
+        torch.cuda.synchronize()
+        took = [one.elapsed_time(next_one) for one, next_one in pairwise(events)]
+        if max(took) < _EVEN * min(took):
+            return
 
 
 def _write_down(folders: list[Path], begin: float) -> None:

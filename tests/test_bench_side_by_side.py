@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Container
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,7 +114,7 @@ def test_whose_time_counts_stands_still(tmp_path, monkeypatch):
         monkeypatch.setattr(timing, "medians", timing.medians)
         monkeypatch.setattr(timing.GpuSample, "__call__", lambda _, function: function() or 0.0)
         # A busy machine takes its time to stop a process.
-        monkeypatch.setattr(turns, "SETTLE_S", 0.5)
+        monkeypatch.setattr(turns, "STOP_S", 0.5)
         turns.clock_in_turns()
         found: list[list[bool]] = []
         functions = {"x": lambda: found.append([_is_stopped(one.pid) for one in sleepers])}
@@ -219,6 +221,53 @@ def test_what_parts_compile_is_kept_where_it_is_asked_for(tmp_path):
     assert sorted(path.name for path in kept.iterdir()) == names
 
 
+@pytest.mark.parametrize(("busy", "rows"), [(0, 1), (3, 4)])
+def test_a_turn_begins_on_an_idle_gpu(busy, rows, sleeps):
+    """While it does others' work, one of some equal sleeps takes longer than the rest."""
+    sleeps.longer = {(row + 1) * turns._SLEEPS - row for row in range(busy)}
+    turns.wait_until_idle()
+    assert sleeps.count == rows * turns._SLEEPS
+
+
+def test_a_turn_begins_though_the_gpu_is_never_idle(sleeps, monkeypatch):
+    monkeypatch.setattr(turns, "_MOST_WAIT_S", 0.1)
+    sleeps.longer = range(0, 1 << 30, turns._SLEEPS)
+    begin = time.monotonic()
+    turns.wait_until_idle()
+    assert 0.1 <= time.monotonic() - begin < 10
+    assert sleeps.count > turns._SLEEPS
+
+
+class Sleeps:
+    """Stands in for a GPU that sleeps: of some sleeps, by their numbers, it does others' work."""
+
+    def __init__(self) -> None:
+        self.count, self.now = 0, 0.0
+        self.longer: Container[int] = ()
+
+    def sleep(self, _: int) -> None:
+        self.count += 1
+        self.now += 3.0 if self.count in self.longer else 1.0
+
+    def event(self, **_: bool) -> SimpleNamespace:
+        times: list[float] = []
+        return SimpleNamespace(
+            record=lambda: times.append(self.now),
+            elapsed_time=lambda later: later.time() - times[-1],
+            time=lambda: times[-1],
+        )
+
+
+@pytest.fixture
+def sleeps(monkeypatch: pytest.MonkeyPatch) -> Sleeps:
+    sleeps = Sleeps()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", sleeps.sleep)
+    monkeypatch.setattr(torch.cuda, "Event", sleeps.event)
+    return sleeps
+
+
 def test_who_ends_in_a_turn_stops_nobody(tmp_path):
     sleeper = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
@@ -254,7 +303,7 @@ def test_a_stopwatch_leaves_out_what_others_take(tmp_path, monkeypatch):
     time.sleep(0.1)
     with turns.turn():  # its own counts
         time.sleep(0.1)
-    assert seconds() - mine >= 0.2 + turns.SETTLE_S
+    assert seconds() - mine >= 0.2 + turns.STOP_S
 
 
 def test_alone_there_is_nothing_to_do():

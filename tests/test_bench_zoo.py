@@ -19,9 +19,9 @@ from tests.cases.benchmarks import must_wait
 
 
 class Small(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, p: float = 0.5) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(16, 16), nn.RMSNorm(16), nn.Dropout(0.5))
+        self.layers = nn.Sequential(nn.Linear(16, 16), nn.RMSNorm(16), nn.Dropout(p))
         self.pooler = nn.Linear(16, 4)  # without a gradient, as BERT's
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,12 +81,31 @@ def test_a_wrong_result_is_refused(monkeypatch):
 
 
 def test_wrong_gradients_are_refused(monkeypatch):
-    def twice(graph: Any, _: Any) -> Any:
-        return lambda *inputs: tuple(2 * out - out.detach() for out in graph(*inputs))
-
-    monkeypatch.setattr(bench_zoo, "COMPILERS", {"wrong": {"backend": twice}})
-    with pytest.raises(RuntimeError, match=r"small, training: wrong is off by .* in its gradients"):
+    monkeypatch.setattr(bench_zoo, "COMPILERS", {OURS: {"backend": _twice_the_gradients}})
+    off = r"small, training: cudnn_ops is off by .* in its gradients"
+    with pytest.raises(RuntimeError, match=off):
         bench_zoo.measure_case(SMALL, True, Rows({}), rounds=1, device="cpu")
+
+
+def test_of_what_drops_numbers_ours_alone_is_compiled_once_more(monkeypatch):
+    """To be held to float32: the others would take minutes."""
+    compiled = []
+
+    def right(graph: Any, _: Any) -> Any:
+        compiled.append("right")
+        return graph
+
+    def wrong(*args: Any) -> Any:
+        compiled.append("wrong")
+        return _twice_the_gradients(*args)
+
+    compilers = {OURS: {"backend": right}, "compile": {"backend": wrong}}
+    monkeypatch.setattr(bench_zoo, "COMPILERS", compilers)
+    bench_zoo.measure_case(SMALL, True, Rows({}), rounds=1, device="cpu")
+    assert compiled == ["right", "right", "wrong"]
+    nothing = Entry("small", "torch", lambda _: Small(p=0.0), _inputs, lambda out: out[0])
+    with pytest.raises(RuntimeError, match="small, training: compile is off by"):
+        bench_zoo.measure_case(nothing, True, Rows({}), rounds=1, device="cpu")
 
 
 def test_what_is_checked_drops_nothing():
@@ -197,3 +216,7 @@ def test_both_modes_of_a_model_are_one_line():
         ["y", "", "", "", "1.00", "", "8.00x"],
         ["geometric mean", "", "3.00x", "2.00x", "", "3.00x", "4.00x"],
     ]
+
+
+def _twice_the_gradients(graph: Any, _: Any) -> Any:
+    return lambda *inputs: tuple(2 * out - out.detach() for out in graph(*inputs))
