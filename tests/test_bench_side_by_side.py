@@ -102,6 +102,13 @@ def test_each_part_has_the_gpu_that_fewest_have(tmp_path):
     assert len({folder for _, folder in found}) == 2
 
 
+@pytest.mark.parametrize(("cores", "jobs", "threads"), [(16, 8, "2"), (16, 12, "2"), (4, 8, "1")])
+def test_every_core_has_a_compile_thread(cores, jobs, threads, tmp_path, monkeypatch):
+    script = f"import os; assert os.environ['TORCHINDUCTOR_COMPILE_THREADS'] == '{threads}'"
+    monkeypatch.setattr(side_by_side.os, "cpu_count", lambda: cores)
+    assert _runner([sys.executable, "-c", script], tmp_path, jobs=jobs).run(["a"]) == []
+
+
 def test_whose_time_counts_stands_still(tmp_path, monkeypatch):
     """Processes of another GPU go on while a GPU's time is taken, and not while the host's is."""
     own, other = (turns.folder_of(gpu, tmp_path) for gpu in (0, 1))
