@@ -1,7 +1,8 @@
-"""Convolutions that stay torch's where images have channels first: nothing is copied for ours."""
+"""Memory as inductor lays it out: convolutions that stay torch's, sums of columns and rows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cudnn_ops.compiler.measuring import Question
+from cudnn_ops.compiler.strides import Strides, Unsettled
 from tests.cases.compiler import Rewritten, check_swap
 
 C = 4
@@ -140,3 +143,112 @@ def test_weights_stay_as_they_are_and_may_change(mode: type[torch.no_grad]):
         torch.testing.assert_close(compiled(x), model(x))
         second.weight.data = weight
         torch.testing.assert_close(compiled(x), model(x))
+
+
+T, R = 6, 8  # tokens, and the length of their rows
+
+
+def _tokens(x: Tensor, weight: Tensor) -> Tensor:
+    """Columns of what a convolution gives, as an encoder of sound or images begins."""
+    return F.gelu(F.conv1d(x, weight, padding=1)).permute(0, 2, 1)
+
+
+def _layers(x: Tensor, weight: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    tokens = _tokens(x, weight) + positions
+    for _ in range(2):
+        tokens = tokens + F.layer_norm(tokens, (R,)) @ weight[..., 0]
+    return F.layer_norm(tokens, (R,)), tokens
+
+
+def _sound(positions: tuple[int, ...] = (T, R)) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(2, R, T).double(), torch.randn(R, R, 3).double(), torch.randn(positions)
+
+
+def _read_by_norms(found: Rewritten) -> list[bool]:
+    """Of what our norms read: whether it is contiguous."""
+    return [
+        node.all_input_nodes[0].meta["example_value"].is_contiguous()
+        for node in found.ours
+        if "norm" in str(node.target)
+    ]
+
+
+@pytest.mark.parametrize("positions", [(T, R), (1, T, R), (2, T, R)])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_sums_with_rows_are_rows_in_all_layers(positions, gradients):
+    """For whoever called, results have the strides that they had."""
+    inputs = _sound(positions)
+    options: Any = {"swap": ["layer_norm"], "gradients": gradients}
+    found = check_swap(_layers, *inputs, expect=["layer_norm"] * 3, **options)
+    assert _read_by_norms(found) == [True] * 3
+    strides = [[one.stride() for one in results(*inputs)] for results in (_layers, found)]
+    assert strides[0] == strides[1] == [(T * R, R, 1), (T * R, 1, T)]
+
+
+def test_trials_are_of_rows(monkeypatch):
+    """Which the model has when it runs; torch's strides are those of columns."""
+    strides: list[tuple[int, ...]] = []
+
+    def of(*args: Any) -> Question:
+        question = ask(*args)
+        if "layer_norm" in question.graphs["ours"].code:
+            strides.extend(one.strides for one in question.inputs if one is not None)
+        return question
+
+    ask = Question.of
+    monkeypatch.setattr(Question, "of", of)
+    Rewritten(_layers, ["layer_norm"])(*_sound())
+    assert strides == [(T * R, R, 1)] * 5  # of two sums and the first layer's input
+
+
+def _written(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
+    tokens = _tokens(x, weight) + positions
+    before = tokens * 2
+    tokens += 1
+    return F.layer_norm(tokens, (R,)) + before
+
+
+COLUMNS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "written to later": _written,
+    "in place": lambda x, weight, rows: F.layer_norm(_tokens(x, weight).add_(rows), (R,)),
+    "given": lambda x, _, rows: F.layer_norm(x.permute(0, 2, 1) + rows, (R,)),
+    "a bias": lambda x, weight, rows: F.layer_norm(_tokens(x, weight) + rows[0], (R,)),
+    "columns": lambda x, weight, _: F.layer_norm(_tokens(x, weight) + x.mT, (R,)),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_columns_that_inductor_leaves_stay(name):
+    found = check_swap(COLUMNS[name], *_sound(), expect=["layer_norm"], swap=["layer_norm"])
+    assert not [node for node in found.graphs[0].graph.nodes if node.target == "contiguous"]
+
+
+@pytest.mark.parametrize("of_two", [torch.mul, torch.sub, lambda x, rows: rows * x])
+def test_products_and_differences_of_columns_and_rows_are_rows(of_two):
+    def block(x: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
+        return F.layer_norm(of_two(_tokens(x, weight), rows), (R,))
+
+    found = check_swap(block, *_sound(), expect=["layer_norm"], swap=["layer_norm"])
+    assert _read_by_norms(found) == [True]
+
+
+def test_how_many_sequences_there_are_may_be_unknown():
+    x, weight, positions = _sound()
+    found = Rewritten(_layers, ["layer_norm"], dynamic=True)
+    for tensor, dims in ((x, (1, 2)), (weight, (0, 1, 2)), (positions, (0, 1))):
+        for dim in dims:
+            torch._dynamo.mark_static(tensor, dim)
+    assert found(x, weight, positions)[1].stride() == (T * R, 1, T)
+    assert _read_by_norms(found) == [True] * 3
+    assert isinstance(found.ours[0].meta["example_value"].shape[0], torch.SymInt)
+
+
+@pytest.mark.parametrize("error", [Unsettled("it is changed in place"), AssertionError("unknown")])
+def test_where_strides_cannot_be_settled_sums_keep_them(error, monkeypatch):
+    def settle(_: Any) -> int:
+        monkeypatch.undo()  # the next ones are of swaps
+        raise error
+
+    monkeypatch.setattr(Strides, "settle", settle)
+    found = check_swap(_layers, *_sound(), expect=["layer_norm"] * 3, swap=["layer_norm"])
+    assert not _read_by_norms(found)[0]

@@ -1,8 +1,11 @@
-"""Convolutions that stay torch's, in a graph where our operators have images with channels last.
+"""Memory as inductor lays it out, where a graph says something else of it.
 
-Inductor lays such images out so, whatever the model's memory is, but what the graph says of them
-follows the model's memory, and inductor copies what an operator reads until it is as the graph
-says. So the graph says it: these convolutions read channels last, and what follows them does too.
+Inductor gives what it computes an order of its own, but what the graph says follows the model's
+memory, and inductor copies what an operator reads until it is as the graph says. So the graph says
+it. Of convolutions that stay torch's, in a graph where our operators have images with channels
+last: they read channels last, too, and what follows them does. Of a transformer behind a
+convolution, whose tokens are the columns of an image: sums with rows, such as positions, are rows,
+and so is all that is added to them, layer after layer.
 """
 
 from __future__ import annotations
@@ -13,7 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from cudnn_ops.compiler.nodes import call_of, has_static_sizes, value_of
+from cudnn_ops.compiler.nodes import (
+    call_of,
+    has_static_sizes,
+    memory_given_to,
+    memory_of_result,
+    value_of,
+)
+from cudnn_ops.compiler.strides import Strides
 
 #: Those of images, by their names in graphs, with what their results' memory is like.
 CONVOLUTIONS = {"conv2d": torch.channels_last, "conv3d": torch.channels_last_3d}
@@ -55,6 +65,64 @@ def read_channels_last(graph: fx.Graph, run: Callable[[fx.Node], Any]) -> dict[f
         _compute(node, out, node, run)
         before[node] = out
     return before
+
+
+def add_rows(graph: fx.Graph, mutated: Collection[fx.Node], run: Callable[[fx.Node], Any]) -> bool:
+    """Makes rows of computed columns where rows are added to them, or multiplied by them.
+
+    Args:
+        graph: a copy of a captured graph.
+        mutated: nodes whose memory is written to, which stay as they are.
+        run: as for :func:`read_channels_last`.
+
+    Returns:
+        whether there are any.
+
+    Raises:
+        Unsettled: something needs columns, and there is no way to give them to it.
+    """
+    given, count = memory_given_to(graph), len(graph.nodes)
+    for node in list(graph.nodes):
+        call, out = call_of(node), value_of(node)
+        if call is None or call.name not in _OF_TWO or call.in_place or node in mutated:
+            continue
+        if out is None or not _is_columns(out):
+            continue
+        operands = [(one, value_of(one)) for one in node.all_input_nodes]
+        if not any(value is not None and _is_rows_of(value, out) for _, value in operands):
+            continue
+        before: dict[fx.Node, Tensor] = {}
+        for one, value in operands:
+            if value is None or not _is_columns(value) or value.shape[1:] != out.shape[1:]:
+                continue
+            if given.isdisjoint(memory_of_result(one)):
+                with graph.inserting_before(node):
+                    rows = graph.call_method("contiguous", (one,))
+                node.replace_input_with(one, rows)
+                _compute(rows, value, node, run)
+                before[rows] = value
+        if before:  # at once: what follows has rows then, and is not converted
+            Strides(graph, before, mutated, run).settle()
+    return len(graph.nodes) > count
+
+
+_OF_TWO = {"add", "sub", "mul"}
+
+
+def _is_columns(value: Tensor) -> bool:
+    """Whether its rows lie across its memory, as those of an image's channels that are tokens."""
+    if value.dim() != 3 or value.layout != torch.strided:
+        return False
+    rows, columns = value.shape[1:]
+    has_static_sizes = isinstance(rows, int) and isinstance(columns, int)
+    return has_static_sizes and rows > 1 and columns > 1 and value.stride()[1:] == (1, rows)
+
+
+def _is_rows_of(value: Tensor, out: Tensor) -> bool:
+    """Whether its rows lie along its memory, and are as many and as long."""
+    if value.dim() not in (2, 3) or value.shape[-2:] != out.shape[-2:]:
+        return False
+    return value.layout == torch.strided and value.stride()[-2:] == (out.shape[-1], 1)
 
 
 def skip_copies(graph: fx.Graph, mutated: Collection[fx.Node]) -> None:

@@ -19,7 +19,7 @@ from cudnn_ops.compiler import running
 from cudnn_ops.compiler.checks import objection, place_of, too_early
 from cudnn_ops.compiler.facts import GraphFacts
 from cudnn_ops.compiler.identities import identities
-from cudnn_ops.compiler.memory_order import read_channels_last, skip_copies
+from cudnn_ops.compiler.memory_order import add_rows, read_channels_last, skip_copies
 from cudnn_ops.compiler.nodes import call_of, value_of, with_source, written_by
 from cudnn_ops.compiler.pattern import Found, Pattern, Refusal
 from cudnn_ops.compiler.report import Candidate, CompileReport, first_line, warn
@@ -86,8 +86,7 @@ def rewrite(
         # A copy in every round: a graph keeps the names of nodes that are gone, and AOTAutograd's
         # cache tells graphs apart by names. A process that measures is to make the names of those
         # that know the times.
-        graph = _copy_of(module.graph)
-        facts = GraphFacts(graph)
+        graph, facts = _laid_out(module.graph)
         _leave_out(identities(graph, facts.mutated), graph, facts)
     except Exception as error:  # whatever a graph has in it, the stock one is right
         log.info("a graph is not understood", exc_info=error)
@@ -109,6 +108,23 @@ def rewrite(
         swaps.add(own)
     swaps.failures += facts.failures
     return swaps
+
+
+def _laid_out(stock: fx.Graph) -> tuple[fx.Graph, GraphFacts]:
+    """A copy of a graph in which sums have the strides that inductor gives them."""
+    graph = _copy_of(stock)
+    facts = GraphFacts(graph)
+
+    def run(node: fx.Node) -> Any:
+        return running.run(node, facts)
+
+    try:
+        if not add_rows(graph, facts.mutated, run):
+            return graph, facts
+    except Exception as error:  # whatever a graph has in it, it does without
+        log.info("sums keep their strides", exc_info=error)
+        graph = _copy_of(stock)
+    return graph, GraphFacts(graph)
 
 
 def _leave_out(same: Mapping[fx.Node, fx.Node], graph: fx.Graph, facts: GraphFacts) -> None:
