@@ -243,6 +243,22 @@ def test_how_many_sequences_there_are_may_be_unknown():
     assert isinstance(found.ours[0].meta["example_value"].shape[0], torch.SymInt)
 
 
+def test_strides_that_are_unknown_get_no_guards():
+    """Else a graph would be compiled once more where a length happens to be that of the rows."""
+
+    def block(x: Tensor, rows: Tensor) -> Tensor:
+        return F.layer_norm(x.relu()[..., :T].permute(0, 2, 1) + rows, (R,))
+
+    x, rows = torch.randn(2, R, T + 3), torch.randn(T, R)
+    found = Rewritten(block, ["layer_norm"], dynamic=True)
+    for tensor, dim in ((x, 1), (rows, 0), (rows, 1)):
+        torch._dynamo.mark_static(tensor, dim)
+    found(x, rows)
+    exact = torch.randn(2, R, T)
+    torch.testing.assert_close(found(exact, rows), block(exact, rows))
+    assert len(found.graphs) == 1
+
+
 @pytest.mark.parametrize("error", [Unsettled("it is changed in place"), AssertionError("unknown")])
 def test_where_strides_cannot_be_settled_sums_keep_them(error, monkeypatch):
     def settle(_: Any) -> int:

@@ -1,11 +1,12 @@
-"""Memory as inductor lays it out, where a graph says something else of it.
+"""Memory as inductor lays it out, where a captured graph has other strides.
 
-Inductor gives what it computes an order of its own, but what the graph says follows the model's
-memory, and inductor copies what an operator reads until it is as the graph says. So the graph says
-it. Of convolutions that stay torch's, in a graph where our operators have images with channels
-last: they read channels last, too, and what follows them does. Of a transformer behind a
-convolution, whose tokens are the columns of an image: sums with rows, such as positions, are rows,
-and so is all that is added to them, layer after layer.
+Inductor chooses the strides of what it computes itself, while a graph's follow the model's memory;
+before an operator reads a tensor, inductor copies it to the graph's strides. So the graph gets
+those that inductor chooses:
+
+- Convolutions that stay torch's read channels last where our operators on images do.
+- A transformer's tokens that come from a convolution are the columns of an image. Where rows are
+  added to them, such as positions, the sum is rows, and so are the sums of all layers behind it.
 """
 
 from __future__ import annotations
@@ -57,11 +58,7 @@ def read_channels_last(graph: fx.Graph, run: Callable[[fx.Node], Any]) -> dict[f
         has_batch = x.dim() == (4 if call.name == "conv2d" else 5)
         if not has_batch or x.is_contiguous(memory_format=memory_format):
             continue
-        with graph.inserting_before(node):
-            converted = graph.call_method("contiguous", (call["input"],))
-        converted.kwargs = {"memory_format": memory_format}
-        _compute(converted, x, node, run)
-        node.replace_input_with(call["input"], converted)
+        _read_copy(graph, node, call["input"], run, memory_format=memory_format)
         _compute(node, out, node, run)
         before[node] = out
     return before
@@ -83,24 +80,12 @@ def add_rows(graph: fx.Graph, mutated: Collection[fx.Node], run: Callable[[fx.No
     """
     given, count = memory_given_to(graph), len(graph.nodes)
     for node in list(graph.nodes):
-        call, out = call_of(node), value_of(node)
-        if call is None or call.name not in _OF_TWO or call.in_place or node in mutated:
-            continue
-        if out is None or not _is_columns(out):
-            continue
-        operands = [(one, value_of(one)) for one in node.all_input_nodes]
-        if not any(value is not None and _is_rows_of(value, out) for _, value in operands):
+        if node in mutated:
             continue
         before: dict[fx.Node, Tensor] = {}
-        for one, value in operands:
-            if value is None or not _is_columns(value) or value.shape[1:] != out.shape[1:]:
-                continue
+        for one, value in _columns_beside_rows(node).items():
             if given.isdisjoint(memory_of_result(one)):
-                with graph.inserting_before(node):
-                    rows = graph.call_method("contiguous", (one,))
-                node.replace_input_with(one, rows)
-                _compute(rows, value, node, run)
-                before[rows] = value
+                before[_read_copy(graph, node, one, run)] = value
         if before:  # at once: what follows has rows then, and is not converted
             Strides(graph, before, mutated, run).settle()
     return len(graph.nodes) > count
@@ -109,20 +94,43 @@ def add_rows(graph: fx.Graph, mutated: Collection[fx.Node], run: Callable[[fx.No
 _OF_TWO = {"add", "sub", "mul"}
 
 
+def _columns_beside_rows(node: fx.Node) -> dict[fx.Node, Tensor]:
+    """The columns that a sum or product reads together with rows, if it gives columns."""
+    call, out = call_of(node), value_of(node)
+    if call is None or call.name not in _OF_TWO or call.in_place:
+        return {}
+    if out is None or not _is_columns(out):
+        return {}
+    read = {one: value for one in node.all_input_nodes if (value := value_of(one)) is not None}
+    if not any(_is_rows_of(value, out) for value in read.values()):
+        return {}
+    return {
+        one: value
+        for one, value in read.items()
+        if _is_columns(value) and value.shape[1:] == out.shape[1:]
+    }
+
+
 def _is_columns(value: Tensor) -> bool:
     """Whether its rows lie across its memory, as those of an image's channels that are tokens."""
-    if value.dim() != 3 or value.layout != torch.strided:
+    if value.dim() != 3 or not _is_known(value):
         return False
     rows, columns = value.shape[1:]
-    has_static_sizes = isinstance(rows, int) and isinstance(columns, int)
-    return has_static_sizes and rows > 1 and columns > 1 and value.stride()[1:] == (1, rows)
+    return rows > 1 and columns > 1 and value.stride()[1:] == (1, rows)
 
 
 def _is_rows_of(value: Tensor, out: Tensor) -> bool:
     """Whether its rows lie along its memory, and are as many and as long."""
-    if value.dim() not in (2, 3) or value.shape[-2:] != out.shape[-2:]:
+    if value.dim() not in (2, 3) or not _is_known(value):
         return False
-    return value.layout == torch.strided and value.stride()[-2:] == (out.shape[-1], 1)
+    return value.shape[-2:] == out.shape[-2:] and value.stride()[-2:] == (out.shape[-1], 1)
+
+
+def _is_known(value: Tensor) -> bool:
+    """Whether sizes and strides of rows and columns are numbers: symbols would get guards."""
+    if value.layout != torch.strided:
+        return False
+    return all(isinstance(one, int) for one in (*value.shape[-2:], *value.stride()[-2:]))
 
 
 def skip_copies(graph: fx.Graph, mutated: Collection[fx.Node]) -> None:
@@ -166,6 +174,19 @@ def _is_convolution(node: fx.Node) -> bool:
     """Whether it is torch's or ours, which write to nothing that they read."""
     call = call_of(node)
     return node.target in OUR_CONVOLUTIONS or (call is not None and call.name in CONVOLUTIONS)
+
+
+def _read_copy(
+    graph: fx.Graph, node: fx.Node, source: fx.Node, run: Callable[[fx.Node], Any], **options: Any
+) -> fx.Node:
+    """Has a node read a contiguous copy of something in its place; returns the copy."""
+    value = value_of(source)
+    assert value is not None
+    with graph.inserting_before(node):
+        copy = graph.call_method("contiguous", (source,), options)
+    _compute(copy, value, node, run)
+    node.replace_input_with(source, copy)
+    return copy
 
 
 def _compute(node: fx.Node, like: Tensor, beside: fx.Node, run: Callable[[fx.Node], Any]) -> None:

@@ -11,7 +11,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 from torch import fx
 
@@ -114,12 +114,8 @@ def _laid_out(stock: fx.Graph) -> tuple[fx.Graph, GraphFacts]:
     """A copy of a graph in which sums have the strides that inductor gives them."""
     graph = _copy_of(stock)
     facts = GraphFacts(graph)
-
-    def run(node: fx.Node) -> Any:
-        return running.run(node, facts)
-
     try:
-        if not add_rows(graph, facts.mutated, run):
+        if not add_rows(graph, facts.mutated, partial(running.run, facts=facts)):
             return graph, facts
     except Exception as error:  # whatever a graph has in it, it does without
         log.info("sums keep their strides", exc_info=error)
@@ -148,10 +144,7 @@ def _finish(
     """
     names = {candidate.pattern for candidate in facts.swapped}
     why = "it depends on the strides of what would be swapped"
-
-    def run(node: fx.Node) -> Any:
-        return running.run(node, facts)
-
+    run = partial(running.run, facts=facts)
     try:
         has_images = any(pattern.of_images for pattern in patterns if pattern.name in names)
         if has_images:
