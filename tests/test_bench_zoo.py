@@ -104,7 +104,7 @@ def test_of_what_drops_numbers_ours_alone_is_compiled_once_more(monkeypatch):
     bench_zoo.measure_case(SMALL, True, Rows({}), rounds=1, device="cpu")
     assert compiled == ["right", "right", "wrong"]
     nothing = Entry("small", "torch", lambda _: Small(p=0.0), _inputs, lambda out: out[0])
-    with pytest.raises(RuntimeError, match="small, training: compile is off by"):
+    with pytest.raises(RuntimeError, match=r"training: compile is off by .* in its gradients"):
         bench_zoo.measure_case(nothing, True, Rows({}), rounds=1, device="cpu")
 
 
