@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cudnn_ops.compiler.choice import Times
 from tests.cases.compiler import Rewritten, Timed, check_swap
+from tests.conftest import DEVICES
 
 EPS = 1e-6
 
@@ -271,6 +272,19 @@ def test_computed_in_another_precision(norm, pattern):
     calls = [node for node in found.graphs[0].graph.nodes if node.op.startswith("call_")]
     assert [node.target for node in calls] == [getattr(torch.ops.cudnn_ops, pattern).default]
     assert calls[0].meta["example_value"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_without_eps(dtype, device):
+    """It is that of the dtype that PyTorch computes in; in rows so small it counts."""
+
+    def norm(x: Tensor, w: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), w)
+
+    x, w = (torch.randn(shape).to(device, dtype) for shape in ((3, 5, 24), (24,)))
+    tolerance = 2e-2 if dtype.itemsize == 2 else 1e-5
+    check_swap(norm, 1e-3 * x, w, expect=["rms_norm"], tolerance=tolerance)
 
 
 def _function_of_two_dimensions(x: Tensor, w: Tensor) -> Tensor:

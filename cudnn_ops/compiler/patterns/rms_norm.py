@@ -68,10 +68,10 @@ def rms_norms(node: fx.Node) -> Iterator[RmsNormCall]:
     call = call_of(node)
     if call is not None and call.name == "rms_norm":
         if len(call["normalized_shape"]) == 1:
-            # None: the smallest step of the input's dtype; the operator's would be float32's.
             eps = number_of(call["eps"])
-            if call["eps"] is None:
-                eps = torch.finfo(tensor(call["input"]).dtype).eps
+            if call["eps"] is None:  # the machine epsilon of the dtype that torch computes in
+                computed_in = torch.promote_types(tensor(call["input"]).dtype, torch.float32)
+                eps = torch.finfo(computed_in).eps
             if eps is not None:
                 yield RmsNormCall(call["input"], call["weight"], eps, False, [node])
         return
