@@ -1,4 +1,4 @@
-"""Sums of two gradients: which of them a backward takes as two, and its results."""
+"""Sums of two gradients: which of them a backward adds up on the way, and its results."""
 
 from __future__ import annotations
 
@@ -17,12 +17,22 @@ from torchvision.models.resnet import Bottleneck
 
 import cudnn_ops
 from cudnn_ops.compiler.caching import sources
-from cudnn_ops.compiler.two_gradients import TakeTwoGradients
+from cudnn_ops.compiler.two_gradients import AddUpGradients
 from cudnn_ops.ops.arguments import bind
+from tests.conftest import DEVICES
 
 C = 8
 _BACKWARD = torch.ops.cudnn_ops._batch_norm_backward.default
 _OF_POOL = torch.ops.cudnn_ops._max_pool2d_backward.default
+_OF_ROWS = torch.ops.cudnn_ops._norm_backward.default
+_OF_GROUPS = torch.ops.cudnn_ops._group_norm_backward.default
+#: What each calls the gradient that it adds.
+_SECOND = {
+    _BACKWARD: "grad_more",
+    _OF_POOL: "grad_more",
+    _OF_ROWS: "grad_sum",
+    _OF_GROUPS: "grad_sum",
+}
 
 
 def _image() -> Tensor:
@@ -40,17 +50,21 @@ def _taken(function: Callable[..., Any], *inputs: Tensor) -> tuple[fx.GraphModul
     """The graph after the pass, whose results are the same, and which backwards take two."""
     graph = make_fx(function)(*inputs)
     wanted = graph(*inputs)
-    TakeTwoGradients()(graph.graph)
+    AddUpGradients()(graph.graph)
     graph.graph.lint()
     graph.recompile()
     for mine, right in zip(graph(*inputs), wanted, strict=True):
         torch.testing.assert_close(mine, right)
-    calls = [
-        bind(backward, node.args, node.kwargs)
-        for backward in (_BACKWARD, _OF_POOL)
-        for node in graph.graph.find_nodes(op="call_function", target=backward)
+    return graph, _second_ones(graph.graph)
+
+
+def _second_ones(graph: fx.Graph) -> list[bool]:
+    """Which backwards have a second gradient."""
+    return [
+        getattr(bind(node.target, node.args, node.kwargs), name) is not None
+        for backward, name in _SECOND.items()
+        for node in graph.find_nodes(op="call_function", target=backward)
     ]
-    return graph, [call.grad_more is not None for call in calls]
 
 
 def test_a_sum_of_two_is_taken_and_gone():
@@ -130,6 +144,85 @@ def test_what_is_near_max_pooling_is_left(near):
     assert taken == [near == "of two already"]
 
 
+def _rows_backward(
+    grad: Tensor, x: Tensor, more: Tensor | None = None, weight: Tensor | None = None
+) -> Any:
+    """Of a layer norm."""
+    stats = torch.ones(x.shape[:-1].numel()), torch.ones(x.shape[:-1].numel())
+    mask = [True, weight is not None, False]
+    return _OF_ROWS(grad, more, x, [x.shape[-1]], weight, *stats, True, False, mask)
+
+
+def _groups_backward(grad: Tensor, x: Tensor, more: Tensor | None = None) -> Any:
+    """Of a group norm of two groups."""
+    stats = torch.ones(x.shape[0], 2), torch.ones(x.shape[0], 2)
+    return _OF_GROUPS(grad, more, x, 2, None, None, *stats, 0, [True, False, False])
+
+
+def _rows() -> Tensor:
+    return torch.randn(3, 5, C)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "backward"), [(_rows, _rows_backward), (_image, _groups_backward)]
+)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_is_added_to_a_norms_gradient_is_gone(drawn, backward, is_first):
+    def function(grad: Tensor, x: Tensor, around: Tensor) -> Any:
+        mine = backward(grad, x)[0]
+        return (mine + around if is_first else around + mine,)
+
+    graph, added = _taken(function, *(drawn() for _ in range(3)))
+    assert added == [True]
+    assert not graph.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
+
+
+def test_branches_within_each_other():
+    """A gradient that a norm has added is around the next one's branch."""
+
+    def function(grad: Tensor, x: Tensor, around: Tensor) -> Any:
+        one = _rows_backward(grad, x)[0] + around
+        return (one + _rows_backward(one, x)[0],)
+
+    assert _taken(function, *(_rows() for _ in range(3)))[1] == [True, True]
+
+
+def test_two_norms_of_one_input():
+    """The later one adds the other's, and the third gradient is the earlier one's."""
+
+    def function(grad: Tensor, x: Tensor, around: Tensor) -> Any:
+        one, two = _rows_backward(grad, x)[0], _rows_backward(grad, 2 * x)[0]
+        return (around + (one + two),)
+
+    graph, added = _taken(function, *(_rows() for _ in range(3)))
+    assert added == [False, True]
+    assert len(graph.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)) == 1
+
+
+NEAR_ROWS: dict[str, Callable[..., Any]] = {
+    "of two already": lambda a, x, b: (_rows_backward(a, x, b)[0] + b,),
+    "a factor": lambda a, x, b: (torch.add(_rows_backward(a, x)[0], b, alpha=2),),
+    "a number": lambda a, x, b: (_rows_backward(a, x)[0] + 1.0,),
+    "broadcast": lambda a, x, b: (_rows_backward(a, x)[0] + b[:1],),
+    "expanded": lambda a, x, b: (b[:1].expand_as(b) + _rows_backward(a, x)[0],),
+    "another dtype": lambda a, x, b: (_rows_backward(a, x)[0] + b.half(),),
+    "another order": lambda a, x, b: (b.mT.contiguous().mT + _rows_backward(a, x)[0],),
+    "read by another": lambda a, x, b: ((mine := _rows_backward(a, x)[0]) + b, mine * 2),
+    "to itself": lambda a, x, b: ((mine := _rows_backward(a, x)[0]) + mine,),
+    "the weight's": lambda a, x, b: (b[0, 0] + _rows_backward(a, x, weight=x[0, 0])[1],),
+    "later": lambda a, x, b: (_rows_backward(a, x)[0] + b.neg(),),
+    "a difference": lambda a, x, b: (b - _rows_backward(a, x)[0],),
+    "no sum": lambda a, x, b: _rows_backward(a, x)[:1],
+    "a product": lambda a, x, b: (_rows_backward(a, x)[0] * b,),
+}
+
+
+@pytest.mark.parametrize("near", NEAR_ROWS)
+def test_what_is_near_a_norms_sum_is_left(near):
+    has_second = "already" in near
+    assert set(_taken(NEAR_ROWS[near], *(_rows() for _ in range(3)))[1]) == {has_second}
+
+
 class Chain(nn.Module):
     """Residual blocks, whose images are read by the next block's convolution and its sum."""
 
@@ -142,19 +235,39 @@ class Chain(nn.Module):
 
 
 class Counting(CustomGraphPass):
-    """A user's pass: how many backwards it has seen take two gradients."""
+    """A user's pass: how many backwards it has seen with a second gradient."""
 
     def __init__(self, name: str | None = None) -> None:
         self.found, self.name = 0, name
 
     def __call__(self, graph: fx.Graph) -> None:
-        for backward in (_BACKWARD, _OF_POOL):
-            for node in graph.find_nodes(op="call_function", target=backward):
-                call = bind(backward, node.args, node.kwargs)
-                self.found += call.grad_more is not None
+        self.found += sum(_second_ones(graph))
 
     def uuid(self) -> str | None:
         return self.name
+
+
+class Branches(nn.Module):
+    """Residual branches, each behind a norm, whose sums no norm reads directly."""
+
+    def __init__(self, norms: Callable[[], nn.Module], layers: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(norms() for _ in range(3))
+        self.layers = nn.ModuleList(layers() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = torch.tanh(x + layer(norm(x)))
+        return x
+
+
+def _of_rows(norm: Callable[[int], nn.Module]) -> tuple[nn.Module, Tensor]:
+    return Branches(lambda: norm(C), lambda: nn.Linear(C, C)), _rows()
+
+
+def _of_images() -> tuple[nn.Module, Tensor]:
+    model = Branches(lambda: nn.GroupNorm(2, C), lambda: nn.Conv2d(C, C, 3, padding=1))
+    return model.to(memory_format=torch.channels_last), _image()
 
 
 def _step(model: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
@@ -168,21 +281,43 @@ def _step(model: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> list
 def test_a_model_of_blocks(dtype):
     """Each image between two blocks has two readers; that behind the last one has one."""
     torch.manual_seed(0)
-    model = Chain().to(dtype).train()
-    x = torch.randn(2, 4 * C, 6, 6, dtype=dtype)
+    x = torch.randn(2, 4 * C, 6, 6)
+    assert _count_in_model(Chain().to(dtype), x.to(dtype), ["batch_norm"]) == 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("drawn", "pattern"),
+    [
+        (lambda: _of_rows(nn.LayerNorm), "layer_norm"),
+        (lambda: _of_rows(nn.RMSNorm), "rms_norm"),
+        (_of_images, "group_norm"),
+    ],
+)
+def test_a_model_of_branches(drawn, pattern, dtype, device):
+    """The input, too, is read by a norm and by the sum around it."""
+    torch.manual_seed(0)
+    model, x = drawn()
+    assert _count_in_model(model.to(device, dtype), x.to(device, dtype), [pattern]) == 3
+
+
+def _count_in_model(model: nn.Module, x: Tensor, swap: list[str]) -> int:
+    """How many backwards of a compiled step add up; its results are held to those in float64."""
+    model.train()
     exact_model = copy.deepcopy(model).double()
     exact = _step(exact_model, exact_model, x.double())
     eager_model = copy.deepcopy(model)
     eager = _step(eager_model, eager_model, x)
     counting = Counting()
     torch._dynamo.reset()
-    options = {"swap": ["batch_norm"], "inductor": {"joint_custom_post_pass": counting}}
+    options = {"swap": swap, "inductor": {"joint_custom_post_pass": counting}}
     compiled = torch.compile(model, backend="cudnn_ops", options=options, fullgraph=True)
     found = _step(model, compiled, x)
-    assert counting.found == 2
     for mine, rough, right in zip(found, eager, exact, strict=True):
         allowed = 2 * (rough.double() - right).norm() + 1e-4 * right.norm()
         assert (mine.double() - right).norm() <= allowed
+    return counting.found
 
 
 def test_resnet_has_one_for_each_block_but_the_last():
@@ -211,10 +346,10 @@ def test_resnets_pooled_image_has_two_readers():
 
 
 def test_a_graph_without_our_operators_has_no_pass(monkeypatch):
-    def fail(self: TakeTwoGradients, graph: fx.Graph) -> None:
+    def fail(self: AddUpGradients, graph: fx.Graph) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(TakeTwoGradients, "__call__", fail)
+    monkeypatch.setattr(AddUpGradients, "__call__", fail)
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: F.relu(x) + 1, backend="cudnn_ops")
     assert compiled(torch.ones(3, requires_grad=True)).sum() == 6
@@ -222,8 +357,8 @@ def test_a_graph_without_our_operators_has_no_pass(monkeypatch):
 
 
 def test_inductors_cache_knows_both_passes():
-    assert TakeTwoGradients().uuid() == sources()
-    assert TakeTwoGradients(Counting("a")).uuid() == (sources(), "a")
-    assert TakeTwoGradients(Counting("a")).uuid() != TakeTwoGradients(Counting("b")).uuid()
-    assert TakeTwoGradients(Counting()).uuid() is None
-    assert TakeTwoGradients(lambda graph: None).uuid() is None
+    assert AddUpGradients().uuid() == sources()
+    assert AddUpGradients(Counting("a")).uuid() == (sources(), "a")
+    assert AddUpGradients(Counting("a")).uuid() != AddUpGradients(Counting("b")).uuid()
+    assert AddUpGradients(Counting()).uuid() is None
+    assert AddUpGradients(lambda graph: None).uuid() is None

@@ -28,7 +28,7 @@ from cudnn_ops.compiler.options import Settings, settings_of
 from cudnn_ops.compiler.report import compile_report, first_line, warn
 from cudnn_ops.compiler.rewrite import Swaps
 from cudnn_ops.compiler.rounds import rewrite_measured
-from cudnn_ops.compiler.two_gradients import TakeTwoGradients
+from cudnn_ops.compiler.two_gradients import AddUpGradients
 
 log = logging.getLogger("cudnn_ops.compiler")
 
@@ -157,5 +157,5 @@ def _for_swaps(module: fx.GraphModule, patches: Mapping[str, Any]) -> dict[str, 
     given = patches.get(_JOINT_PASS, config.joint_custom_post_pass)
     return {
         _MARKED: patches.get(_MARKED, {}) | marked(module),
-        _JOINT_PASS: TakeTwoGradients(given),
+        _JOINT_PASS: AddUpGradients(given),
     }
