@@ -67,8 +67,6 @@ RELUS: dict[str, Callable[[Tensor], Tensor]] = {
     "method in place": lambda x: x.relu_(),
     "module": nn.ReLU(),
     "module in place": nn.ReLU(inplace=True),
-    "clamp": lambda x: x.clamp(min=0),
-    "clamp, too": lambda x: torch.clamp(x, 0),
 }
 
 
@@ -263,6 +261,7 @@ NEAR: dict[str, tuple[Callable[..., Any], list[str]]] = {
         lambda norm, x, y: [out := norm(x) + y, F.relu(out)],
         ["batch_norm"],
     ),
+    "a clamp, whose gradient at 0 is 1": (lambda norm, x, y: norm(x).clamp(min=0), ["batch_norm"]),
     "another bound": (lambda norm, x, y: norm(x).clamp(min=0.1), ["batch_norm"]),
     "two bounds": (lambda norm, x, y: norm(x).clamp(0, 6), ["batch_norm"]),
     "silu": (lambda norm, x, y: F.silu(norm(x) + y), ["batch_norm"]),

@@ -95,11 +95,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu in place": lambda x: F.relu(x, inplace=True),
     "relu method": torch.Tensor.relu,
     "relu _": lambda x: x.relu_(),
-    "relu clamp": lambda x: x.clamp(min=0),
     "relu6": F.relu6,
     "relu6 in place": nn.ReLU6(inplace=True),
     "relu6 hardtanh": nn.Hardtanh(0.0, 6.0),
-    "relu6 clamp": lambda x: torch.clamp(x, 0, 6),
     "silu": nn.SiLU(inplace=True),
     "silu by hand": lambda x: x * torch.sigmoid(x),
     "hardswish": nn.Hardswish(inplace=True),
@@ -119,6 +117,26 @@ def test_activations(name):
 
     found = check_swap(block, _x(), _weight(), expect=["convolution"])
     assert _of_ours(found) == (name.split(" ")[0], False)
+
+
+CLAMPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": lambda x: x.clamp(min=0),
+    "relu in place": lambda x: x.clamp_(0),
+    "relu6": lambda x: torch.clamp(x, 0, 6),
+}
+
+
+@pytest.mark.parametrize("name", CLAMPS)
+def test_clamps(name):
+    """At their limits the gradient is 1, as of products with weights that are all zero."""
+
+    def block(x: Tensor, weight: Tensor) -> Tensor:
+        return CLAMPS[name](F.conv2d(x, weight, padding=1))
+
+    found = check_swap(block, _x(), _weight(), expect=["convolution"], gradients=False)
+    assert _of_ours(found) == (name.split(" ")[0], False)
+    found = check_swap(block, _x(), 0 * _weight(), expect=["convolution"])
+    assert _of_ours(found) == ("none", False)
 
 
 def _affine(norm: nn.Module) -> nn.Module:

@@ -283,7 +283,8 @@ def test_without_eps(dtype, device):
         return F.rms_norm(x, (x.shape[-1],), w)
 
     x, w = (torch.randn(shape).to(device, dtype) for shape in ((3, 5, 24), (24,)))
-    tolerance = 2e-2 if dtype.itemsize == 2 else 1e-5
+    # Of gradients of a thousand and more.
+    tolerance = 2e-2 if dtype.itemsize == 2 else 1e-3
     check_swap(norm, 1e-3 * x, w, expect=["rms_norm"], tolerance=tolerance)
 
 

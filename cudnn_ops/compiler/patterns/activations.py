@@ -6,9 +6,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from torch import fx
+
 from cudnn_ops.compiler.match import Expression, OneOf, Op, Var
 from cudnn_ops.compiler.nodes import number_of
-from cudnn_ops.compiler.pattern import is_tensor
+from cudnn_ops.compiler.pattern import is_tensor, tensor
 from cudnn_ops.ops.activation import Activation
 
 #: Constants are written with eight digits and more.
@@ -71,12 +73,22 @@ def hardswish(x: Expression) -> Expression:
 
 def relu6(x: Expression) -> Expression:
     """``min(max(x, 0), 6)``."""
-    return OneOf(Op("relu6", x), Op("hardtanh", x, 0, 6), Op("clamp", x, 0, 6))
+    clamp = Op("clamp", x, _without_gradient(0), _without_gradient(6))
+    return OneOf(Op("relu6", x), Op("hardtanh", x, 0, 6), clamp)
 
 
 def relu(x: Expression) -> Expression:
     """``max(x, 0)``."""
-    return OneOf(Op("relu", x), Op("clamp", x, 0))
+    return OneOf(Op("relu", x), Op("clamp", x, _without_gradient(0)))
+
+
+def _without_gradient(limit: float) -> Callable[[Any, fx.Node], bool]:
+    """A clamp's limit, at which its gradient is 1, and that of ReLU and hardtanh 0."""
+
+    def is_limit(value: Any, clamp: fx.Node) -> bool:
+        return number_of(value) == limit and not tensor(clamp).requires_grad
+
+    return is_limit
 
 
 def leaky_relu(x: Expression) -> Expression:
