@@ -253,6 +253,33 @@ def test_forward_and_backward_are_compiled_before_they_run():
         assert [grad.shape for grad in one] == [(16,), (3, 16)] or [(3, 16), (16,)]
 
 
+def test_gradients_have_the_memory_order_of_results():
+    """Nothing copies those of heads, which a model's attention has transposed, too."""
+
+    def heads(x: Tensor, w: Tensor) -> Tensor:
+        return F.rms_norm(x.view(3, 5, 2, 16), (16,), w, EPS).transpose(1, 2)
+
+    x = torch.randn(3, 5, 32, requires_grad=True)
+    question = _question(heads, x, torch.rand(16, requires_grad=True))
+    with Compiler().steps(question) as steps:
+        for step in steps.values():
+            with torch.profiler.profile() as profile:
+                step()
+            names = {event.key for event in profile.key_averages()}
+            assert names.isdisjoint({"aten::clone", "aten::contiguous"})
+
+
+@pytest.mark.parametrize("make", [lambda x: x[:, :1].expand(-1, 4), lambda x: x[::2], torch.sum])
+def test_gradients_of_any_results(make):
+    """Those whose memory has less than elements, or more, are drawn as well."""
+    x = torch.randn(6, 3, requires_grad=True)
+    graph = fx.Graph()
+    graph.output((graph.call_function(make, (graph.placeholder("input_0"),)),))
+    compiled = measuring._Compiled(graph, [x])
+    compiled.wait()
+    assert [one.shape for one in compiled.step([x])()] == [x.shape]
+
+
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("trains", [False, True])
 def test_engines_are_measured_for_ours_without_gradients(trains, before, monkeypatch):

@@ -213,6 +213,21 @@ def test_what_is_written_to_memory_is_an_input(function):
     assert _leaders(one) == []
 
 
+def test_the_end_of_a_norm_is_no_part_of_a_trial():
+    """It may be one operator, whether it is written as one function or not."""
+
+    def normed(x: Tensor) -> Tensor:
+        wide = (x @ x).float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+    (one,) = _trials(lambda x: _gated(normed(x), x), _rows(), pattern="gated")
+    assert _leaders(one) == []
+    assert [value_of(node).dtype for node in one.inputs] == [torch.float64] * 2
+    # What has nothing to do with it is.
+    (one,) = _trials(lambda x: _gated(normed(x), (x @ x) * 2), _rows(), pattern="gated")
+    assert len(_leaders(one)) == 1
+
+
 def test_what_a_product_reads_is_an_input():
     """Inductor writes it to memory whatever computes the product."""
     (one,) = _trials(lambda x, w: F.conv2d(x * 2, w), _x(), _w())

@@ -32,6 +32,8 @@ from cudnn_ops.plans.policy import Policy, using_plan_policy
 POLICY: Policy = "exact"
 #: How those of convolutions get their engines.
 _ENGINES = "measured without gradients"
+#: The memory order of the gradients that a trial's backward begins with.
+_GRADIENTS = "as the results"
 
 Steps = dict[str, Callable[[], object]]
 
@@ -52,6 +54,12 @@ class Spec(NamedTuple):
             return None
         shape, strides = tuple(value.shape), strides_of(node, pattern)
         return cls(value.dtype, shape, strides, value.requires_grad, value.device)
+
+    @classmethod
+    def like(cls, tensor: Tensor) -> Spec:
+        """Without a gradient."""
+        shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+        return cls(tensor.dtype, shape, strides, False, tensor.device)
 
     def empty(self) -> Tensor:
         """Whatever is in its memory."""
@@ -137,7 +145,14 @@ def _key(pattern: Pattern, computations: tuple[str, ...], inputs: Sequence[Spec 
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     facts = (
         *(pattern.name, computations, tensors, torch.is_grad_enabled(), where),
-        *(torch.__version__, _C.cudnn_version(), _C.versions()["graphs"], POLICY, _ENGINES),
+        *(
+            torch.__version__,
+            _C.cudnn_version(),
+            _C.versions()["graphs"],
+            POLICY,
+            _ENGINES,
+            _GRADIENTS,
+        ),
     )
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
@@ -195,9 +210,13 @@ class _Compiled:
         from torch._functorch import config
         from torch._inductor.compile_fx import compile_fx
 
-        # A backward, too, which is compiled when it is first called otherwise.
-        now = config.patch(force_non_lazy_backward_lowering=True)
-        with now, _kernels_later() as waiting:
+        options = {
+            # A backward, too, which is compiled when it is first called otherwise.
+            "force_non_lazy_backward_lowering": True,
+            # Heads are a transposed view, and so are their gradients in a model.
+            "guess_tangent_strides_as_outputs": True,
+        }
+        with config.patch(options), _kernels_later() as waiting:
             self._function: Any = compile_fx(fx.GraphModule({}, graph), list(inputs))
         self._waiting = waiting
 
@@ -209,7 +228,8 @@ class _Compiled:
         """One call, and its gradients where there are any."""
         function = self._function
         leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
-        grads = [torch.randn_like(x) if x.requires_grad else None for x in function(*inputs)]
+        results = function(*inputs)
+        grads = [Spec.like(x).drawn() if x.requires_grad else None for x in results]
 
         def step() -> object:
             results = function(*inputs)

@@ -113,7 +113,8 @@ def _without(ours: fx.Graph, function: Callable[..., object] | None) -> fx.Graph
 def _leaders(found: Found) -> list[fx.Node]:
     """What computes inputs for nothing but the match, in the graph's order.
 
-    Inductor computes it where it is read, unless a kernel that it does not write reads it.
+    Inductor computes it where it is read, unless a kernel that it does not write reads it. A norm
+    does not end in a trial that it does not begin in: it may be one of our operators.
     """
     inside, leaders = set(found.nodes), list[fx.Node]()
     waiting = {*found.inputs}.difference(found.written, found.unchanged, found.filled)
@@ -130,7 +131,18 @@ def _leaders(found: Found) -> list[fx.Node]:
             inside.add(node)
             leaders.append(node)
             waiting.update(node.all_input_nodes)
-    return _drawn_from(leaders[::-1], set(found.nodes))
+    return _drawn_from(_without_norms(leaders[::-1]), set(found.nodes))
+
+
+def _without_norms(leaders: list[fx.Node]) -> list[fx.Node]:
+    """Those for which nothing was summed up."""
+    of_sums = set[fx.Node]()
+    for node in leaders:
+        calls = map(call_of, node.all_input_nodes)
+        reads_sum = any(call is not None and call.name in _SUMS for call in calls)
+        if reads_sum or not of_sums.isdisjoint(node.all_input_nodes):
+            of_sums.add(node)
+    return [node for node in leaders if node not in of_sums]
 
 
 def _drawn_from(leaders: list[fx.Node], inside: set[fx.Node]) -> list[fx.Node]:
