@@ -213,8 +213,10 @@ def test_what_is_written_to_memory_is_an_input(function):
     assert _leaders(one) == []
 
 
-def test_the_end_of_a_norm_is_no_part_of_a_trial():
-    """It may be one operator, whether it is written as one function or not."""
+@pytest.mark.parametrize("most", [trial._MOST_LEADERS, 1])
+def test_the_end_of_a_norm_is_no_part_of_a_trial(most, monkeypatch):
+    """It may be one operator, whether it is written as one function or not, however long it is."""
+    monkeypatch.setattr(trial, "_MOST_LEADERS", most)
 
     def normed(x: Tensor) -> Tensor:
         wide = (x @ x).float()

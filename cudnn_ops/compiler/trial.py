@@ -118,7 +118,7 @@ def _leaders(found: Found) -> list[fx.Node]:
     """
     inside, leaders = set(found.nodes), list[fx.Node]()
     waiting = {*found.inputs}.difference(found.written, found.unchanged, found.filled)
-    while waiting and len(leaders) < _MOST_LEADERS:
+    while waiting:
         node = max(waiting)  # all that reads it has been looked at
         waiting.remove(node)
         call = call_of(node)
@@ -131,7 +131,8 @@ def _leaders(found: Found) -> list[fx.Node]:
             inside.add(node)
             leaders.append(node)
             waiting.update(node.all_input_nodes)
-    return _drawn_from(_without_norms(leaders[::-1]), set(found.nodes))
+    nearest = _without_norms(leaders[::-1])[-_MOST_LEADERS:]
+    return _drawn_from(nearest, set(found.nodes))
 
 
 def _without_norms(leaders: list[fx.Node]) -> list[fx.Node]:
