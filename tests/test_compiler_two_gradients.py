@@ -302,6 +302,23 @@ def test_a_model_of_branches(drawn, pattern, dtype, device):
     assert _count_in_model(model.to(device, dtype), x.to(device, dtype), [pattern]) == 3
 
 
+def test_branches_of_any_batch():
+    """What is not known of sizes and strides gets no guards."""
+    torch._dynamo.reset()
+    counting = Counting()
+    options = {"swap": ["layer_norm"], "inductor": {"joint_custom_post_pass": counting}}
+    model, _ = _of_rows(nn.LayerNorm)
+    compiled = torch.compile(model, backend="cudnn_ops", options=options, dynamic=True)
+    compiled_frames = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for rows in (7, 5, 24):
+        x = torch.randn(rows, 5, C, requires_grad=True)
+        (mine,) = torch.autograd.grad(compiled(x).sum(), x)
+        (right,) = torch.autograd.grad(model(x).sum(), x)
+        torch.testing.assert_close(mine, right)
+    assert counting.found == 3
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled_frames + 1
+
+
 def _count_in_model(model: nn.Module, x: Tensor, swap: list[str]) -> int:
     """How many backwards of a compiled step add up; its results are held to those in float64."""
     model.train()

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from cudnn_ops.compiler.caching import sources
 from cudnn_ops.ops.arguments import bind
@@ -93,7 +94,7 @@ def _add_before(total: fx.Node) -> None:
         backward = _norm_that_gives(term)
         if backward is None or _call_of(backward).grad_sum is not None:
             continue
-        if len(term.users) == 1 and other < backward and _strides(other) == _strides(term):
+        if len(term.users) == 1 and other < backward and _are_in_one_order(term, other):
             _give(backward, "grad_sum", other)
             total.replace_all_uses_with(term)
             total.graph.erase_node(total)
@@ -125,9 +126,10 @@ def _give(backward: fx.Node, name: str, value: Any) -> None:
         backward.kwargs = {**backward.kwargs, name: value}
 
 
-def _strides(node: fx.Node) -> tuple[Any, ...]:
-    value: Tensor = node.meta["val"]
-    return value.stride()
+def _are_in_one_order(one: fx.Node, other: fx.Node) -> bool:
+    """In memory, as far as it is known of sizes that are not."""
+    strides = (node.meta["val"].stride() for node in (one, other))
+    return all(statically_known_true(a == b) for a, b in zip(*strides, strict=True))
 
 
 def _is_sum_of_alike(node: fx.Node) -> bool:
