@@ -7,17 +7,20 @@ at most twice the error of eager mode, with nothing dropped, since each compiler
 its own. Where that takes compiling once more, ours alone is held. What is timed drops what the
 model drops. `--only` measures some models and adds their rows to the file;
 `python -m benchmarks.side_by_side zoo` compiles several at a time, each with its share of compile
-threads; their seconds leave out others' turns.
+threads; their seconds leave out others' turns. Where an earlier run has left inductor's caches,
+seconds would be of those, and there are none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 import cudnn_ops
 from benchmarks.harness import OURS, Rows, main, peak_bytes, step_ms
@@ -72,8 +75,11 @@ def entry_of(part: str) -> tuple[Entry, bool]:
 def measure_case(entry: Entry, trains: bool, rows: Rows, rounds: int, device: str = "cuda") -> None:
     """One model, in inference or training, by every compiler."""
     case = f"{entry.name}, {'training' if trains else 'inference'}"
+    found: dict[str, dict[str, float]] = {}
+    begins_empty = not any(Path(cache_dir()).iterdir())
     steps, seconds = checked_steps(case, entry, trains, device, variants)
-    found = {"compile_s": {name: seconds[name] for name in COMPILERS}}
+    if begins_empty:
+        found["compile_s"] = {name: seconds[name] for name in COMPILERS}
     if device == "cuda":
         found["step_ms"] = step_ms(steps, rounds=rounds)
         found["peak_mib"] = {name: peak_bytes(call) / 2**20 for name, call in steps.items()}

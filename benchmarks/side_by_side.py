@@ -3,7 +3,8 @@
 `python -m benchmarks.side_by_side zoo --jobs 8 --out FILE` runs each part of bench_zoo in a process
 of its own and puts its rows into the file as it ends. A part that fails, for want of memory beside
 the others as it may be, runs once more with a GPU for itself. What a part prints is in FILE's
-folder. `--compiled DIR` keeps what was compiled: parts that `--limit` interrupts can go on.
+folder. `--compiled DIR` keeps what was compiled and tuned: parts that `--limit` interrupts can go
+on in a later run.
 """
 
 from __future__ import annotations
