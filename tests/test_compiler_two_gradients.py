@@ -267,7 +267,7 @@ def _of_rows(norm: Callable[[int], nn.Module]) -> tuple[nn.Module, Tensor]:
 
 def _of_images() -> tuple[nn.Module, Tensor]:
     model = Branches(lambda: nn.GroupNorm(2, C), lambda: nn.Conv2d(C, C, 3, padding=1))
-    return model.to(memory_format=torch.channels_last), _image()
+    return model.to(memory_format=torch.channels_last), _image()  # type: ignore[call-overload]
 
 
 def _step(model: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
@@ -328,7 +328,7 @@ def _count_in_model(model: nn.Module, x: Tensor, swap: list[str]) -> int:
     eager = _step(eager_model, eager_model, x)
     counting = Counting()
     torch._dynamo.reset()
-    options = {"swap": swap, "inductor": {"joint_custom_post_pass": counting}}
+    options: Any = {"swap": swap, "inductor": {"joint_custom_post_pass": counting}}
     compiled = torch.compile(model, backend="cudnn_ops", options=options, fullgraph=True)
     found = _step(model, compiled, x)
     for mine, rough, right in zip(found, eager, exact, strict=True):
