@@ -7,8 +7,8 @@ at most twice the error of eager mode, with nothing dropped, since each compiler
 its own. Where that takes compiling once more, ours alone is held. What is timed drops what the
 model drops. `--only` measures some models and adds their rows to the file;
 `python -m benchmarks.side_by_side zoo` compiles several at a time, each with its share of compile
-threads; their seconds leave out others' turns. Where an earlier run has left inductor's caches,
-seconds would be of those, and there are none.
+threads; their seconds leave out others' turns. A model that begins with inductor's caches of an
+earlier run gets no seconds.
 """
 
 from __future__ import annotations
@@ -75,11 +75,9 @@ def entry_of(part: str) -> tuple[Entry, bool]:
 def measure_case(entry: Entry, trains: bool, rows: Rows, rounds: int, device: str = "cuda") -> None:
     """One model, in inference or training, by every compiler."""
     case = f"{entry.name}, {'training' if trains else 'inference'}"
-    found: dict[str, dict[str, float]] = {}
     begins_empty = not any(Path(cache_dir()).iterdir())
     steps, seconds = checked_steps(case, entry, trains, device, variants)
-    if begins_empty:
-        found["compile_s"] = {name: seconds[name] for name in COMPILERS}
+    found = {"compile_s": {name: seconds[name] for name in COMPILERS}} if begins_empty else {}
     if device == "cuda":
         found["step_ms"] = step_ms(steps, rounds=rounds)
         found["peak_mib"] = {name: peak_bytes(call) / 2**20 for name, call in steps.items()}

@@ -145,14 +145,8 @@ def _key(pattern: Pattern, computations: tuple[str, ...], inputs: Sequence[Spec 
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     facts = (
         *(pattern.name, computations, tensors, torch.is_grad_enabled(), where),
-        *(
-            torch.__version__,
-            _C.cudnn_version(),
-            _C.versions()["graphs"],
-            POLICY,
-            _ENGINES,
-            _GRADIENTS,
-        ),
+        *(torch.__version__, _C.cudnn_version(), _C.versions()["graphs"]),
+        *(POLICY, _ENGINES, _GRADIENTS),
     )
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
@@ -228,8 +222,7 @@ class _Compiled:
         """One call, and its gradients where there are any."""
         function = self._function
         leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
-        results = function(*inputs)
-        grads = [Spec.like(x).drawn() if x.requires_grad else None for x in results]
+        grads = [Spec.like(x).drawn() if x.requires_grad else None for x in function(*inputs)]
 
         def step() -> object:
             results = function(*inputs)

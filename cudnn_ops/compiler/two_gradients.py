@@ -9,7 +9,8 @@ and the pass is saved. So does that of max pooling, which finds in the cache wha
 
 Or one of both is given: a layer, RMS or group norm is the first layer of a residual branch, and its
 backward the last step. It adds the gradient that went around the branch to its own, as it does
-where the norm computes the residual sum, too. Adaptive norms that have no such sum do not.
+where the norm computes the residual sum, too. Adaptive norms without a gated sum do not: their
+kernels read no second gradient.
 
 The sums are autograd's: they are in the graph of the forward and the backward, which inductor hands
 to a pass before it divides it.

@@ -50,8 +50,8 @@ def fuse_conv_bn_act_(
     dropout, may come in between. Each result is a :class:`ConvAct2d` (or 1d, 3d) under the
     convolution's name. Not fused are values with several users, modules with hooks, convolutions
     that are called more than once, and those that nothing of this follows. In a sum of two
-    convolutions, the one that is computed last has the other as its residual. A clamp from 0, or to
-    6, is taken for ReLU or ReLU6, whose gradients at these limits are 0, where a clamp's are 1.
+    convolutions, the one that is computed last has the other as its residual. ``clamp(min=0)`` and
+    ``clamp(0, 6)`` become ReLU and ReLU6, whose gradients at the limits are 0; a clamp's are 1.
 
     The result is for inference, and for training with fixed statistics. ``model`` itself still
     computes the same. The two share all modules and parameters except those of convolutions with a

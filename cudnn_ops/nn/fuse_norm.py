@@ -49,7 +49,7 @@ def fuse_bn_act_(
     another value of the same shape, and a ReLU, as modules, functions or methods, in place or not.
     Not fused are values with several users, modules with hooks, and batch norms that are called
     more than once. In a sum of two batch norms, the one that is computed last has the other as its
-    residual. A clamp from 0 is taken for a ReLU, whose gradient at 0 is 0, where a clamp's is 1.
+    residual. ``clamp(min=0)`` becomes a ReLU, whose gradient at 0 is 0; a clamp's is 1.
 
     ``model`` itself still computes the same. The two share all parameters and statistics under the
     same names: an optimizer and a checkpoint of one serve the other. The model is traced in the

@@ -83,7 +83,10 @@ def relu(x: Expression) -> Expression:
 
 
 def _without_gradient(limit: float) -> Callable[[Any, fx.Node], bool]:
-    """A clamp's limit, at which its gradient is 1, and that of ReLU and hardtanh 0."""
+    """A limit of a clamp that nothing needs the gradient of.
+
+    At its limits a clamp's gradient is 1, where those of ReLU and hardtanh are 0.
+    """
 
     def is_limit(value: Any, clamp: fx.Node) -> bool:
         return number_of(value) == limit and not tensor(clamp).requires_grad
