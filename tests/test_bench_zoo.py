@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -81,6 +82,19 @@ def test_a_wrong_result_is_refused(monkeypatch):
     monkeypatch.setattr(bench_zoo, "COMPILERS", {"wrong": {"backend": lambda *_: _twice}})
     with pytest.raises(RuntimeError, match=r"small, inference: wrong is off by .* in its result"):
         bench_zoo.measure_case(SMALL, False, Rows({}), rounds=1, device="cpu")
+
+
+@pytest.mark.parametrize("piece", [7, 24, 100])
+def test_the_error_of_a_vector_is_that_of_its_pieces(piece, monkeypatch):
+    monkeypatch.setattr(whole_models, "_PIECE", piece)
+    exact = torch.randn(6, 8)
+    found = (exact + 0.1 * torch.randn(6, 8)).bfloat16()
+    assert whole_models.error(found, exact) == pytest.approx(
+        float((found.double() - exact).norm() / exact.double().norm())
+    )
+    found[5, 7] = torch.nan
+    assert math.isnan(whole_models.error(found, exact))
+    assert math.isnan(whole_models.error(exact, torch.zeros(6, 8)))
 
 
 def test_wrong_gradients_are_refused(monkeypatch):
