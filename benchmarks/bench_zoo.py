@@ -68,8 +68,13 @@ def run_part(part: str, rows: Rows, rounds: int) -> None:
 
 def entry_of(part: str) -> tuple[Entry, bool]:
     """The model of a part, and whether it trains."""
-    name, mode = part.rsplit(", ", 1)
-    return next(entry for entry in ZOO if entry.name == name), mode == "training"
+    entry = next(entry for entry in ZOO if entry.name == model_of(part))
+    return entry, part.endswith(", training")
+
+
+def model_of(part: str) -> str:
+    """The name of a part's model."""
+    return part.rpartition(", ")[0]
 
 
 def measure_case(entry: Entry, trains: bool, rows: Rows, rounds: int, device: str = "cuda") -> None:

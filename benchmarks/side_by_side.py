@@ -4,7 +4,8 @@
 of its own and puts its rows into the file as it ends. A part that fails, for want of memory beside
 the others as it may be, runs once more with a GPU for itself. What a part prints is in FILE's
 folder. `--compiled DIR` keeps what was compiled and tuned: parts that `--limit` interrupts can go
-on in a later run.
+on in a later run, and a model in inference begins with what it has tuned in training. Each part has
+its share of compile threads; $TORCHINDUCTOR_COMPILE_THREADS gives each as many as it says.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from math import ceil
@@ -45,6 +46,7 @@ class Runner:
         jobs: how many run at a time.
         limit_s: after how many seconds what runs is interrupted and nothing more begins.
         compiled: a folder where what parts compile stays, for a run after this one.
+        model_of: of a part; there its model's parts share what they compile, one after the other.
     """
 
     command: Sequence[str]
@@ -54,6 +56,7 @@ class Runner:
     jobs: int
     limit_s: float
     compiled: Path | None = None
+    model_of: Callable[[str], str] = str
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _gpu_of: dict[str, int] = field(default_factory=dict)
 
@@ -67,20 +70,30 @@ class Runner:
     def _run(self, parts: Sequence[str], jobs: int, folder: Path, end: float) -> list[str]:
         waiting, failed = list(parts), []
         while (waiting or self._running) and time.monotonic() < end:
-            while waiting and len(self._running) < jobs:
-                self._start(waiting.pop(0), folder)
+            while len(self._running) < jobs and (part := self._next(waiting)):
+                waiting.remove(part)
+                self._start(part, folder)
             failed += self._ended(folder)
             time.sleep(_POLL_S)
         failed += self._running
         self._interrupt(folder)
         return [*failed, *waiting]
 
+    def _next(self, waiting: Sequence[str]) -> str | None:
+        """The first that shares what it compiles with none that runs."""
+        busy = [self._shared_by(part) for part in self._running]
+        return next((part for part in waiting if self._shared_by(part) not in busy), None)
+
+    def _shared_by(self, part: str) -> str:
+        # What is not kept is timed from nothing.
+        return self.model_of(part) if self.compiled else part
+
     def _start(self, part: str, folder: Path) -> None:
         used = list(self._gpu_of.values())
         environment = dict(os.environ)
         threads = ceil((os.cpu_count() or 1) / self.jobs)
-        environment["TORCHINDUCTOR_COMPILE_THREADS"] = str(threads)
-        compiled = (self.compiled or folder) / f"cache-{_file_name(part)}"
+        environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
+        compiled = (self.compiled or folder) / f"cache-{_file_name(self._shared_by(part))}"
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(compiled.resolve())
         if self.gpus:
             gpu = self._gpu_of[part] = min(self.gpus, key=used.count)
@@ -168,7 +181,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logs.mkdir(parents=True, exist_ok=True)
     gpus = range(torch.cuda.device_count())
     command = [sys.executable, "-m", module.__name__]
-    runner = Runner(command, args.out, logs, gpus, args.jobs, args.limit, args.compiled)
+    model_of = getattr(module, "model_of", str)
+    runner = Runner(command, args.out, logs, gpus, args.jobs, args.limit, args.compiled, model_of)
     failed = runner.run(args.only or known)
     for part in failed:
         print(f"failed: {part}; {logs / _file_name(part)}.log says why")

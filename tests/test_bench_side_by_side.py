@@ -104,9 +104,16 @@ def test_each_part_has_the_gpu_that_fewest_have(tmp_path):
 
 @pytest.mark.parametrize(("cores", "jobs", "threads"), [(16, 8, "2"), (16, 12, "2"), (4, 8, "1")])
 def test_every_core_has_a_compile_thread(cores, jobs, threads, tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
     script = f"import os; assert os.environ['TORCHINDUCTOR_COMPILE_THREADS'] == '{threads}'"
     monkeypatch.setattr(side_by_side.os, "cpu_count", lambda: cores)
     assert _runner([sys.executable, "-c", script], tmp_path, jobs=jobs).run(["a"]) == []
+
+
+def test_who_runs_it_may_give_more_compile_threads(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "5")
+    script = "import os; assert os.environ['TORCHINDUCTOR_COMPILE_THREADS'] == '5'"
+    assert _runner([sys.executable, "-c", script], tmp_path).run(["a"]) == []
 
 
 def test_whose_time_counts_stands_still(tmp_path, monkeypatch):
@@ -228,6 +235,26 @@ def test_what_parts_compile_is_kept_where_it_is_asked_for(tmp_path):
     assert sorted(path.name for path in kept.iterdir()) == names
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_parts_of_a_model_share_what_is_kept_one_after_the_other(is_kept, tmp_path):
+    script = (
+        "import os, sys, time; from pathlib import Path; "
+        "folder = Path(os.environ['TORCHINDUCTOR_CACHE_DIR']); "
+        "folder.mkdir(parents=True, exist_ok=True); "
+        "found = sorted(path.name for path in folder.iterdir()); "
+        "time.sleep(1.0); (folder / sys.argv[3]).touch(); "
+        "Path(sys.argv[1], sys.argv[3]).write_text(' '.join(found))"
+    )
+    told = tmp_path / "told"
+    told.mkdir()
+    runner = _runner([sys.executable, "-c", script, str(told)], tmp_path, model_of=lambda x: x[0])
+    runner.compiled = tmp_path / "kept" if is_kept else None
+    parts = ["a1", "a2", "a3", "b1"]
+    assert runner.run(parts) == []
+    found = [(told / part).read_text() for part in parts]
+    assert found == (["", "a1", "a1 a2", ""] if is_kept else [""] * 4)
+
+
 @pytest.mark.parametrize(("busy", "rows"), [(0, 1), (3, 4)])
 def test_a_turn_begins_on_an_idle_gpu(busy, rows, sleeps):
     """While it does others' work, one of some equal sleeps takes longer than the rest."""
@@ -328,6 +355,7 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     assert side_by_side.main(["zoo", *arguments, *only]) == 1
     ((runner, parts),) = ran
     assert (parts, runner.jobs, runner.compiled) == (only, 2, tmp_path)
+    assert [runner.model_of(part) for part in only] == ["BERT base", "DiT-XL/2"]
     assert runner.command[1:] == ["-m", "benchmarks.bench_zoo"]
     assert "failed: b; " in capsys.readouterr().out
     for wrong, message in (
