@@ -7,8 +7,8 @@ at most twice the error of eager mode, with nothing dropped, since each compiler
 its own. Where that takes compiling once more, ours alone is held. What is timed drops what the
 model drops. `--only` measures some models and adds their rows to the file;
 `python -m benchmarks.side_by_side zoo` compiles several at a time, each with its share of compile
-threads; their seconds leave out others' turns. A model that begins with inductor's caches of an
-earlier run gets no seconds.
+threads; their seconds leave out others' turns. A case that begins with inductor's caches, of an
+earlier run or of the model's other mode, gets no seconds.
 """
 
 from __future__ import annotations

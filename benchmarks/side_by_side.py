@@ -4,8 +4,9 @@
 of its own and puts its rows into the file as it ends. A part that fails, for want of memory beside
 the others as it may be, runs once more with a GPU for itself. What a part prints is in FILE's
 folder. `--compiled DIR` keeps what was compiled and tuned: parts that `--limit` interrupts can go
-on in a later run, and a model in inference begins with what it has tuned in training. Each part has
-its share of compile threads; $TORCHINDUCTOR_COMPILE_THREADS gives each as many as it says.
+on in a later run, and parts of one model run one after the other, each with what those before it
+tuned. Each part has its share of the cores as compile threads; $TORCHINDUCTOR_COMPILE_THREADS sets
+another number.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Runner:
         jobs: how many run at a time.
         limit_s: after how many seconds what runs is interrupted and nothing more begins.
         compiled: a folder where what parts compile stays, for a run after this one.
-        model_of: of a part; there its model's parts share what they compile, one after the other.
+        model_of: the model of a part. Parts of one model share a folder in `compiled`, so they run
+            one after the other.
     """
 
     command: Sequence[str]

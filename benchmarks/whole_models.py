@@ -22,7 +22,8 @@ TIMES_EAGER, FLOOR = 2.0, 1e-3
 #: What models call the probability by which they drop numbers, rows or whole branches.
 PROBABILITIES = ("p", "drop_prob", "dropout")
 
-_PIECE = 2**26  # elements, of which errors are taken at a time
+#: Elements whose error is computed at a time.
+_PIECE = 2**26
 
 Step = Callable[[], Tensor]
 
@@ -171,12 +172,10 @@ def results_of(entry: Entry, model: Any, inputs: Mapping[str, Any], trains: bool
     """The result, and in training all gradients as one vector."""
     found = [step_of(entry, model, inputs, trains)()]
     if trains:
-        parameters = list(model.parameters())
         # Compiled, what the result does not depend on has a gradient of zeros.
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
         found.append(torch.cat([grad.flatten() for grad in grads]))
-        for parameter in parameters:
-            parameter.grad = None
+        model.zero_grad()
     return found
 
 
@@ -190,8 +189,14 @@ def in_float32(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def error(result: Tensor, exact: Tensor) -> float:
     """As a share of the exact result's norm.
 
-    By pieces: billions of weights leave no memory for the difference of all gradients.
+    It is computed by pieces: billions of weights leave no memory for the difference of all
+    gradients.
+
+    Raises:
+        RuntimeError: the shapes differ.
     """
+    if result.shape != exact.shape:
+        raise RuntimeError(f"a result is {list(result.shape)}, not {list(exact.shape)}")
     pieces = zip(*(x.flatten().split(_PIECE) for x in (result, exact)), strict=True)
     squares = [((a.float() - b).norm().item() ** 2, b.norm().item() ** 2) for a, b in pieces]
     off, size = (sum(column) for column in zip(*squares, strict=True))

@@ -247,8 +247,9 @@ def test_parts_of_a_model_share_what_is_kept_one_after_the_other(is_kept, tmp_pa
     )
     told = tmp_path / "told"
     told.mkdir()
-    runner = _runner([sys.executable, "-c", script, str(told)], tmp_path, model_of=lambda x: x[0])
-    runner.compiled = tmp_path / "kept" if is_kept else None
+    kept = tmp_path / "kept" if is_kept else None
+    command = [sys.executable, "-c", script, str(told)]
+    runner = _runner(command, tmp_path, compiled=kept, model_of=lambda part: part[0])
     parts = ["a1", "a2", "a3", "b1"]
     assert runner.run(parts) == []
     found = [(told / part).read_text() for part in parts]

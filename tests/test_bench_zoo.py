@@ -95,6 +95,8 @@ def test_the_error_of_a_vector_is_that_of_its_pieces(piece, monkeypatch):
     found[5, 7] = torch.nan
     assert math.isnan(whole_models.error(found, exact))
     assert math.isnan(whole_models.error(exact, torch.zeros(6, 8)))
+    with pytest.raises(RuntimeError, match=r"a result is \[8, 6\], not \[6, 8\]"):
+        whole_models.error(exact.view(8, 6), exact)
 
 
 def test_wrong_gradients_are_refused(monkeypatch):
