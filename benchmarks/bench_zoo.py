@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
 
 import cudnn_ops
 from benchmarks.harness import OURS, Rows, main, peak_bytes, step_ms
@@ -60,6 +61,9 @@ def run_part(part: str, rows: Rows, rounds: int) -> None:
     if find_spec(entry.library) is None:
         print(f"{entry.name}: {entry.library} is not installed")
         return
+    # Inductor's workers compile with PyTorch's ptxas, this process with Triton's unless told so. It
+    # would find no candidate that they compiled for max-autotune, and compile each once more.
+    _set_triton_ptxas_path()
     torch._dynamo.reset()
     cudnn_ops.compile_report().clear()
     measure_case(entry, trains, rows, rounds)

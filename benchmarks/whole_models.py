@@ -62,7 +62,8 @@ def checked_steps(
     # A model needs most memory in float32, so one process at a time has its model there.
     with nobody_timed():
         with nothing_dropped(reference), nothing_dropped(model):
-            exact = results_of(entry, reference, in_float32(inputs), trains)
+            # In the host's memory: gradients of billions of weights, for as long as others compile.
+            exact = [x.cpu() for x in results_of(entry, reference, in_float32(inputs), trains)]
             eager = results_of(entry, model, inputs, trains)
         allowed = allowed_errors(eager, exact)
         del reference, eager  # gigabytes, where a model has billions of weights
@@ -197,7 +198,9 @@ def error(result: Tensor, exact: Tensor) -> float:
     """
     if result.shape != exact.shape:
         raise RuntimeError(f"a result is {list(result.shape)}, not {list(exact.shape)}")
-    pieces = zip(*(x.flatten().split(_PIECE) for x in (result, exact)), strict=True)
-    squares = [((a.float() - b).norm().item() ** 2, b.norm().item() ** 2) for a, b in pieces]
+    squares = []
+    for piece, there in zip(*(x.flatten().split(_PIECE) for x in (result, exact)), strict=True):
+        right = there.to(piece.device)
+        squares.append(((piece.float() - right).norm().item() ** 2, right.norm().item() ** 2))
     off, size = (sum(column) for column in zip(*squares, strict=True))
     return math.sqrt(off / size) if size else math.nan

@@ -110,9 +110,17 @@ def test_every_core_has_a_compile_thread(cores, jobs, threads, tmp_path, monkeyp
     assert _runner([sys.executable, "-c", script], tmp_path, jobs=jobs).run(["a"]) == []
 
 
-def test_who_runs_it_may_give_more_compile_threads(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "5")
-    script = "import os; assert os.environ['TORCHINDUCTOR_COMPILE_THREADS'] == '5'"
+def test_nothing_is_left_out_because_it_compiles_beside_others(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_PRECOMPILATION_TIMEOUT_SECONDS", raising=False)
+    found = "torch._inductor.config.precompilation_timeout_seconds"
+    script = f"import torch._inductor.config; assert {found} == 3600"
+    assert _runner([sys.executable, "-c", script], tmp_path).run(["a"]) == []
+
+
+@pytest.mark.parametrize("what", ["COMPILE_THREADS", "PRECOMPILATION_TIMEOUT_SECONDS"])
+def test_what_is_set_is_kept(what, tmp_path, monkeypatch):
+    monkeypatch.setenv(f"TORCHINDUCTOR_{what}", "5")
+    script = f"import os; assert os.environ['TORCHINDUCTOR_{what}'] == '5'"
     assert _runner([sys.executable, "-c", script], tmp_path).run(["a"]) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import T5Config
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from benchmarks import bench_zoo, tables, turns, whole_models
-from benchmarks.harness import OURS, Row, Rows
+from benchmarks.harness import OURS, Row, Rows, in_process
 from benchmarks.zoo_models import ZOO, Entry
 from tests.cases.benchmarks import must_wait
 
@@ -175,6 +176,29 @@ def test_a_part_is_a_model_in_one_mode(monkeypatch):
 
 def _twice(*_: Any) -> tuple[Tensor, Tensor]:
     return torch.full((4, 16), 9.0), torch.full((4, 4), 9.0)
+
+
+PTXAS_OF_A_PART = """
+from benchmarks import bench_zoo
+from benchmarks.harness import Rows
+
+bench_zoo.measure_case = lambda *_: None
+bench_zoo.run_part(bench_zoo.PARTS[0], Rows({}), 1)
+
+from triton.backends.nvidia.compiler import get_ptxas
+
+print(get_ptxas(90).path)
+"""
+
+
+def test_a_part_and_inductor_s_workers_compile_with_one_ptxas(monkeypatch):
+    """Its version is part of the name by which Triton finds what was compiled."""
+    ptxas = Path(torch.__file__).with_name("bin") / "ptxas"
+    if not ptxas.exists():
+        pytest.skip("this PyTorch has no ptxas")
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    printed = in_process(PTXAS_OF_A_PART).splitlines()
+    assert Path(printed[-1]) == ptxas
 
 
 def test_rows_of_some_models_join_those_of_an_earlier_run():
