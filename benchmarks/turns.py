@@ -110,8 +110,7 @@ def tune_one_by_one() -> None:
     """From now on inductor times its candidates while no other process does so, nor has a turn.
 
     Nobody is stopped: there are hundreds of candidates, and who compiles does not use the GPU. A
-    candidate is called once before: that loads its kernel, for which the others would wait several
-    times as long as for its timing.
+    candidate is called once before: that loads its kernel, for which the others need not wait.
     """
     from torch._inductor.runtime.benchmarking import benchmarker
 

@@ -62,7 +62,7 @@ def checked_steps(
     # A model needs most memory in float32, so one process at a time has its model there.
     with nobody_timed():
         with nothing_dropped(reference), nothing_dropped(model):
-            # In the host's memory: gradients of billions of weights, for as long as others compile.
+            # In the host's memory: where a model has billions of weights, others need the GPU's.
             exact = [x.cpu() for x in results_of(entry, reference, in_float32(inputs), trains)]
             eager = results_of(entry, model, inputs, trains)
         allowed = allowed_errors(eager, exact)
