@@ -95,7 +95,7 @@ class Runner:
         environment = dict(os.environ)
         threads = ceil((os.cpu_count() or 1) / self.jobs)
         environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
-        # After them inductor drops what is not compiled yet, and beside others that takes longer.
+        # Inductor drops the candidates that take longer to compile, as they do beside others.
         environment.setdefault("TORCHINDUCTOR_PRECOMPILATION_TIMEOUT_SECONDS", "3600")
         compiled = (self.compiled or folder) / f"cache-{_file_name(self._shared_by(part))}"
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(compiled.resolve())

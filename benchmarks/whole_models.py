@@ -190,8 +190,8 @@ def in_float32(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def error(result: Tensor, exact: Tensor) -> float:
     """As a share of the exact result's norm.
 
-    It is computed by pieces: billions of weights leave no memory for the difference of all
-    gradients.
+    It is computed by pieces, where ``result`` is: billions of weights leave no memory for the
+    difference of all gradients. ``exact`` may be in the host's memory.
 
     Raises:
         RuntimeError: the shapes differ.
@@ -199,8 +199,8 @@ def error(result: Tensor, exact: Tensor) -> float:
     if result.shape != exact.shape:
         raise RuntimeError(f"a result is {list(result.shape)}, not {list(exact.shape)}")
     squares = []
-    for piece, there in zip(*(x.flatten().split(_PIECE) for x in (result, exact)), strict=True):
-        right = there.to(piece.device)
-        squares.append(((piece.float() - right).norm().item() ** 2, right.norm().item() ** 2))
+    for mine, right in zip(*(x.flatten().split(_PIECE) for x in (result, exact)), strict=True):
+        there = right.to(mine.device)
+        squares.append(((mine.float() - there).norm().item() ** 2, there.norm().item() ** 2))
     off, size = (sum(column) for column in zip(*squares, strict=True))
     return math.sqrt(off / size) if size else math.nan

@@ -168,6 +168,7 @@ def test_a_part_is_a_model_in_one_mode(monkeypatch):
     measured = []
     monkeypatch.setattr(bench_zoo, "ZOO", [SMALL])
     monkeypatch.setattr(bench_zoo, "measure_case", lambda *args: measured.append(args[:2]))
+    monkeypatch.setattr(bench_zoo, "_set_triton_ptxas_path", lambda: None)  # of this process
     for mode in ("inference", "training"):
         bench_zoo.run_part(f"small, {mode}", Rows({}), 1)
     assert measured == [(SMALL, False), (SMALL, True)]
